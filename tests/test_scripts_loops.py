@@ -346,19 +346,6 @@ def test_torch_schedulers_give_the_same_rates(workers: int) -> None:
     run_workers(workers, scheduler_scripts)
 
 
-def test_a_scheduler_that_is_stepped_twice_is_refused() -> None:
-    model = plain(0)
-    opt = kf.FusedAdamW(model.parameters())
-    scheduler = schedulers.StepLR(opt, 2)
-    with pytest.raises(RuntimeError, match=r"scheduler= has kf\.DataLoader step it: do one of both"):
-        for step in kf.DataLoader(dataset(), model, opt, scheduler=scheduler):
-            for x, y in step:
-                F.cross_entropy(model(x), y).backward()
-            opt.step()
-            opt.zero_grad()
-            scheduler.step()
-
-
 # -- several trainings in a process ---------------------------------------------------------------------------------
 
 

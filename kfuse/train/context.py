@@ -121,7 +121,8 @@ class TrainContext:
         from kfuse.data.feeder import Feeder
 
         def report(pid: int, how: str) -> None:
-            self.reporter.loader_lost(self.progress.step, pid, how)
+            about = {"step": self.progress.step, "kind": "loader_lost", "worker": self.session.worker}
+            self.reporter.of_any_worker({**about, "pid": pid, "how": how})
 
         return Feeder(self.data, self.sampler, loading, self.session.group.device, report)
 

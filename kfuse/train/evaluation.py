@@ -61,7 +61,7 @@ def evaluate_once(training: TrainContext, synchronisation: Synchronisation, step
         )
         is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
         if training.scheduler is not None:
-            training.scheduler.after_evaluation(result.loss)
+            training.scheduler.after("evaluation", result.loss)
         if is_best and training.saved_model is not None:
             training.saved_model.save_best(model)
     target = settings.train_target_accuracy

@@ -90,10 +90,7 @@ class LRSchedule:
         return min((length for length in lengths if length is not None), default=None)
 
     def done(self, steps: float, samples: float) -> float:
-        """The part of the run that is over after so many steps and samples, in [0, 1]; 0 if its length is unknown.
-
-        steps: as the run's `steps` are counted: with adascale the progress.
-        """
+        """The part of the run that is over, in [0, 1]; 0 if its length is unknown. steps: with adascale progress."""
         pairs = [(at, length) for at, length in ((steps, self.steps), (samples, self.samples)) if length is not None]
         return min(1.0, max((at / length if length else 1.0 for at, length in pairs), default=0.0))
 
@@ -124,10 +121,7 @@ class LRSchedule:
         mean_grad_sq: float | None = None,
         mean_grad_variance: float | None = None,
     ) -> float:
-        """Progress after a step. samples: those that it used; batch_size: of which an epoch's last step may use fewer.
-
-        Pass what its `factor` was given: with adascale a step counts by the gain that its rate had.
-        """
+        """Progress after a step that used `samples`. Pass the rest as to its `factor`."""
         if self.scaling != "adascale":
             return progress + samples / self.base_batch_size
         return progress + self.gain(batch_size, mean_grad_sq, mean_grad_variance)
@@ -144,9 +138,8 @@ class LRSchedule:
 
 
 class UserSchedule:
-    """Steps `scheduler` after each optimizer step, or after each epoch; a ReduceLROnPlateau after each evaluation, with
-    the held-out loss. It owns group["lr"]; kfuse multiplies by its own factor. A step that is redone after a loss is
-    counted once.
+    """Steps a torch scheduler after each optimizer step or epoch; a ReduceLROnPlateau after each evaluation, with the
+    held-out loss. It owns group["lr"]; kfuse multiplies by its own factor.
     """
 
     def __init__(self, scheduler: Any, interval: str, opt: DistributedOptimizer, evaluates: bool) -> None:
@@ -170,40 +163,15 @@ class UserSchedule:
             interval = "evaluation"
         self.scheduler: Any = scheduler
         self.interval = interval
-        self._count: int | None = None
 
-    def before_step(self) -> None:
-        """Remembers the scheduler's own step count."""
-        self._count = self._now()
-
-    def after_step(self) -> None:
-        """Steps the scheduler if its interval is the step. Raises RuntimeError if the user has stepped it meanwhile."""
-        if self._now() != self._count:
-            raise RuntimeError(
-                "the scheduler was stepped in the loop's body, and scheduler= has kf.DataLoader step it: do one of both"
-            )
-        if self.interval == "step":
-            self._step()
-
-    def after_epoch(self) -> None:
-        """Steps the scheduler if its interval is the epoch."""
-        if self.interval == "epoch":
-            self._step()
-
-    def after_evaluation(self, loss: float) -> None:
-        """Steps a ReduceLROnPlateau with the held-out loss."""
-        if self.interval == "evaluation":
-            self._step(loss)
-
-    def _step(self, *metrics: float) -> None:
+    def after(self, interval: str, *metrics: float) -> None:
+        """Steps the scheduler if this is its interval: "step", "epoch", "evaluation" (metrics: the held-out loss)."""
+        if self.interval != interval:
+            return
         # torch warns of a scheduler that steps before its optimizer. The optimizer may have stepped in another process,
         # whose state this one has taken over.
         setattr(self.scheduler.optimizer, "_opt_called", True)  # noqa: B010
         self.scheduler.step(*metrics)
-
-    def _now(self) -> int | None:
-        """The scheduler's own count of its steps, where it has one."""
-        return getattr(self.scheduler, "last_epoch", None)
 
 
 def has_scheduler(opt: DistributedOptimizer) -> bool:

@@ -30,7 +30,7 @@ Returned = TypeVar("Returned")
 
 
 class PolicyCalls:
-    """The calls of one policy in one training. As a part of the training state it stands for the policy."""
+    """The calls of one policy in one training. As a part of the training state it is the policy's."""
 
     def __init__(self, training: TrainContext, decisions: Decisions) -> None:
         self.policy, self._settings, self._decisions = training.policy, training.settings, decisions
@@ -39,7 +39,7 @@ class PolicyCalls:
         """The error that ends training; None: none does."""
 
     def begin(self) -> None:
-        """Applies the policy's initial settings. On rank 0, before the first step: all workers start from its state."""
+        """Applies the policy's initial settings, on rank 0, before the first step."""
         decision = self._call("initial", lambda: checked_decision(self.policy.initial(), self._name("initial")))
         if decision is not None:
             self.request_within_bounds(decision)
@@ -95,12 +95,12 @@ class PolicyCalls:
         told = f"kfuse: step {step}: the policy's {name} has raised an error; training ends"
         frames = "".join(traceback.format_exception(error))
         about = {"method": name, "why": why, "traceback": frames}
+        event = {"step": step, "kind": "policy_failed", "worker": self._session.worker, **about}
         if self._session.elastic:
-            event = self._reporter.policy_failure(step, **about)
             self._session.give_up(f"the policy's {name} has raised {why}", event, [told, *frames.splitlines()])
             time.sleep(_KILLED_S)  # the supervisor has told it, and kills this process
         else:
-            self._reporter.policy_failed(step, **about)
+            self._reporter.of_any_worker(event)
             print(told, file=sys.stderr, flush=True)  # Python prints the traceback of what is raised here
         raise error
 
@@ -131,7 +131,7 @@ class PolicyCalls:
         )
 
     def request_within_bounds(self, decision: Decision) -> None:
-        """Requests what a policy or a script decided, within the bounds. An event records what is changed."""
+        """Requests what a policy or a script decided, within the bounds. Events tell what was clipped."""
         decisions, elastic, size = self._decisions, self._session.elastic, self._session.group.size
         if decision.workers is not None and not elastic:
             if decision.workers != size and decisions.workers_requested in (0, size):  # once, while it stays so
@@ -151,9 +151,9 @@ class PolicyCalls:
         decisions.request(batch_size=decision.batch_size, lr_scale=decision.lr_scale)
         for name in ("sync", "topology", "tree"):
             if (value := getattr(decision, name)) is not None:
-                refusal, asked = None, {name: value}
+                refusal = None
                 try:
-                    decisions.request(**asked)
+                    decisions.request(**{name: value})
                 except ValueError as error:  # this job cannot have it
                     refusal = f"{error}; it stays as it is"
                 decisions.report_if_clipped(name, refusal)

@@ -22,18 +22,12 @@ _RECENT_STEPS = 128
 
 
 class Reporter:
-    """Every worker calls it in the same way; only rank 0's records are sent.
-
-    With pair averaging each worker sends the ledger's lines of its own micro-batches.
-    """
+    """Every worker calls it in the same way; only rank 0's records are sent."""
 
     def __init__(
         self, session: Session, settings: Settings, samples_an_epoch: int | None, output: Output | None = None
     ) -> None:
-        """samples_an_epoch: None for a stream, which has no epochs.
-
-        output: of a script, whose own files and display get the records too.
-        """
+        """samples_an_epoch: None for a stream. output: of a script, whose own files and display get the records too."""
         self._session, self._settings, self._samples_an_epoch = session, settings, samples_an_epoch
         self._keeper = output or session
         self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
@@ -44,11 +38,9 @@ class Reporter:
         """As `_told`, by the records that are older than the `recent` ones."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The newest records, for the next leader."""
         return {"recent": list(self.recent), "told_before": self._told_before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over another worker's records."""
         self.recent.clear()
         self.recent.extend(state["recent"])
         self._told_before = dict(state["told_before"])
@@ -64,59 +56,34 @@ class Reporter:
         self._remember([("event", data)])
         self._send("event", data)
 
-    def loader_lost(self, step: int, pid: int, how: str) -> None:
-        """A loader process of this worker ended unexpectedly; any worker's is reported, not rank 0's alone."""
-        worker = self._session.workers[self._session.group.rank]
-        data = {"step": step, "kind": "loader_lost", "worker": worker, "pid": pid, "how": how}
-        self._keeper.report("event", data)
-
-    def policy_failed(self, step: int, **fields: Any) -> None:
-        """The policy has raised an error on this worker; any worker's is reported, not rank 0's alone."""
-        self._keeper.report("event", self.policy_failure(step, **fields))
-
-    def policy_failure(self, step: int, **fields: Any) -> dict[str, Any]:
-        """The event that `policy_failed` reports."""
-        worker = self._session.workers[self._session.group.rank]
-        return {"step": step, "kind": "policy_failed", "worker": worker, **fields}
+    def of_any_worker(self, event: dict[str, Any]) -> None:
+        """Reports an event of this worker alone, also where it is not rank 0."""
+        self._keeper.report("event", event)
 
     def start(self, step: int, restarts: bool, goes_back: bool = False) -> None:
         """Training begins; sends its planned length in samples and steps.
 
-        step: the first one that will be reported. Above 0 (from a checkpoint) it is the one before the coming step:
-        the policy sees that one's figures with the present workers and bounds, so its record is written anew as well.
-        restarts: started anew, it would go on from its own checkpoints. goes_back: it is under way, and goes on from an
-        earlier step.
+        step: the first one that will be reported: from a checkpoint the one before the coming step, whose figures the
+        policy sees with the present workers and bounds. restarts: started anew, it would go on from its own
+        checkpoints. goes_back: it is under way, and goes on from an earlier step.
         """
         self._told = {}
-        epochs = self._settings.train_epochs
+        epochs, steps = self._settings.train_epochs, self._settings.train_steps
         total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
-        about = {
-            "samples": total,
-            "steps": self._settings.train_steps,
-            "step": step,
-            "training": self._session.training,
-        }
+        about = {"samples": total, "steps": steps, "step": step, "training": self._session.training}
         self._send("start", {**about, "restarts": restarts, "goes_back": goes_back})
 
     def view(self, step: int, view: View, regroup_s: float, transfer_s: float) -> None:
         """A new view is active. regroup_s, transfer_s: seconds for forming the group, for sending the state."""
-        data = {
-            "step": step,
-            "kind": "view",
-            "generation": view.generation,
-            "workers": [{"rank": r, "pid": m.pid, "host": m.host} for r, m in enumerate(view.members)],
-            "reason": view.reason,
-            "pause_s": regroup_s + transfer_s,
-            "regroup_s": regroup_s,
-            "transfer_s": transfer_s,
-        }
+        workers = [{"rank": r, "pid": m.pid, "host": m.host} for r, m in enumerate(view.members)]
+        data = {"step": step, "kind": "view", "generation": view.generation, "workers": workers, "reason": view.reason}
+        data |= {"pause_s": regroup_s + transfer_s, "regroup_s": regroup_s, "transfer_s": transfer_s}
         self._send("event", data)
 
     def step(self, stats: StepStats, context: StepContext, signals: Signals, samples: StepSamples | None) -> None:
         """A finished step's figures. samples: those it used, if a ledger was asked for.
 
-        signals: what a policy sees of the step. What the columns lack of it is recorded where it has changed, so that
-        any policy can be replayed on the run.
+        signals: what a policy sees of the step; what the columns lack of it is recorded where it has changed.
         """
         if not self._keeper.is_recorded:
             return
@@ -172,5 +139,4 @@ class Reporter:
                     self._send(kind, data)
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """The run is over: sends its summary."""
         self._send("summary", summary)

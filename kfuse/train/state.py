@@ -1,8 +1,8 @@
-"""The training state, declared once: the parts that it consists of.
+"""The training state, declared once: the parts that it consists of; and how it is sent from one worker to others.
 
 The first broadcast, joins, recovery and checkpoints all use the same declaration (`TrainingState`). What is not in it
 need not be saved: data are a pure function of (seed, epoch, cursor), and random numbers are seeded from (seed, step,
-micro-batch) before each micro-batch's forward. That workers have the same parameters is checked (`comm.check_every`).
+micro-batch) before each micro-batch's forward.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -32,11 +31,9 @@ _PLAIN = frozenset((type(None), bool, int, float, str))
 class Stateful(Protocol):
     """A part of the state: tensors and plain values (None, bool, int, float, str, lists, tuples, dicts)."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state; tensors may be the object's own."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Takes over what `state_dict` returned, here or in another process."""
+    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 class Trainable:
@@ -49,7 +46,6 @@ class Trainable:
         return [p for group in self._opt.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
-        """For each parameter, whether it is trained."""
         return {"requires_grad": [p.requires_grad for p in self._params()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -77,7 +73,7 @@ class TrainingState:
     ) -> dict[str, Any]:
         """Returns the state of each part, by name, or of `only` these. Tensors are the parts' own, not copies.
 
-        With sharded optimizer state those are gathered: every worker calls it, and gets all. Raises CommError.
+        Shards of the optimizer's state are gathered: every worker calls it, and gets all. Raises CommError.
         """
         return {
             name: of_optimizer(part) if isinstance(part, DistributedOptimizer) else part.state_dict()
@@ -94,7 +90,7 @@ class TrainingState:
         return self.capture(of_optimizer=lambda opt: opt.common_state())
 
     def restore_some(self, state: Mapping[str, Any]) -> None:
-        """Loads the parts that `capture` returned with a selection, in the order of declaration."""
+        """Loads the parts that `capture` returned with a selection."""
         for name in state:
             self._parts[name].load_state_dict(state[name])
 
@@ -106,10 +102,9 @@ class TrainingState:
             raise ValueError(f"another program's state: parts unknown here are {unknown}, missing are {missing}")
 
     def room_for(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This worker's own tensors where `state` has tensors, to be overwritten in place: of the model, the optimizer.
+        """Returns the model's and the optimizer's own tensors, to be overwritten by another worker's `state`.
 
-        state: of another worker; its tensors' values are not needed. Optimizer state that this worker does not have
-        yet is made. Other parts are small, and get new tensors.
+        Optimizer state that this worker does not have yet is made. Other parts are small, and get new tensors.
         """
         for name, part in self._parts.items():
             if isinstance(part, DistributedOptimizer) and name in state:
@@ -147,11 +142,9 @@ class TrainingState:
 
 
 def with_settings(state: Mapping[str, Any], batch_size: int, lr_scale: float, seed: int) -> dict[str, Any]:
-    """What `TrainingState.capture` returned of a training without a scheduler, with other settings, nothing pending.
+    """Returns a state, of a training without a scheduler, with other settings for the next step on; both share tensors.
 
-    batch_size, lr_scale, seed (of the data order): hold from the next step on. Left out is what the training had
-    decided, or was about to report: its last steps may have announced decisions. The policy's state is empty.
-    The state that is given does not change; both share tensors.
+    Left out are the policy's state, and what the training had decided or was about to report.
     """
     silent: dict[str, Any] = {"in_flight": [], "unread": []}
     at, optimizer = state["progress"], state["optimizer"]
@@ -177,31 +170,40 @@ def share(group: Group, source: int, make: Callable[[], Any], room: Callable[[An
     2) The tensors follow in chunks (`comm.chunks`), each a broadcast: from the source's own memory to the receiver's
        own, large ones without a copy. No rank needs more than one chunk of memory besides.
 
-    room: None on a rank that does not receive. It takes part, and its own tensors are not touched. On one that does:
-    room(structure) returns the tensors to be overwritten, in a structure like the one given; where one is missing there
-    or differs in shape, strides, dtype or device, a new one is made. It is called before the first byte arrives. From
-    then on these tensors hold parts of both states, until all has arrived. Where it returns None all tensors are new,
-    and in the host's memory: the receiver keeps what it has until all has arrived, and needs no more of the device's.
+    room: None on a rank that does not receive, whose own tensors are not touched. On one that does: room(structure)
+    returns the tensors to be overwritten, in a structure like the one given; where one is missing there or does not
+    fit, a new one is made. It is called before the first byte arrives; from then on these tensors hold parts of both
+    states, until all has arrived. Where it returns None all tensors are new, and in the host's memory.
 
     Returns on a receiver what `make` returned there, with this rank's tensors: in room's, those of the host on the
     host, all others on the group's device. None on the others. Raises CommError.
     """
-    pickled, sizes, tensors = b"", list[int](), list[Tensor]()
+    payload, tensors, received = b"", list[Tensor](), None
     if group.rank == source:
         structure, descriptions, tensors = _take_apart(make())
         host = [tensor.device.type == "cpu" != group.device.type for tensor in tensors]
         buffer = io.BytesIO()
         torch.save([structure, descriptions, host], buffer)
-        pickled, sizes = buffer.getvalue(), [tensor.nbytes for tensor in tensors]
-    pickled, sizes = _share_structure(group, source, pickled, sizes)
-    received = None
-    if group.rank != source and room is not None:
-        structure, descriptions, host = decode(pickled, group.device)
-        own = room(structure)
-        where = [torch.device("cpu") if own is None or on_host else group.device for on_host in host]
-        received, tensors = _put_in_place(structure, own, descriptions, where)
-    _share_tensors(group, source, sizes, tensors)
+        payload = buffer.getvalue()
+    payload = _share_bytes(group, source, payload)
+    if group.rank != source:
+        structure, descriptions, host = decode(payload, group.device)
+        if room is not None:
+            own = room(structure)
+            where = [torch.device("cpu") if own is None or on_host else group.device for on_host in host]
+            received, tensors = _put_in_place(structure, own, descriptions, where)
+    _share_tensors(group, source, [description.nbytes for description in descriptions], tensors)
     return received
+
+
+def _share_bytes(group: Group, source: int, payload: bytes) -> bytes:
+    length = torch.tensor([len(payload)], device=group.device)
+    group.broadcast(length, _TRANSFER, source).wait()
+    message = torch.empty(int(length), dtype=torch.uint8, device=group.device)
+    if group.rank == source:
+        message.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    group.broadcast(message, _TRANSFER, source).wait()
+    return message.cpu().numpy().tobytes()
 
 
 def _take_apart(value: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
@@ -231,10 +233,7 @@ def _take_apart(value: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
 def _put_in_place(
     structure: Any, own: Any, descriptions: list[Tensor], devices: list[torch.device]
 ) -> tuple[Any, list[Tensor]]:
-    """The structure with this rank's tensors, `own` where they fit and else new ones; and the list of them.
-
-    devices: each tensor's.
-    """
+    """The structure with this rank's tensors, `own` where they fit and else new ones on `devices`; the list of them."""
     numbers = {id(description): number for number, description in enumerate(descriptions)}
     tensors: dict[int, Tensor] = {}
 
@@ -242,10 +241,11 @@ def _put_in_place(
         number = numbers[id(description)]
         if number not in tensors:
             where = devices[number]
-            fits = isinstance(mine, Tensor) and mine.device == where and _alike(mine, description)
-            shape, strides = description.shape, description.stride()
-            new = None if fits else torch.empty_strided(shape, strides, dtype=description.dtype, device=where)
-            tensors[number] = mine.detach() if new is None else new
+            if isinstance(mine, Tensor) and mine.device == where and _alike(mine, description):
+                tensors[number] = mine.detach()
+            else:
+                shape, strides = description.shape, description.stride()
+                tensors[number] = torch.empty_strided(shape, strides, dtype=description.dtype, device=where)
         return tensors[number]
 
     placed = _replace_tensors(structure, place, own)
@@ -301,19 +301,6 @@ def _replace_tensors(value: Any, act: Callable[[Tensor, Any], Any], beside: Any 
             vars(copy).update(vars(value))
         return copy
     return value
-
-
-def _share_structure(group: Group, source: int, pickled: bytes, sizes: list[int]) -> tuple[bytes, list[int]]:
-    """Rank `source`'s two arguments, on every rank: the pickled structure, and the tensors' sizes in bytes."""
-    header = torch.tensor([len(sizes), len(pickled)], device=group.device)
-    group.broadcast(header, _TRANSFER, source).wait()
-    count, length = header.tolist()
-    message = torch.empty(8 * count + length, dtype=torch.uint8, device=group.device)
-    if group.rank == source:
-        message.copy_(torch.frombuffer(bytearray(np.array(sizes, np.int64).tobytes() + pickled), dtype=torch.uint8))
-    group.broadcast(message, _TRANSFER, source).wait()
-    received = message.cpu().numpy()
-    return received[8 * count :].tobytes(), received[: 8 * count].view(np.int64).tolist()
 
 
 def decode(payload: bytes, device: torch.device) -> Any:

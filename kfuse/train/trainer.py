@@ -197,8 +197,6 @@ class Trainer:
         samples = self._sampling.of_next_step()
         mine = samples.count(samples.range_of(rank))
         self.decisions.rate.set()
-        if self._scheduler is not None:
-            self._scheduler.before_step()
         self._synchronisation.before_step()
         weigh = None if objective.weight_fn is None else objective.weight
         audited = None if self._audit is None else self._audit.before_step(samples)
@@ -293,7 +291,7 @@ class Trainer:
             micro_batch=step.samples.micro_batch,
         )
         if self._scheduler is not None:
-            self._scheduler.after_step()
+            self._scheduler.after("step")
         at.samples += count
         at.cursor += count
         if at.is_local:
@@ -337,7 +335,7 @@ class Trainer:
         if self._epoch_is_over:
             self.progress.epoch, self.progress.cursor = self.progress.epoch + 1, 0
             if self._scheduler is not None:
-                self._scheduler.after_epoch()
+                self._scheduler.after("epoch")
 
     def _conclude(self) -> None:
         """Training is over: evaluates, writes a last checkpoint and the model, waits until the summary has arrived."""
