@@ -152,13 +152,12 @@ def adapt(samples: int, batch_size: int, micro_batch: int) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("workers", "samples", "batch_size", "micro_batch"),
-    [(1, 256, 8, 2), (2, 256, 8, 2), (3, 128, 4, 2)],  # the last one: too little work for all
+    [(2, 256, 8, 2), (3, 128, 4, 2)],  # the last one: too little work for all
 )
 def test_orders_of_the_leader_take_effect_on_every_worker_at_one_step(
     workers: int, samples: int, batch_size: int, micro_batch: int
 ) -> None:
-    asked = samples, batch_size, micro_batch
-    results = run_workers(workers, adapt, *asked) if workers > 1 else [adapt(*asked)]
+    results = run_workers(workers, adapt, samples, batch_size, micro_batch)
     seen, last_batch, last_lr, total, _ = results[0]
     assert all(result == results[0] for result in results), "ranks disagree"
     assert (last_batch, last_lr, total) == (2 * batch_size, pytest.approx(0.02, rel=1e-14), samples)
@@ -186,15 +185,10 @@ def test_wrong_orders_say_what_is_allowed(verb: str, value: Any, message: str) -
         kf.fit(net, problem(), kf.FusedSGD(net.parameters()), kf.Hook(Orders({0: [(verb, value)]})), batch_size=8)
 
 
-class AlwaysTwo(kf.BasePolicy):
-    def decide(self, signals: kf.Signals) -> kf.Decision | None:
-        return kf.Decision(batch_size=2)
-
-
 def test_what_was_asked_for_in_the_last_step_is_not_for_the_next_training() -> None:
-    net = network()
+    net, policy = network(), Orders({3: [("set_batch_size", 2)]})
     opt = kf.FusedSGD(net.parameters())
-    kf.fit(net, problem(), opt, kf.Hook(AlwaysTwo()), batch_size=8, train_steps=4)
+    kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=8, train_steps=4)
     summary = kf.fit(net, problem(), opt, batch_size=8, train_steps=5)
     assert summary is not None and (summary["batch_size"], summary["samples"]) == (8, 40)
 
@@ -208,14 +202,6 @@ def test_all_parameter_groups_follow_set_lr() -> None:
     kf.fit(net, problem(), opt, kf.Hook(Orders({0: [("set_lr", 0.05)]})), batch_size=4)
     assert rates[0] == [0.1, 0.3] and rates[-1] == pytest.approx([0.05, 0.15], rel=1e-14)
     assert [group["lr"] for group in opt.param_groups] == [0.1, 0.3]  # they are the user's
-
-
-def test_a_first_group_without_learning_rate_does_not_stop_the_others() -> None:
-    net = network()
-    opt = kf.FusedSGD([{"params": net[0].parameters(), "lr": 0.0}, {"params": net[2].parameters()}], lr=0.1)
-    before = net[2].weight.detach().clone()
-    kf.fit(net, problem(), opt, batch_size=16)
-    assert not torch.equal(before, net[2].weight)
 
 
 @pytest.mark.parametrize(
@@ -257,22 +243,17 @@ def test_the_same_clipping_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("hook", ["before_train", "before_step"])
 def test_hooks_before_the_first_step_may_use_the_verbs(hook: str) -> None:
-    seen: list[tuple[int, float]] = []
+    policy = Orders({})
 
-    class Early(kf.BasePolicy):
-        def decide(self, signals: kf.Signals) -> kf.Decision | None:
-            seen.append((signals.batch_size, signals.lr))
-            return None
-
-    def ask(policy: Early) -> None:
-        if not seen:
+    def ask() -> None:
+        if not policy.seen:
             kf.set_batch_size(16)
             kf.set_lr(0.05)
 
-    setattr(Early, hook, ask)
+    setattr(policy, hook, ask)
     net = network()
-    kf.fit(net, problem(), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(Early()), batch_size=8, lr_scaling="none")
-    assert seen[0] == (8, 0.1) and seen[-1] == (16, pytest.approx(0.05))
+    kf.fit(net, problem(), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=8, lr_scaling="none")
+    assert policy.seen[0] == (8, 0.1) and policy.seen[-1] == (16, pytest.approx(0.05))
 
 
 BATCH, RATE = ("set_batch_size", 64), ("set_lr", 0.02)
@@ -324,16 +305,6 @@ def test_set_lr_holds_in_its_first_step_under_a_warm_up_and_a_decay() -> None:
         assert rates[6:] == pytest.approx([0.02 * part(step) / part(6) for step in range(6, 24)])
 
 
-def set_both() -> list[tuple[int, float]]:
-    kf.init()
-    return both({5: [RATE, BATCH]}, lr_scaling="linear")
-
-
-def test_set_lr_and_set_batch_size_on_two_workers() -> None:
-    first, second = run_workers(2, set_both)
-    assert first == second and first[-1] == (64, pytest.approx(0.02, rel=1e-13))
-
-
 @pytest.mark.parametrize(
     ("lr", "message"),
     [
@@ -348,26 +319,17 @@ def test_set_lr_refuses_what_fp32_cannot_hold(lr: float, message: str) -> None:
         kf.fit(net, problem(), opt, kf.Hook(Orders({0: [("set_lr", lr)]})))
 
 
-@pytest.mark.parametrize(
-    ("scale", "rate", "note"),
-    [
-        (1e-50, 0.1, "lr_scale 1e-50 dropped: it must be 1.18e-38 to 3.4e+38, fp32's range"),
-        (1e38, 100.0, "lr_scale 1e+38 dropped: a learning rate of 100.0 would become 1e+40, out of fp32's range, 1.18"),
-    ],
-)
-def test_an_lr_scale_that_fp32_cannot_hold_is_dropped_with_an_event(
-    scale: float, rate: float, note: str, tmp_path: Path
-) -> None:
+def test_an_lr_scale_that_fp32_cannot_hold_is_dropped_with_an_event(tmp_path: Path) -> None:
     class Extreme(kf.BasePolicy):
         def decide(self, signals: kf.Signals) -> kf.Decision | None:
-            return kf.Decision(lr_scale=scale, batch_size=8)
+            return kf.Decision(lr_scale=1e38, batch_size=8)
 
     net = network()
-    opt = kf.FusedSGD(net.parameters(), lr=rate)
+    opt = kf.FusedSGD(net.parameters(), lr=100.0)
     summary = kf.fit(net, problem(), opt, kf.Hook(Extreme()), batch_size=4, lr_scaling="none", run_dir=tmp_path / "run")
-    assert summary is not None and (summary["lr"], summary["batch_size"]) == (rate, 8)
+    assert summary is not None and (summary["lr"], summary["batch_size"]) == (100.0, 8)
     (told,) = [event["note"] for event in read_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "clipped"]
-    assert told.startswith(note)
+    assert told.startswith("lr_scale 1e+38 dropped: a learning rate of 100.0 would become 1e+40, out of fp32's range")
 
 
 def test_set_lr_says_where_the_rate_is_zero() -> None:
@@ -403,30 +365,26 @@ def test_the_users_random_numbers_go_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        ({}, TypeError, r"takes a kfuse optimizer \(kf\.Optimizer wraps any\), not SGD"),
-        ({"data": [1, 2]}, TypeError, "int|pair"),
-        ({"batch_size": 8, "batch_micro": 9}, ValueError, "batch_micro=9: must be at most batch_size=8$"),
-        ({"batch_size": 8, "batch_max": 2**24 + 1}, ValueError, "batch_max=16777217: must be"),
-        ({"train_precision": "fp8"}, ValueError, "train_precision=fp8: .*fp32, bf16"),
-        ({"hook": kf.BasePolicy()}, TypeError, "Hook"),
+        (
+            {"opt": torch.optim.SGD(network().parameters())},
+            r"takes a kfuse optimizer \(kf\.Optimizer wraps any\), not SGD",
+        ),
+        ({"data": [1, 2]}, "int|pair"),
+        ({"batch_size": "8"}, "batch_size=8: must be"),
+        ({"hook": kf.BasePolicy()}, "Hook"),
     ],
 )
-def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], message: str) -> None:
     net = network()
-    plain = torch.optim.SGD(net.parameters())
-    opt: Any = plain if message.endswith("not SGD") else kf.Optimizer(plain)
-    with pytest.raises(error, match=message):
-        kf.fit(net, **{"data": problem(), "opt": opt, **arguments})
-
-
-def test_what_is_no_policy_is_refused() -> None:
-    net, hook = network(), kf.Hook(kf.BasePolicy())
+    with pytest.raises((TypeError, ValueError), match=message):
+        kf.fit(net, **{"data": problem(), "opt": kf.FusedSGD(net.parameters()), **arguments})
     with pytest.raises(TypeError, match=r"kf\.BasePolicy, not type"):
         kf.Hook(kf.GNSPolicy)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"takes policy= a kf\.BasePolicy, not Hook"):
-        kf.DataLoader(problem(), net, kf.FusedSGD(net.parameters()), policy=hook)  # type: ignore[arg-type]
+        hook: Any = kf.Hook(kf.BasePolicy())
+        kf.DataLoader(problem(), net, kf.FusedSGD(net.parameters()), policy=hook)
 
 
 def test_fit_goes_on_with_an_optimizer_that_has_made_steps() -> None:

@@ -26,9 +26,8 @@ from kfuse.train.trainer import Trainer
 
 
 def set_threads(config: dict[str, Any]) -> None:
-    """CPU threads: as configured; else what the launcher set aside, OMP_NUM_THREADS, or the cores shared out.
-
-    A matrix product's bits depend on the number of threads, so reproducible runs take one on any number of workers.
+    """CPU threads: as configured; else one with comm.reproducible=true, as a matrix product's bits depend on it; else
+    what the launcher set aside, OMP_NUM_THREADS, or the cores shared out.
     """
     workers = config["workers"]
     here = int(os.environ.get("LOCAL_WORLD_SIZE", workers["max"]))  # torchrun sets LOCAL_WORLD_SIZE
@@ -41,10 +40,7 @@ def set_threads(config: dict[str, Any]) -> None:
 
 
 def build_trainer(config: dict[str, Any]) -> Trainer:
-    """Data, model, policy and optimizer as configured, ready to run. Needs a session.
-
-    In an elastic job no other worker is needed yet; else rank 0 shares its parameters with the others here.
-    """
+    """Data, model, policy and optimizer as configured, ready to run. Needs a session."""
     torch.manual_seed(config["seed"])
     values = flat(config)
     split: DataSplit = instantiate.build(class_arguments("data", config["data"]))

@@ -81,10 +81,7 @@ def stragglers(workers: Sequence[int], relative: Sequence[float | None], before:
 
 
 def take_measured(training: TrainContext, stats: StepStats, context: StepContext) -> None:
-    """Writes what a step measured into `Progress`. Reports interference, and each worker that becomes a straggler.
-
-    Neither is reported again until it has been over at least once. context: the settings that the step was made with.
-    """
+    """Writes what a step measured into `Progress`. Reports interference, and each worker that becomes a straggler."""
     at, session, workers = training.progress, training.session, context.members
     at.mean_grad_sq, at.mean_grad_variance, at.loss = stats.mean_grad_sq, stats.mean_grad_variance, stats.loss
     if session.group.size == 1 and not session.elastic:

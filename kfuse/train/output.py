@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kfuse.checkpoint.manager import Checkpoints
 from kfuse.checkpoint.saved_model import SavedModel
@@ -21,39 +21,27 @@ from kfuse.session import current
 from kfuse.settings import rules
 from kfuse.settings.tree import ConfigError, by_key
 
+if TYPE_CHECKING:  # used by a script that shows or records its training only
+    from kfuse.observe.display import Display
+    from kfuse.observe.recorder import Recorder
+
 _LOG = logging.getLogger("kfuse")
 
 _TROUBLE = ("checkpoint_failed", "checkpoint_rejected", "model_failed")  # events that a silent script must not hide
 _KEPT_ELSEWHERE = "run_dir={} is not used: kfuse-run keeps the run directory, --run-dir"
 
 
-class _Recorder(Protocol):
-    """`kfuse.observe.recorder.Recorder`, or what shows records without a run directory."""
-
-    def keep(self, records: list[tuple[str, dict[str, Any]]]) -> None: ...
-
-    def failed(self, why: str) -> None: ...
-
-    def close(self, why: str | None) -> None: ...
-
-
 class Output:
     """The files and the display of one training, as kf.fit's and kf.DataLoader's arguments ask for them."""
-
-    checkpoints: Checkpoints | None
-    """None: none are written or read."""
-    saved_model: SavedModel | None
-    """None: the model is not written."""
-    shown: bool
-    """Whether events are shown on this process's terminal."""
 
     def __init__(self, session: Session, settings: Mapping[str, Any]) -> None:
         """settings: resolved, by name. Raises ConfigError, in one line, for what cannot be used."""
         self._session, self._lock = session, threading.Lock()  # checkpoints are reported by the thread that writes them
-        self._recorder: _Recorder | None = None  # while the training is under way, on the rank that keeps the records
+        self._recorder: Recorder | _Shown | None = None  # during training, on the rank that keeps the records
         rules.check(by_key(settings))
-        folder, directory = _folder("checkpoint_dir", settings), _folder("run_dir", settings)
-        resume = _existing(settings["checkpoint_resume"])
+        given = settings["checkpoint_dir"], settings["run_dir"]
+        folder, directory = (None if path is None else Path(path).expanduser().absolute() for path in given)
+        resume = settings["checkpoint_resume"]
         numbered = session.elastic and directory is not None
         if session.control_client is not None and directory is not None:
             session.report("event", {"step": None, "kind": "note", "note": _KEPT_ELSEWHERE.format(directory)})
@@ -61,7 +49,7 @@ class Output:
         terminal = sys.stdout is not None and sys.stdout.isatty()
         keeps = not session.elastic and session.group.rank == 0
         progress = settings["observe_progress"]
-        self.shown = keeps and (terminal if progress is None else progress)
+        self._shown = keeps and (terminal if progress is None else progress)
         self._directory = directory if keeps else None
         if keeps and directory is not None and resume == "never" and _is_used(directory):
             raise ConfigError(f"run_dir={directory}: must be a new one, or one to resume (checkpoint_resume)")
@@ -70,7 +58,7 @@ class Output:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"checkpoint_dir={folder}: must be writable: {error.strerror or error}") from error
-        self.checkpoints = None
+        self.checkpoints: Checkpoints | None = None
         if folder is not None or resume != "never":
             every = settings["checkpoint_every_steps"]
             self.checkpoints = Checkpoints(
@@ -84,7 +72,7 @@ class Output:
                 report=self.report,
             )
         where = directory or folder
-        self.saved_model = None
+        self.saved_model: SavedModel | None = None
         if where is not None and settings["train_save_model"] is not False:
             self.saved_model = SavedModel(where, session, numbered, self.report)
 
@@ -94,7 +82,7 @@ class Output:
         if self._recorder is not None:
             with self._lock:
                 self._recorder.keep([(kind, data)])
-        if kind == "event" and data["kind"] in _TROUBLE and not (self.shown or self._session.elastic):
+        if kind == "event" and data["kind"] in _TROUBLE and not (self._shown or self._session.elastic):
             _LOG.warning("%s %s: %s", data["kind"].replace("_", " "), data.get("path", data.get("step")), data["why"])
 
     @property
@@ -131,9 +119,9 @@ class Output:
             self._recorder = None
             recorder.close(why)
 
-    def _new_recorder(self) -> _Recorder | None:
+    def _new_recorder(self) -> Recorder | _Shown | None:
         """None where nothing is written or shown by this process."""
-        if self._directory is None and not self.shown:
+        if self._directory is None and not self._shown:
             return None
         from rich.console import Console  # by a script that shows or records its training only
 
@@ -141,7 +129,7 @@ class Output:
         from kfuse.observe.recorder import Recorder
         from kfuse.observe.run_dir import RunDirectory
 
-        display = Display(self.shown, None if self.shown else Console(quiet=True), takes_output=True)
+        display = Display(self._shown, None if self._shown else Console(quiet=True), takes_output=True)
         if self._directory is None:
             return _Shown(display)
         try:
@@ -149,7 +137,7 @@ class Output:
         except OSError as error:
             raise ValueError(f"run_dir={self._directory}: cannot be written: {error.strerror or error}") from error
         recorder = Recorder(directory, display)
-        if not self.shown:
+        if not self._shown:
             directory.warn = _LOG.warning
         return recorder
 
@@ -157,7 +145,7 @@ class Output:
 class _Shown:
     """Shows a training that has no run directory."""
 
-    def __init__(self, display: Any) -> None:
+    def __init__(self, display: Display) -> None:
         self._display = display
         self._summary: dict[str, Any] | None = None
 
@@ -187,24 +175,6 @@ def _is_used(directory: Path) -> bool:
     from kfuse.observe.run_dir import RunDirectory
 
     return RunDirectory.is_used(directory)
-
-
-def _folder(name: str, settings: Mapping[str, Any]) -> Path | None:
-    """Returns the folder that the setting names. Raises ConfigError for a file's name, and for none."""
-    path = settings[name]
-    if path is None:
-        return None
-    folder = Path(path).expanduser().absolute()
-    if not path or (folder.exists() and not folder.is_dir()):
-        raise ConfigError(f"{name}={path}: must be a folder's path")
-    return folder
-
-
-def _existing(resume: str) -> str:
-    """Returns `checkpoint_resume`. Raises ConfigError for a path that is not there."""
-    if resume not in ("auto", "never") and (not resume or not Path(resume).expanduser().exists()):
-        raise ConfigError(f"checkpoint_resume={resume}: must be never, auto or a path that exists")
-    return resume
 
 
 def log_remarks(remarks: Iterable[str]) -> None:

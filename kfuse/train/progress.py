@@ -33,10 +33,7 @@ class Stage(IntEnum):
 
 @dataclass
 class Progress:
-    """How far training is, and its settings now. The same on every worker; a new worker receives it with the state.
-
-    With pair averaging each worker has its own between meetings (`kfuse.train.pair`).
-    """
+    """How far training is, and its settings now. The same on every worker, but for pair averaging between meetings."""
 
     batch_size: int
     """Samples per optimizer step, over all workers."""
@@ -113,7 +110,7 @@ class Progress:
 
     @property
     def position(self) -> int:
-        """How far this worker is: (step, stage) as one number. A larger one is further."""
+        """(step, stage) as one number: of several workers the largest one is the furthest."""
         return self.step * len(Stage) + self.stage
 
     @property
@@ -122,7 +119,7 @@ class Progress:
         return min(self.contexts, default=self.step)
 
     def once(self, stage: Stage, act: Callable[[], object]) -> None:
-        """Calls `act`, then marks `stage` as done. Does nothing if it is done already. If `act` raises, it is not done.
+        """Calls `act`, unless `stage` is done, and marks it as done; if `act` raises, it is not done.
 
         After a worker is lost, all continue from the state of the most advanced one: what it has done is not repeated.
         """
@@ -144,10 +141,7 @@ class Progress:
         return None
 
     def counted(self, settings: Settings, steps: int) -> float:
-        """Steps made so far, in the unit of train_steps: optimizer steps, or with adascale the sum of their gains.
-
-        steps: optimizer steps made so far.
-        """
+        """So many optimizer steps in the unit of train_steps: with adascale the sum of their gains."""
         return self.schedule if settings.lr_scaling == "adascale" else steps
 
     def is_last_step(self, settings: Settings, epoch_is_over: bool) -> bool:
@@ -157,9 +151,9 @@ class Progress:
         return self.stop > 0 or last_epoch or last_step
 
     def planned_steps(self, settings: Settings, length: int | None) -> int:
-        """Steps of this training, those done included, if the batch size stays. length: samples of an epoch, if known.
+        """Steps of this training, those done included, if the batch size stays; with adascale at most so many.
 
-        With adascale at most so many: the coming gains, 1 or more, are unknown. Raises TypeError if it is unknown.
+        length: samples of an epoch, if known. Raises TypeError if the number is unknown.
         """
         limit = math.inf
         if settings.train_steps is not None:
@@ -173,10 +167,7 @@ class Progress:
         return int(limit)
 
     def take_evaluation(self, accuracy: float | None, loss: float, metrics: dict[str, float], steps: int) -> bool:
-        """Keeps the result of the evaluation after `steps` steps. Returns whether it is the best one so far.
-
-        By accuracy where it is known, else by loss.
-        """
+        """Keeps the result of the evaluation after `steps` steps. Returns whether it is the best one so far."""
         self.accuracy, self.eval_loss, self.eval_metrics, self.evaluated = accuracy, loss, metrics, steps
         score = -loss if accuracy is None else accuracy
         best = math.isfinite(score) and (self.best is None or score > self.best)
@@ -185,10 +176,9 @@ class Progress:
         return best
 
     def refuse_other_beginning(self, saved: Mapping[str, Any]) -> None:
-        """Raises ValueError where a training with other arguments made `saved` (from `state_dict`), to go on from it.
+        """Raises ValueError where a training with other arguments made `saved`, a `state_dict` to go on from.
 
-        Learning rates are meant for the first batch size. Within an epoch the order of the samples counts as well:
-        with another one, some of them would be used twice and others not at all.
+        Learning rates are meant for the first batch size. Within an epoch the order of the samples counts as well.
         """
         theirs = saved["began_with"]
         within_epoch = saved["cursor"] not in (0, theirs["dataset size"])
@@ -199,10 +189,8 @@ class Progress:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """All fields, as plain values."""
         return asdict(self) | {"stage": int(self.stage)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets all fields, in place."""
         contexts = {step: StepContext(**context) for step, context in state["contexts"].items()}
         vars(self).update(vars(Progress(**{**state, "contexts": contexts})))

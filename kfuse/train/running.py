@@ -42,9 +42,8 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def exits_are_errors() -> Iterator[None]:
-    """Context: a SystemExit becomes a RuntimeError. For the model, the data and the policy of a job that has no script:
-    there it would end a worker as if all was well. So does any other exception that is no Exception, but for
-    KeyboardInterrupt, and for GeneratorExit, which ends a training's iterator.
+    """Context: a SystemExit of the model, the data or the policy of a job that has no script becomes a RuntimeError: it
+    would end a worker as if all was well.
     """
     try:
         yield

@@ -17,9 +17,7 @@ _OWN = {"batch_min", "workers_balance", "train_clip_norm", "observe_ledger", "lr
 
 @dataclass(frozen=True)
 class Settings:
-    """One training's settings; the same on every worker. Their names are those of `kfuse.settings.tree`, which explains
-    them. Here those that follow from others have their values.
-    """
+    """One training's settings, which `kfuse.settings.tree` explains; those that follow from others have values."""
 
     seed: int
     batch_size: int
@@ -53,7 +51,7 @@ class Settings:
         workers_bounds: tuple[int, int] = (1, WORKERS_MAX),
         worker_init_fn: Callable[[int], object] | None = None,
     ) -> Settings:
-        """Returns those of a script or a command. values: by name; the others have their defaults."""
+        """values: by name; the others have their defaults."""
         given = {name: leaf.default for name, leaf in SETTINGS.items()} | dict(values)
         size, steps, epochs = given["batch_size"], given["train_steps"], given["train_epochs"]
         micro = given["batch_micro"] or max(1, size // 4)
@@ -76,9 +74,8 @@ class Settings:
     def micro_batch_of(self, batch_size: int, workers: int) -> int:
         """Returns the samples of each micro-batch in a step of `batch_size` samples; the last one may have fewer.
 
-        A multiple of `batch_micro`, at most `batch_micro_max`. Of a batch that is at least the first one there are at
-        least as many micro-batches as of that one, so that the statistics stay as good; and as many on each worker,
-        where whole multiples allow it. workers: 1 where bits may not depend on their number.
+        A multiple of `batch_micro`, at most `batch_micro_max`. A larger batch than the first one has at least as many
+        micro-batches, so that the statistics stay as good; and as many on each worker, where whole multiples allow it.
         """
         unit, most = self.batch_micro, self.batch_micro_max or self.batch_micro
         count = max(-(-self.batch_size // unit), -(-batch_size // most))

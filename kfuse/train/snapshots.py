@@ -2,7 +2,7 @@
 
 Every `elastic.snapshot_every` steps each worker copies what all workers have alike, and its shards of the optimizer's
 state, which it also sends to the next worker, while training goes on. After a loss all go back to the newest snapshot
-that is complete. What was lost is where the next worker has it.
+that is complete.
 """
 
 from __future__ import annotations

@@ -77,9 +77,8 @@ class StepSamples:
 
 
 class Step:
-    """A step's micro-batches on this worker. Iterating yields each one's batch, inside opt.micro_batch.
-
-    Set `loss` (the mean loss of these samples) in the body to have it in the metrics.
+    """A step's micro-batches on this worker. Iterating yields each one's batch, inside opt.micro_batch. The body may
+    set `loss`, the mean loss of these samples, for the metrics.
     """
 
     def __init__(
@@ -117,20 +116,15 @@ class Step:
         return len(self.mine)
 
     def __bool__(self) -> bool:
-        """True: a step is a step also where this worker has no micro-batch."""
-        return True
+        return True  # also where this worker has no micro-batch
 
     @property
     def epoch(self) -> int:
-        """The epoch of its samples, from 0."""
         return self.samples.epoch
 
     @contextlib.contextmanager
     def micro_batch(self, j: int) -> Iterator[Any]:
-        """Micro-batch j's batch, its tensors on this worker's device; a backward within is this micro-batch's.
-
-        The generators are seeded before its forward.
-        """
+        """Micro-batch j's batch, its tensors on this worker's device; a backward within is this micro-batch's."""
         key, device = random_key(self._seed, self.number, j), self._opt.engine.group.device
         started = time.perf_counter()
         fetched, samples = self._fetcher.fetch(self.samples.task(j)), self.samples.sizes[j]
@@ -153,10 +147,7 @@ class Step:
             micro_batch.figures = self.figures
 
     def batch_again(self, j: int) -> Any:
-        """Micro-batch j's batch, of any worker's, as `micro_batch` gives it to its forward; it is part of no step.
-
-        The generators are seeded as they are there.
-        """
+        """Micro-batch j's batch, of any worker's, as `micro_batch` gives it to its forward; it is part of no step."""
         device = self._opt.engine.group.device
         batch = self._fetcher.to_device(self._fetcher.fetch_out_of_turn(self.samples.task(j)), device)
         seed_forward(device, random_key(self._seed, self.number, j))

@@ -71,9 +71,8 @@ class Trainer:
         }
         if self._scheduler is not None:
             parts["scheduler"] = self._scheduler.scheduler
-        self._recovery = Recovery(
-            training, self.decisions, self.calls, TrainingState(parts), self._record_finished_update
-        )
+        state = TrainingState(parts)
+        self._recovery = Recovery(training, self.decisions, self.calls, state, self._record_finished_update)
         self._newest: Step | None = None
         self._body_runs = False
         """The newest step's, which the user may have written."""
@@ -357,8 +356,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """A copy of the training state on the host. Raises RuntimeError in the middle of a step, or before the first.
 
-        In a step's body, after opt.step(), that is the state after this step's update. In a policy's hook it is the
-        state after that hook: a training that begins from it does not call the hook again for this step.
+        In a step's body it is the state after the update, in a policy's hook that after the hook.
         """
         step = self._newest
         if not self._body_runs or step is None:
@@ -370,8 +368,5 @@ class Trainer:
         return self._recovery.snapshot(in_body=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has training begin from what `state_dict` returned; where checkpoints are resumed from, those come first.
-
-        Raises RuntimeError once training has begun, ValueError for another program's state.
-        """
+        """As `kf.load_state_dict`."""
         self._recovery.begin_from(state)
