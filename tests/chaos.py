@@ -101,7 +101,7 @@ class Chaos(BasePolicy):
     adaptive: whether the batch size follows the noise scale. pace_s: a step takes at least this long. again: events
     may strike more than once. until: training does not end before this file is there. checkpoints: {directory, every}
     of the job: training waits for each one that is due, so that it does not run ahead of the disk. chunk_bytes: of a
-    message with state. overwrites: a bug, as a receiver of state would have it: half a state counts as the one before.
+    message with state.
     """
 
     def __init__(
@@ -117,7 +117,6 @@ class Chaos(BasePolicy):
         until: str | None = None,
         checkpoints: Mapping[str, Any] | None = None,
         chunk_bytes: int | None = None,
-        overwrites: bool = False,
     ) -> None:
         self._directory, self._again, self._pace_s = Path(directory), again, pace_s
         self._until = None if until is None else Path(until)
@@ -131,7 +130,7 @@ class Chaos(BasePolicy):
         self._adapts = GNSPolicy(every=5) if adaptive else BasePolicy()
         self._trainer: Any = None
         self._messages = 0
-        self._chunk_bytes, self._overwrites = chunk_bytes, overwrites
+        self._chunk_bytes = chunk_bytes
         self._began = time.monotonic()
         if protocol.ENV_WORKER in os.environ:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -244,7 +243,6 @@ class Chaos(BasePolicy):
         from kfuse.optim import base, sharding
         from kfuse.train import audit, evaluation, trainer
         from kfuse.train import state as training_state
-        from kfuse.train.recovery import Recovery
 
         def before(owner: Any, name: str, look: Callable[..., None]) -> None:
             original = getattr(owner, name)
@@ -320,6 +318,4 @@ class Chaos(BasePolicy):
         after(training_state, "share", shared)
         if self._chunk_bytes is not None:
             chunks.CHUNK_BYTES = self._chunk_bytes
-        if self._overwrites:
-            Recovery._make_room = lambda own, given, begins: [None, own._state.room_for(given[1])]  # type: ignore
         before(rendezvous, "form_group", form)

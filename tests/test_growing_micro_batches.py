@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,17 +80,8 @@ def trained(reproducible: bool, most: int | None) -> tuple[str, list[int]]:
     x = torch.randn(3000, 8, generator=torch.Generator().manual_seed(1))
     model = Noted()
     opt = kf.FusedAdamW(model.parameters(), lr=0.01)
-    kf.fit(
-        model,
-        (x, (x.sum(1) > 0).long()),
-        opt,
-        kf.Hook(SchedulePolicy(PHASES)),
-        train_steps=20,
-        batch_size=32,
-        batch_micro=8,
-        batch_micro_max=most,
-        observe_progress=False,
-    )
+    given: Any = {"train_steps": 20, "batch_size": 32, "batch_micro": 8, "batch_micro_max": most}
+    kf.fit(model, (x, (x.sum(1) > 0).long()), opt, kf.Hook(SchedulePolicy(PHASES)), **given)
     return params_sha256(model), model.sizes
 
 

@@ -80,13 +80,10 @@ def alone(options: str) -> str:
     [
         ({"schedule": "allreduce"}, [(2, 7, 0, "during"), (1, 14, 1, "before")]),
         ({"schedule": "tree"}, [(2, 7, 0, "during"), (1, 14, 1, "during")]),
-        (ALL_TO_ALL, [(2, 7, 0, "before"), (1, 14, 1, "before")]),
-        (ALL_TO_ALL, [(2, 7, 0, "after"), (1, 14, 0, "during")]),
-        (ALL_TO_ALL, [(2, 7, 2, "before"), (1, 14, 2, "during")]),
+        (ALL_TO_ALL, [(2, 7, 0, "after"), (1, 14, 1, "before")]),
         (SHARDED, [(2, 7, 1, "before"), (1, 14, 0, "during")]),
         (EXACT, [(2, 7, 1, "before"), (1, 14, 0, "during")]),
-        (EXACT | SHARDED, [(2, 7, 0, "during"), (1, 14, 1, "before")]),
-        (EXACT | SHARDED, [(2, 7, 2, "after"), (1, 14, 2, "before")]),
+        (EXACT | SHARDED, [(2, 7, 2, "after"), (1, 14, 1, "before")]),
     ],
 )
 def test_a_body_goes_on_where_a_worker_is_lost_during_its_backward(
@@ -94,14 +91,8 @@ def test_a_body_goes_on_where_a_worker_is_lost_during_its_backward(
 ) -> None:
     """Of three workers, then of two. The others have messages to start, and to wait for, in the same backward."""
     given = json.dumps(options)
-    ended = run_script(
-        tmp_path,
-        LOOP,
-        "--elastic-replace=false",
-        "--observe-progress=false",
-        workers=3,
-        after=[given, json.dumps(strikes)],
-    )
+    settings = ("--elastic-replace=false", "--observe-progress=false")
+    ended = run_script(tmp_path, LOOP, *settings, workers=3, after=[given, json.dumps(strikes)])
     assert ended.status == 0, ended.said
     assert {path.name for path in tmp_path.glob("died-*")} == {"died-1", "died-2"}
     assert [event["worker"] for event in ended.of_kind("failure")] == [2, 1], ended.said

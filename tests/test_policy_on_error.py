@@ -32,7 +32,6 @@ def job(directory: Path, *more: str, **arguments: Any) -> Job:
     [
         ("decide", -1, []),  # all workers have it
         ("after_step", 1, []),  # one alone, while the other waits for it in a collective
-        ("initial", -1, []),
         ("before_train", 1, []),
         ("first state_dict", -1, []),  # for the other worker, as training begins
         ("state_dict", -1, ["checkpoint.every_steps=3"]),
@@ -102,6 +101,7 @@ class Saves(Ends):
 @pytest.mark.parametrize(
     ("policy", "error", "why"),
     [
+        (Ends("initial", KeyError("none")), KeyError, "KeyError: 'none'"),
         (Ends("decide", ZeroDivisionError("odd")), ZeroDivisionError, "ZeroDivisionError: odd"),
         (Ends("decide", 64), TypeError, "decide returned a value of type int: it must be a kf.Decision or None"),
         (Ends("state_dict", {"deep": [print]}), TypeError, r"state_dict\['deep'\]\[0\] is a builtin_function"),
