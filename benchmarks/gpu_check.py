@@ -14,7 +14,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from gpu_workers import ABSENT
@@ -23,25 +24,13 @@ from torch import Tensor
 
 import kfuse.kernels as k
 from kfuse.kernels import BLOCK, CHUNK, num_blocks
-from kfuse.kernels.normalisation import norm_backward, norm_forward
+from kfuse.kernels.normalisation import norm_forward
+from kfuse.tools.doctor import kernel_checks as checks
+from kfuse.tools.doctor.kernel_checks import ADAM, Call, check, empty, table_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LARGE = 2**31 + 5 * BLOCK + 37
 """Elements."""
-ADAM = k.AdamOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.1)
-NESTEROV = k.SGDOptions(lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
-Call = Callable[[torch.device, Callable[..., Tensor]], Sequence[Tensor]]
-"""Calls a kernel on the device, with arguments that it draws by its second argument; returns all results."""
-
-
-def _empty(numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full((numel,), torch.nan, dtype=dtype, device=device)
-
-
-def _table(numels: list[int], device: torch.device) -> k.PackTable:
-    """Returns a table of tensors of these sizes one behind the other, each 64-element aligned."""
-    places = [-(-numel // 64) * 64 for numel in numels]
-    return k.PackTable.build(numels, [sum(places[:n]) for n in range(len(places))], device)
 
 
 def calls(small: bool) -> Iterator[tuple[str, Call]]:
@@ -49,106 +38,16 @@ def calls(small: bool) -> Iterator[tuple[str, Call]]:
     numel = 3 * BLOCK + 37 if small else 2**22 + 37
     ragged = [1, 0, CHUNK, 37, 2 * CHUNK + 5, 16, 7 if small else 3_000_001]
     for name, dtype in DTYPES.items():
-        yield f"pack {name}", lambda *to, dtype=dtype: pack(*to, ragged, dtype)  # type: ignore[misc]
-        yield f"block_sumsq {name}", lambda *to, dtype=dtype: block_sumsq(*to, numel, dtype)  # type: ignore[misc]
+        yield f"pack {name}", partial(checks.pack, numels=ragged, dtype=dtype)
+        yield f"block_sumsq {name}", partial(checks.block_sumsq, numel=numel, dtype=dtype)
         for count in (2, 3, 4, 7, 8):
-            yield f"reduce{count} {name}", lambda *to, n=count, dtype=dtype: reduce(*to, n, numel, dtype)  # type: ignore[misc]
-        for update in (adamw, sgd):
-            yield f"{update.__name__} {name}", lambda *to, f=update, dtype=dtype: f(*to, numel, dtype)  # type: ignore[misc]
+            yield f"reduce{count} {name}", partial(checks.reduce, count=count, numel=numel, dtype=dtype)
+        for update in (checks.adamw, checks.sgd):
+            yield f"{update.__name__} {name}", partial(update, numel=numel, dtype=dtype)
         for width in (48, 1024, *(() if small else (5000, 12288))):
-            yield f"norm, width {width} {name}", lambda *to, w=width, dtype=dtype: norm(*to, w, dtype)  # type: ignore[misc]
-    yield "pull", lambda *to: pull(*to, 3, numel)
-    yield "lamb", lambda *to: lamb(*to, [n for n in ragged if n])
-
-
-def pack(device: torch.device, draw: Callable[..., Tensor], numels: list[int], dtype: torch.dtype) -> list[Tensor]:
-    table, grads = _table(numels, device), [draw(numel, dtype=dtype) for numel in numels]
-    found = []
-    for accumulate in (False, True):
-        flat, sumsq = draw(-(-table.end // 64) * 64), _empty(table.num_chunks, device)
-        k.pack(grads, flat, table, scale=0.3, accumulate=accumulate, sumsq=sumsq)
-        found += [flat, sumsq]
-    return found
-
-
-def block_sumsq(device: torch.device, draw: Callable[..., Tensor], numel: int, dtype: torch.dtype) -> list[Tensor]:
-    partials, total = _empty(num_blocks(numel), device), _empty(1, device, torch.float64)[0]
-    k.block_sumsq(draw(numel, dtype=dtype), partials)
-    k.sum_partials(partials, total)
-    return [partials, total]
-
-
-def reduce(
-    device: torch.device, draw: Callable[..., Tensor], count: int, numel: int, dtype: torch.dtype
-) -> list[Tensor]:
-    """With and without sums of squares."""
-    rows, sumsq = draw(count, numel, dtype=dtype), _empty(num_blocks(numel), device)
-    plain, measured = _empty(numel, device, dtype), _empty(numel, device, dtype)
-    k.reduce(rows.clone(), k.balanced(count), plain)
-    k.reduce(rows, k.balanced(count), measured, sumsq=sumsq)
-    return [plain, measured, sumsq]
-
-
-def pull(device: torch.device, draw: Callable[..., Tensor], count: int, numel: int) -> list[Tensor]:
-    out, sumsq = _empty(numel, device), _empty(num_blocks(numel), device)
-    k.pull([draw(numel) for _ in range(count)], k.balanced(count), out, sumsq)
-    return [out, sumsq]
-
-
-def adamw(device: torch.device, draw: Callable[..., Tensor], numel: int, dtype: torch.dtype) -> list[Tensor]:
-    """One update, and one that found_inf leaves out."""
-    state, grad = [draw(numel), draw(numel), draw(numel).square()], draw(numel, dtype=dtype)
-    step, scale = torch.tensor(3.0, device=device), torch.tensor(0.4, device=device)
-    for found_inf in (0.0, 1.0):
-        left_out = torch.tensor(found_inf, device=device)
-        k.adamw(state[0], grad.clone(), *state[1:], ADAM, step=step, grad_scale=scale, found_inf=left_out)
-    return state
-
-
-def sgd(device: torch.device, draw: Callable[..., Tensor], numel: int, dtype: torch.dtype) -> list[Tensor]:
-    param, buffer = draw(numel), draw(numel)
-    k.sgd(param, draw(numel, dtype=dtype), buffer, NESTEROV, first_step=False)
-    return [param, buffer]
-
-
-def lamb(device: torch.device, draw: Callable[..., Tensor], numels: list[int]) -> list[Tensor]:
-    table = _table(numels, device)
-    p, g, m, v = (draw(-(-table.end // 64) * 64) for _ in range(4))
-    k.lamb(p, g, m, v.square_(), table, ADAM, step=torch.tensor(3.0, device=device))
-    return [p, m, v]
-
-
-def norm(device: torch.device, draw: Callable[..., Tensor], width: int, dtype: torch.dtype) -> list[Tensor]:
-    """LayerNorm and RMSNorm, forward and backward."""
-    x, dy, weight, bias = draw(15, width, dtype=dtype), draw(3, 5, width, dtype=dtype), draw(width), draw(width)
-    found = []
-    for centred in (True, False):
-        y, mean, rstd = norm_forward(x, weight, bias if centred else None, eps=1e-5, centred=centred)
-        grads = norm_backward(x.view(3, 5, width), dy, weight, mean, rstd, with_bias=centred)
-        found += [y, *(each for each in grads if each is not None)]
-    return found
-
-
-def check(call: Call, device: torch.device) -> str | None:
-    """What is wrong: the bits of two calls differ, or a result is not near the CPU's; None where it is right."""
-
-    def found(where: torch.device) -> Sequence[Tensor]:
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype).to(where)
-
-        return call(where, draw)
-
-    once, twice, expected = found(device), found(device), found(torch.device("cpu"))
-    for number, (one, two, right) in enumerate(zip(once, twice, expected, strict=True)):
-        if not torch.equal(one, two):
-            return f"result {number}: two calls have different bits"
-        rounding = 4 * torch.finfo(one.dtype).eps if one.dtype in (torch.bfloat16, torch.float16) else 2e-5
-        apart = (one.cpu().double() - right.double()).abs().max() if one.numel() else 0.0
-        if not apart <= rounding * max(1.0, float(right.double().abs().max() if one.numel() else 0.0)):
-            return f"result {number} is off by {float(apart):.1e}"
-    return None
+            yield f"norm, width {width} {name}", partial(checks.norm, width=width, dtype=dtype)
+    yield "pull", partial(checks.pull, count=3, numel=numel)
+    yield "lamb", partial(checks.lamb, numels=[n for n in ragged if n])
 
 
 # -- buffers of more than 2^31 elements --------------------------------------------------------------------------------
@@ -174,10 +73,10 @@ def windows(numel: int) -> list[slice]:
 
 
 def large_block_sumsq(device: torch.device, numel: int) -> str | None:
-    flat, partials = _noise(numel, device), _empty(num_blocks(numel), device)
+    flat, partials = _noise(numel, device), empty(num_blocks(numel), device)
     k.block_sumsq(flat, partials)
     for part in windows(numel):
-        own = _empty(num_blocks(part.stop - part.start), device)
+        own = empty(num_blocks(part.stop - part.start), device)
         k.block_sumsq(flat[part].clone(), own)
         if not torch.equal(own, partials[part.start // BLOCK : part.start // BLOCK + len(own)]):
             return f"other bits at element {part.start}"
@@ -186,9 +85,9 @@ def large_block_sumsq(device: torch.device, numel: int) -> str | None:
 
 def large_pack(device: torch.device, numel: int) -> str | None:
     """The windows, and a small tensor that lies behind the large one."""
-    table = _table([numel, 100], device)
+    table = table_of([numel, 100], device)
     grads = [_noise(each, device) for each in (numel, 100)]
-    flat, sumsq = torch.zeros(table.end, dtype=torch.bfloat16, device=device), _empty(table.num_chunks, device)
+    flat, sumsq = torch.zeros(table.end, dtype=torch.bfloat16, device=device), empty(table.num_chunks, device)
     k.pack(grads, flat, table, scale=1.0, accumulate=False, sumsq=sumsq)
     if not torch.equal(flat[table.offsets[1] :], grads[1]):
         return "the tensor behind is wrong"

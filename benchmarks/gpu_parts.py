@@ -72,10 +72,9 @@ def main() -> int:
         parser.exit(2, f"{parser.prog}: {why} (here {torch.__version__}); DEVICE=cpu runs the parts without\n")
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     options.out.mkdir(parents=True, exist_ok=True)
-    unable = no_compiler(options.device)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="kfuse-gpu-") as folder:
-        for part in parts(options.device, gpus, Path(folder), unable):
+        for part in parts(options.device, gpus, Path(folder)):
             outcomes.append(run(part))
     print(f"\n{'part':<34} {'status':<10} {'seconds':>7}  note")
     for outcome in outcomes:
@@ -91,8 +90,6 @@ def main() -> int:
     path = options.out / f"gpu_{options.device}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\nAll of it is in {path}")
-    if unable is not None:
-        return 2
     return int(any(outcome.status in ("failed", "timed out") for outcome in outcomes))
 
 
@@ -108,23 +105,10 @@ def missing_packages(device: str) -> list[str]:
     return missing
 
 
-def no_compiler(device: str) -> str | None:
-    """Says so, with the remedy, where Triton can compile nothing here; None where it can, or need not."""
-    if device == "cpu":
-        return None
-    from kfuse.tools.doctor.machine import compiler
-
-    found = compiler()
-    if found.status == "ok":
-        return None
-    print(f"{found.found}, so all parts are absent. {found.remedy}", flush=True)
-    return found.found
-
-
-def parts(device: str, gpus: int, folder: Path, unable: str | None) -> list[Part]:
+def parts(device: str, gpus: int, folder: Path) -> list[Part]:
     """All rows of the table; on a CPU the same parts at a size that a laptop bears.
 
-    gpus: how many torch sees. folder: for the parts' JSON files. unable: why no kernel can be compiled here.
+    gpus: how many torch sees. folder: for the parts' JSON files.
     """
     on_gpu = device == "cuda"
     patience = 1 if on_gpu else PATIENCE_ON_CPU
@@ -141,7 +125,7 @@ def parts(device: str, gpus: int, folder: Path, unable: str | None) -> list[Part
         command = [*tool, sys.executable, str(HERE / script), "--device", device, *arguments, "--json", str(json_file)]
         # Else torch hands out pieces of one large allocation, beyond whose ends a piece's neighbours lie.
         environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool else {}
-        found.append(Part(name, command, limit_s * patience, environment, unable or absent))
+        found.append(Part(name, command, limit_s * patience, environment, absent))
 
     memcheck = (sanitizer or "", "--tool", "memcheck", "--error-exitcode", "9")
     no_tool = None if sanitizer else "no compute-sanitizer on this machine (it comes with the CUDA toolkit)"

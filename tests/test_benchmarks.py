@@ -115,7 +115,7 @@ def test_committed_figures_are_those_of_the_measurements(name: str, script: Scri
 
 
 def test_on_one_gpu_the_parts_limits_are_below_nine_minutes(script: Script, tmp_path: Path) -> None:
-    parts = script("gpu_parts").parts("cuda", 1, tmp_path, None)
+    parts = script("gpu_parts").parts("cuda", 1, tmp_path)
     assert sum(part.limit_s for part in parts if part.absent is None or "sanitizer" in part.name) < 9 * 60 - 15
 
 
@@ -160,7 +160,7 @@ def test_a_wrong_kernel_is_seen(script: Script, monkeypatch: pytest.MonkeyPatch)
         calls.clear()
         wrong_calls.clear()
         wrong_calls.update(numbers)
-        found = check.check(lambda *to: check.reduce(*to, 3, 5000, torch.float32), CPU)
+        found = check.check(lambda *to: check.checks.reduce(*to, 3, 5000, torch.float32), CPU)
         assert found is None if said is None else said in found
     calls.clear()
     assert check.large_reduce(CPU, 50_037) is not None

@@ -14,7 +14,6 @@ from typing import Any
 from rich.console import Console
 
 from kfuse.comm.options import CommOptions
-from kfuse.determinism import WORKSPACES
 from kfuse.settings.tree import flat
 from kfuse.tools.doctor import machine
 from kfuse.tools.doctor.machine import Line
@@ -23,10 +22,8 @@ from kfuse.tools.doctor.processes import TIMEOUT_S, StoreError, ranks, started
 USAGE = """\
 kfuse doctor [override ...]
 
-Checks this machine: devices, compiler, limits, which transport these overrides choose, and, with two processes, the
-reduction and the kernels. Overrides are those of a run (kfuse --help). Exit status 0, or 1 where a line says `fail`."""
-
-EXTRAS = {"tensorboard": "tensorboard", "ray": "kfuse[ray]", "safetensors": "kfuse[safetensors]"}
+Checks this machine: devices, compiler, which transport these overrides choose, and, with two processes, the reduction
+and the kernels. Overrides are those of a run (kfuse --help). Exit status 0, or 1 where a line says `fail`."""
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -54,17 +51,8 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
     yield from machine.gpu_lines(devices, problem)
     if gpus:
         yield machine.compiler()
-        yield machine.triton_cache()
     yield machine.shared_memory(config["data"]["workers"])
-    yield machine.open_files(config["workers"]["max"])
     yield _transport(options, gpus)
-    found = {name: machine.version(name) for name in EXTRAS}
-    text = ", ".join(f"{name} {number or 'not installed'}" for name, number in found.items())
-    missing = [f"'{EXTRAS[name]}'" for name, number in found.items() if number is None]
-    if config["observe"]["tensorboard"] and found["tensorboard"] is None:
-        yield Line("extras", "fail", f"{text}; observe.tensorboard=true needs tensorboard", "pip install tensorboard")
-    else:
-        yield Line("extras", "ok", text, f"Only if you need them: pip install {' '.join(missing)}" if missing else "")
     if options.schedule == "symmetric" and gpus < 2:  # the line transport says so
         options = replace(options, schedule="auto")
     yield from _self_test(options.named(), gpus)
@@ -90,82 +78,48 @@ def _self_test(settings: dict[str, Any], gpus: int) -> Iterator[Line]:
             yield Line("reduction", "fail", str(error), "The loopback interface must be up: ip link set lo up.")
             return
         by_triton = gpus > 0 or machine.version("triton") is not None
-        found: Any = None
         if by_triton:
-            # Alone, also where this command runs as one of several ranks.
-            environment = {"WORLD_SIZE": "1"} | ({} if gpus else {"TRITON_INTERPRET": "1"})
-            where = {"device": "cuda:0" if gpus else "cpu", "settings": settings}
+            environment = {} if gpus else {"TRITON_INTERPRET": "1"}
+            where = {"device": "cuda:0" if gpus else "cpu"}
             kernels = stack.enter_context(started("kernels", where, **environment))
         answers = [result() for result in processes]
-        if by_triton:
-            found, problem = kernels()
-        first = answers[0][0]
-        worker = found if gpus else first  # with one GPU the ranks do without it
-        yield determinism(settings["comm_reproducible"], worker and worker["flags"], gpus)
         yield _reduction(answers, gpus)
+        first = answers[0][0]
         if first is not None:
             choice = first["choice"]
             text = f"2 processes over {first['backend']}, one bucket in fp32: auto would "
             text += f"take {choice['schedule']}: {choice['reason']}; measured in {choice['probe_s']:.2f} s"
             yield Line("schedule", "ok", text)
         if by_triton:
-            yield _kernels(found, problem, gpus)
+            yield _kernels(*kernels(), gpus)
         else:
             yield Line("kernels", "ok", "not tried: Triton is not installed, and only machines with a GPU need it")
 
 
-def determinism(reproducible: bool, flags: Mapping[str, Any] | None, gpus: int) -> Line:
-    """What torch's settings are in a worker. They decide whether the model's own operations have the same bits.
-
-    flags: of a worker of the self-test; None: it did not get that far. gpus: on a CPU the threads alone matter.
-    """
-    if not reproducible:
-        return Line("determinism", "ok", "not asked for: comm.reproducible=false")
-    if flags is None:
-        return Line("determinism", "warn", "unknown: the self-test has failed", "See the lines below.")
-    found = ", ".join(f"{name} {value}" for name, value in flags.items())
-    lax = not (flags["deterministic algorithms"] and flags["cudnn.deterministic"]) or flags["cudnn.benchmark"]
-    if gpus and (lax or flags["CUBLAS_WORKSPACE_CONFIG"] not in WORKSPACES):
-        remedy = "export CUBLAS_WORKSPACE_CONFIG=:4096:8, and call torch.use_deterministic_algorithms(True)."
-        return Line("determinism", "fail", found, remedy)
-    return Line("determinism", "ok", found)
-
-
 def _reduction(answers: Sequence[tuple[Any, str | None]], gpus: int) -> Line:
-    wrong = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem is not None]
-    if wrong:
+    lost = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem is not None]
+    if lost:
         remedy = "Processes of this machine must reach each other: see the firewall's rules for 127.0.0.1"
         remedy += "; NCCL_DEBUG=INFO shows more." if gpus > 1 else "."
-        return Line("reduction", "fail", "; ".join(wrong), remedy)
-    found = [answer for answer, _ in answers]
-    names, unsteady = list[str](), list[str]()
-    for first, second in zip(found[0]["cases"], found[1]["cases"], strict=True):
-        name = first["name"]
-        names.append(name)
-        if first["wrong"] is not None:
-            wrong.append(f"{name}: {first['wrong']}")
-        if first["digest"] != second["digest"]:
-            wrong.append(f"{name}: the ranks have different bits")
-        if not (first["repeats"] and second["repeats"]):
-            (wrong if first["reproducible"] else unsteady).append(f"{name}: other bits the second time")
-    text = f"2 processes over {found[0]['backend']}"
+        return Line("reduction", "fail", "; ".join(lost), remedy)
+    first, second = (found for found, _ in answers)
+    text, names = f"2 processes over {first['backend']}", list(first["digests"])
+    wrong = [f"{name}: {problem}" for name, problem in first["wrong"].items()]
+    wrong += [f"{n}: the ranks have different bits" for n in names if first["digests"][n] != second["digests"][n]]
     if wrong:
         remedy = "The results are wrong: memory, GPU or link may be defective. Run again, and on another machine."
         return Line("reduction", "fail", f"{text}: {'; '.join(wrong)}", remedy)
-    text += f", {', '.join(names)}: sums as in float64"
-    if unsteady:
-        return Line("reduction", "warn", f"{text}; {'; '.join(unsteady)}", "comm.reproducible=true keeps the bits.")
-    text += ", the same bits twice"
+    text += f": {', '.join(names)}: sums as in float64, the same bits on both"
     return Line("reduction", "ok", f"{text} (one GPU: NCCL between two processes is not tried)" if gpus == 1 else text)
 
 
-def _kernels(found: Mapping[str, Any] | None, problem: str | None, gpus: int) -> Line:
+def _kernels(found: Mapping[str, str | None] | None, problem: str | None, gpus: int) -> Line:
     where = "on GPU 0" if gpus else "in Triton's interpreter"
     if found is None:
-        remedy = "See the lines compiler and Triton cache." if gpus else "Triton does not work here: pip install triton"
+        remedy = "See the line compiler." if gpus else "Triton does not work here: pip install triton"
         return Line("kernels", "fail", f"{where}: {problem}", remedy)
-    wrong = [f"{name}: {why}" for name, why in found["wrong"].items() if why is not None]
+    wrong = [f"{name}: {why}" for name, why in found.items() if why is not None]
     if wrong:
         remedy = "Compare the version of Triton with the one that this torch needs (pip check)."
         return Line("kernels", "fail", f"{where}: {'; '.join(wrong)}", remedy)
-    return Line("kernels", "ok", f"{', '.join(found['wrong'])} {where}: as their PyTorch implementations")
+    return Line("kernels", "ok", f"{', '.join(found)} {where}: as their PyTorch implementations")

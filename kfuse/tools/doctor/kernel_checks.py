@@ -1,141 +1,144 @@
-"""Each kernel beside its PyTorch implementation on the CPU, on small buffers: for `kfuse doctor`."""
+"""Each kernel on a device beside its PyTorch implementation on the CPU: for `kfuse doctor`, benchmarks/gpu_check.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfuse.kernels import (
-    AdamOptions,
-    PackTable,
-    SGDOptions,
-    adamw,
-    balanced,
-    block_sumsq,
-    lamb,
-    num_blocks,
-    pack,
-    reduce,
-    sgd,
-    sum_partials,
-)
-from kfuse.kernels import normalisation as norm
-from kfuse.kernels.packing import PackArguments, pack_by_torch
-from kfuse.kernels.reduction import ReduceArguments, reduce_by_torch
-from kfuse.kernels.updates import (
-    AdamWArguments,
-    LAMBArguments,
-    SGDArguments,
-    adamw_by_torch,
-    lamb_by_torch,
-    sgd_by_torch,
-)
+import kfuse.kernels as k
+from kfuse.kernels import dispatch, num_blocks
+from kfuse.kernels.normalisation import norm_backward, norm_forward
 
-Results = Iterator[tuple[str, Tensor, Tensor, float]]
-"""Of each result of a kernel its name, its value on the device and on the CPU, and how far they may differ."""
+Draw = Callable[..., Tensor]
+"""Draws a tensor of a shape and `dtype=`, fp32 by default, on the device."""
+Call = Callable[[torch.device, Draw], Sequence[Tensor]]
+"""Calls a kernel on the device, with arguments that it draws; returns all results."""
 
+ADAM = k.AdamOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.1)
+NESTEROV = k.SGDOptions(lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
 _CPU = torch.device("cpu")
-_NUMELS = (1, 4096, 37, 5000)
-_OFFSETS = (0, 64, 4160, 4224)
-_END = 9280
-"""Elements of a flat buffer in which tensors of these sizes lie at these places."""
 
 
-def check(name: str, device: torch.device) -> str | None:
-    """Returns what is wrong with a kernel of `CHECKS` on a device, or None. Raises what the kernel raises."""
-    for result, ours, theirs, tolerance in CHECKS[name](device):
-        found, expected = ours.detach().cpu().double(), theirs.double()
-        error = float((found - expected).abs().max() / expected.abs().max())
-        if not error <= tolerance:
-            return f"{result} differs by {error:.1e}"
+def check(call: Call, device: torch.device) -> str | None:
+    """What is wrong: the bits of two calls differ, or a result is not near the CPU's; None where it is right."""
+    once, twice = (call(device, _drawing(device)) for _ in range(2))
+    with _by_torch():
+        expected = call(_CPU, _drawing(_CPU))
+    for number, (one, two, right) in enumerate(zip(once, twice, expected, strict=True)):
+        if not torch.equal(one, two):
+            return f"result {number}: two calls have different bits"
+        rounding = 4 * torch.finfo(one.dtype).eps if one.dtype in (torch.bfloat16, torch.float16) else 2e-5
+        apart = (one.cpu().double() - right.double()).abs().max() if one.numel() else 0.0
+        if not apart <= rounding * max(1.0, float(right.double().abs().max() if one.numel() else 0.0)):
+            return f"result {number} is off by {float(apart):.1e}"
     return None
 
 
-def _pack(device: torch.device) -> Results:
-    grads, before = [torch.randn(numel) for numel in _NUMELS], torch.randn(_END)
-    table, on_cpu = (PackTable.build(_NUMELS, _OFFSETS, each) for each in (device, _CPU))
-    flat, sumsq = before.clone().to(device), torch.zeros(table.num_chunks, device=device)
-    pack([grad.to(device) for grad in grads], flat, table, scale=0.3, accumulate=True, sumsq=sumsq)
-    expected, squares = before.clone(), torch.zeros(table.num_chunks)
-    pack_by_torch(PackArguments(grads, expected, on_cpu, scale=0.3, accumulate=True, sumsq=squares))
-    yield "the flat buffer", flat, expected, 0
-    yield "the sum of squares", sumsq, squares, 1e-5
+def _drawing(device: torch.device) -> Draw:
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape, dtype=torch.float32: torch.randn(shape, generator=generator).to(dtype).to(device)
 
 
-def _reduce(device: torch.device) -> Results:
-    rows = torch.randn(5, _END)
-    out, expected = torch.empty(_END, device=device), torch.empty(_END)
-    reduce(rows.clone().to(device), balanced(5), out)
-    reduce_by_torch(ReduceArguments(rows, balanced(5), expected))
-    yield "the sum", out, expected, 0
+@contextlib.contextmanager
+def _by_torch() -> Iterator[None]:
+    """Context: kernels of CPU tensors are PyTorch's, also where Triton interprets."""
+    before, dispatch.INTERPRETED = dispatch.INTERPRETED, False
+    try:
+        yield
+    finally:
+        dispatch.INTERPRETED = before
 
 
-def _block_sumsq(device: torch.device) -> Results:
-    flat, total = torch.randn(_END), torch.empty((), dtype=torch.float64, device=device)
-    partials = torch.empty(num_blocks(_END), device=device)
-    block_sumsq(flat.to(device), partials)
-    sum_partials(partials, total)
-    yield "|g|^2", total, flat.double().square().sum(), 1e-5
+def empty(numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor of NaN, which a kernel must overwrite."""
+    return torch.full((numel,), torch.nan, dtype=dtype, device=device)
 
 
-def _update(
-    kernel: Callable[..., object],
-    by_torch: Callable[[Any], object],
-    arguments: Callable[..., Any],
-    tensors: tuple[str, ...],
-    further: Callable[[torch.device], dict[str, Any]],
-    device: torch.device,
-) -> Results:
-    """An optimizer's update of flat buffers, the last of which is positive. further: its other arguments."""
-    theirs = [torch.randn(_END) for _ in tensors]
-    theirs[-1].square_()
-    ours = [each.clone().to(device) for each in theirs]
-    kernel(*ours, **further(device))
-    by_torch(arguments(*theirs, **further(_CPU)))
-    for name, found, expected in zip(tensors, ours, theirs, strict=True):
-        if name != "the gradient":  # which an update may use as its workspace
-            yield name, found, expected, 1e-5
+def table_of(numels: Sequence[int], device: torch.device) -> k.PackTable:
+    """A table of tensors of these sizes one behind the other, each 64-element aligned."""
+    places = [-(-numel // 64) * 64 for numel in numels]
+    return k.PackTable.build(numels, [sum(places[:n]) for n in range(len(places))], device)
 
 
-def _of_adam(device: torch.device) -> dict[str, Any]:
-    return {"options": AdamOptions(1e-2, 0.9, 0.99, 1e-6, 0.1), "step": torch.tensor(3.0).to(device)}
+def pack(device: torch.device, draw: Draw, numels: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    table, grads = table_of(numels, device), [draw(numel, dtype=dtype) for numel in numels]
+    found = []
+    for accumulate in (False, True):
+        flat, sumsq = draw(-(-table.end // 64) * 64), empty(table.num_chunks, device)
+        k.pack(grads, flat, table, scale=0.3, accumulate=accumulate, sumsq=sumsq)
+        found += [flat, sumsq]
+    return found
 
 
-def _of_lamb(device: torch.device) -> dict[str, Any]:
-    return {**_of_adam(device), "table": PackTable.build(_NUMELS, _OFFSETS, device)}
+def block_sumsq(device: torch.device, draw: Draw, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    partials, total = empty(num_blocks(numel), device), empty(1, device, torch.float64)[0]
+    k.block_sumsq(draw(numel, dtype=dtype), partials)
+    k.sum_partials(partials, total)
+    return [partials, total]
 
 
-def _norm(device: torch.device) -> Results:
-    x, dy, weight, bias = torch.randn(3, 5, 96), torch.randn(3, 5, 96), torch.randn(96), torch.randn(96)
-    rows = x.view(-1, 96)
-    theirs = norm.norm_forward_by_torch(norm.NormForwardArguments(rows, weight, bias, eps=1e-5, centred=True))
-    ours = norm.norm_forward(rows.to(device), weight.to(device), bias.to(device), eps=1e-5, centred=True)
-    yield "y", ours[0], theirs[0], 1e-4
-    expected = norm.norm_backward_by_torch(norm.NormBackwardArguments(dy, x, weight, *theirs[1:], with_bias=True))
-    found = norm.norm_backward(dy.to(device), x.to(device), weight.to(device), *ours[1:], with_bias=True)
-    for name, each, exact in zip(("dx", "dweight", "dbias", "the examples' norms"), found, expected, strict=True):
-        assert each is not None and exact is not None
-        yield name, each, exact, 1e-4
+def reduce(device: torch.device, draw: Draw, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    """With and without sums of squares."""
+    rows, sumsq = draw(count, numel, dtype=dtype), empty(num_blocks(numel), device)
+    plain, measured = empty(numel, device, dtype), empty(numel, device, dtype)
+    k.reduce(rows.clone(), k.balanced(count), plain)
+    k.reduce(rows, k.balanced(count), measured, sumsq=sumsq)
+    return [plain, measured, sumsq]
 
 
-_MOMENTS = ("the parameter", "the gradient", "exp_avg", "exp_avg_sq")
-CHECKS: dict[str, Callable[[torch.device], Results]] = {
-    "pack": _pack,
-    "reduce": _reduce,
-    "block_sumsq": _block_sumsq,
-    "adamw": partial(_update, adamw, adamw_by_torch, AdamWArguments, _MOMENTS, _of_adam),
-    "sgd": partial(
-        _update,
-        sgd,
-        sgd_by_torch,
-        SGDArguments,
-        ("the parameter", "the gradient", "the momentum"),
-        lambda device: {"options": SGDOptions(0.1, momentum=0.9, weight_decay=0.01), "first_step": False},
-    ),
-    "lamb": partial(_update, lamb, lamb_by_torch, LAMBArguments, _MOMENTS, _of_lamb),
-    "norm": _norm,
+def pull(device: torch.device, draw: Draw, count: int, numel: int) -> list[Tensor]:
+    out, sumsq = empty(numel, device), empty(num_blocks(numel), device)
+    k.pull([draw(numel) for _ in range(count)], k.balanced(count), out, sumsq)
+    return [out, sumsq]
+
+
+def adamw(device: torch.device, draw: Draw, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    """One update, and one that found_inf leaves out."""
+    param, m, v, grad = draw(numel), draw(numel), draw(numel).square(), draw(numel, dtype=dtype)
+    step, scale = torch.tensor(3.0, device=device), torch.tensor(0.4, device=device)
+    for found_inf in (0.0, 1.0):
+        left_out = torch.tensor(found_inf, device=device)
+        k.adamw(param, grad.clone(), m, v, ADAM, step=step, grad_scale=scale, found_inf=left_out)
+    return [param, m, v]
+
+
+def sgd(device: torch.device, draw: Draw, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    param, buffer = draw(numel), draw(numel)
+    k.sgd(param, draw(numel, dtype=dtype), buffer, NESTEROV, first_step=False)
+    return [param, buffer]
+
+
+def lamb(device: torch.device, draw: Draw, numels: Sequence[int]) -> list[Tensor]:
+    table = table_of(numels, device)
+    p, g, m, v = (draw(-(-table.end // 64) * 64) for _ in range(4))
+    k.lamb(p, g, m, v.square_(), table, ADAM, step=torch.tensor(3.0, device=device))
+    return [p, m, v]
+
+
+def norm(device: torch.device, draw: Draw, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """LayerNorm and RMSNorm, forward and backward."""
+    x, dy, weight, bias = draw(15, width, dtype=dtype), draw(3, 5, width, dtype=dtype), draw(width), draw(width)
+    found = []
+    for centred in (True, False):
+        y, mean, rstd = norm_forward(x, weight, bias if centred else None, eps=1e-5, centred=centred)
+        grads = norm_backward(x.view(3, 5, width), dy, weight, mean, rstd, with_bias=centred)
+        found += [y, *(each for each in grads if each is not None)]
+    return found
+
+
+_NUMELS, _NUMEL = (1, 4096, 37, 5000), 9280
+CHECKS: dict[str, Call] = {
+    "pack": partial(pack, numels=_NUMELS, dtype=torch.float32),
+    "reduce": partial(reduce, count=5, numel=_NUMEL, dtype=torch.float32),
+    "block_sumsq": partial(block_sumsq, numel=_NUMEL, dtype=torch.float32),
+    "pull": partial(pull, count=3, numel=_NUMEL),
+    "adamw": partial(adamw, numel=_NUMEL, dtype=torch.float32),
+    "sgd": partial(sgd, numel=_NUMEL, dtype=torch.float32),
+    "lamb": partial(lamb, numels=_NUMELS),
+    "norm": partial(norm, width=96, dtype=torch.float32),
 }
+"""Each kernel once, on small buffers."""

@@ -47,14 +47,9 @@ def main() -> int:
     what, arguments = sys.argv[1], json.loads(sys.argv[2])
     if os.getcwd() not in sys.path:  # of a transport of the user's own
         sys.path.append(os.getcwd())
-    parts: dict[str, Callable[..., Any]] = {
-        "devices": devices,
-        "reduction": reduction,
-        "costs": costs,
-        "kernels": kernels,
-    }
+    parts: tuple[Callable[..., Any], ...] = (devices, reduction, costs, kernels)
     try:
-        _say(found=parts[what](**arguments))
+        _say(found={part.__name__: part for part in parts}[what](**arguments))
     except Exception as error:
         _say(problem=_first_line(error))
         return 1
@@ -130,38 +125,40 @@ def costs(settings: dict[str, Any], timeout_s: float, elements: int) -> dict[str
 def reduction(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """One rank's part. Reduces known gradients twice by the configured transport, all-reduce and the reproducible sum.
 
-    settings: of `kf.init`, by name. Returns {"backend", "flags": torch's settings once the engine is there,
-    "cases": [{"name", "reproducible", "digest", "wrong": one line or None, "repeats": same bits the second time}],
-    "choice": the fields of `kfuse.comm.probe.Choice`, for one bucket of the configured size}.
+    settings: of `kf.init`, by name. Returns {"backend", "digests": {transport: of the means}, "wrong": {transport:
+    what}, "choice": the fields of `kfuse.comm.probe.Choice`, for one bucket of the configured size}.
     Raises CommError where the other rank does not come, or is lost.
     """
     configured = CommOptions.of(settings)
     _say(at="connecting to the other process")
     group = session.init(comm_timeout_s=timeout_s, **settings).group
-    cases: dict[str, dict[str, Any]] = {}
+    digests: dict[str, str] = {}
+    wrong: dict[str, str] = {}
     for options in (configured, CommOptions(), CommOptions(reproducible=True)):
         transport = options.transport()
-        name = transport + (f" in {options.dtype}" if options.dtype != "fp32" else "")
-        name += " (reproducible)" if options.reproducible else ""
-        if name not in cases:
+        name = f"{transport} in {options.dtype}{' (reproducible)' * options.reproducible}"
+        if name not in digests:
             _say(at=f"reducing by {name}")
-            case = _case(replace(options, schedule=transport, bucket_mb=BUCKET_MB), group)
-            cases[name] = {"name": name, "reproducible": options.reproducible, **case}
+            digests[name], problem = _case(replace(options, schedule=transport, bucket_mb=BUCKET_MB), group)
+            if problem is not None:
+                wrong[name] = problem
     _say(at="measuring messages")
     elements = configured.bucket_elements
     choice = choose_program(probe(group, elements, _BUDGET_S), group.size, [elements])
     backend = "NCCL" if group.device.type == "cuda" else "gloo"
-    return {"backend": backend, "flags": _flags(), "cases": [*cases.values()], "choice": asdict(choice)}
+    return {"backend": backend, "digests": digests, "wrong": wrong, "choice": asdict(choice)}
 
 
-def _case(options: CommOptions, group: Group) -> dict[str, Any]:
-    means = [_reduce_once(options, group) for _ in range(2)]
-    digests = [_digest(mean) for mean in means]
-    wrong = _compare(means[0], TOLERANCE[options.dtype])
-    if options.reproducible and wrong is None and group.rank == 0:
-        alone = _digest(_reduce_once(options, Group(device=group.device)))
-        wrong = None if alone == digests[0] else "other bits than one worker alone"
-    return {"digest": digests[0], "wrong": wrong, "repeats": digests[0] == digests[1]}
+def _case(options: CommOptions, group: Group) -> tuple[str, str | None]:
+    """Returns a digest of the mean gradients' bits, and what is wrong with them."""
+    once, twice = (_reduce_once(options, group) for _ in range(2))
+    problem = _compare(once, TOLERANCE[options.dtype])
+    if options.reproducible and problem is None and _digest(once) != _digest(twice):
+        problem = "other bits the second time"
+    if options.reproducible and problem is None and group.rank == 0:
+        alone = _reduce_once(options, Group(device=group.device))
+        problem = None if _digest(alone) == _digest(once) else "other bits than one worker alone"
+    return _digest(once), problem
 
 
 def _gradients(micro_batch: int) -> list[Tensor]:
@@ -206,40 +203,22 @@ def _digest(tensors: Sequence[Tensor]) -> str:
     return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
-def _flags() -> dict[str, Any]:
-    """The settings of torch that decide whether an operation has the same bits each time."""
-    return {
-        "threads": torch.get_num_threads(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "cudnn.deterministic": torch.backends.cudnn.deterministic,
-        "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-    }
-
-
 # -- the kernels ------------------------------------------------------------------------------------------------------
 
 
-def kernels(device: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Each kernel on `device` beside its PyTorch implementation on the CPU.
+def kernels(device: str) -> dict[str, str | None]:
+    """Each kernel on `device` beside its PyTorch implementation on the CPU: what is wrong with it, or None.
 
-    settings: of `kf.init`, by name. Returns {"wrong": {kernel: what is wrong, or None}, "flags": torch's settings in a
-    worker on this device}. On "cpu" the process must have TRITON_INTERPRET=1 in its environment.
+    On "cpu" the process must have TRITON_INTERPRET=1 in its environment.
     """
-    where = torch.device(device)
-    _say(at=f"starting a worker on {device}")
-    chosen = session.init(**settings).group.device
-    if chosen != where:
-        raise RuntimeError(f"a worker alone chooses {chosen}, not {where}")
     found: dict[str, str | None] = {}
-    for name in CHECKS:
+    for name, call in CHECKS.items():
         _say(at=f"kernel {name}")
-        torch.manual_seed(0)
         try:
-            found[name] = check(name, where)
+            found[name] = check(call, torch.device(device))
         except Exception as error:  # the others still run
             found[name] = f"{type(error).__name__}: {_first_line(error)}"
-    return {"wrong": found, "flags": _flags()}
+    return found
 
 
 if __name__ == "__main__":
