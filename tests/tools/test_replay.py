@@ -35,6 +35,7 @@ from kfuse.policies import BasePolicy, SchedulePolicy
 from kfuse.policies.signals import DECISION_LAG, OF_COLUMNS, OTHER_SIGNALS, RUNNING_MEANS, Bounds, Decision, Signals
 from kfuse.tools.replay.run import began_at, decisions, run
 from kfuse.tools.replay.steps import DecidedSettings, Recorded, RecordedSteps, SimulatedSteps, signals_of
+from kfuse.train.lr_schedule import gain
 
 Capsys = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -67,11 +68,7 @@ def course(noise: Sequence[float | None], batch_size: int = 32, epoch: int | Non
         )
         for step, n in enumerate(noise)
     ]
-    return Recorded(signals)
-
-
-def linear(batch_size: int, *means: float | None) -> float:
-    return batch_size / 32
+    return Recorded(signals, "linear", "ssgd")
 
 
 class Fixed(BasePolicy):
@@ -110,13 +107,13 @@ def test_a_fixed_batch_size_lies_on_the_hyperbola(batch_size: int) -> None:
     assert trade_off is not None
     assert (trade_off.least_steps, trade_off.least_samples) == (pytest.approx(800), pytest.approx(80_000))
     assert trade_off.critical_batch == pytest.approx(100)
-    replayed = run(Fixed(batch_size), SimulatedSteps(recorded, linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
+    replayed = run(Fixed(batch_size), SimulatedSteps(recorded, BOUNDS))
     assert replayed.steps == math.ceil(800 + 80_000 / batch_size - 1e-6) and not replayed.cut_off
     assert replayed.samples == replayed.steps * batch_size
     recorded = course([10.0 + 10.0 * step for step in range(100)])
     trade_off = recorded.trade_off()
     assert trade_off is not None
-    replayed = run(Fixed(batch_size), SimulatedSteps(recorded, linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
+    replayed = run(Fixed(batch_size), SimulatedSteps(recorded, BOUNDS))
     assert replayed.steps == math.ceil(trade_off.least_steps + trade_off.least_samples / batch_size - 1e-6)
 
 
@@ -128,8 +125,7 @@ def test_its_signals_follow_its_own_settings() -> None:
         for each in recorded.signals
     ]
     watching = Watching(9, Decision(batch_size=128, workers=2, lr_scale=0.5))
-    source = SimulatedSteps(Recorded(signals), linear, BOUNDS)
-    result = run(watching, source, DecidedSettings(32, 1), BOUNDS)
+    result = run(watching, SimulatedSteps(Recorded(signals, "linear"), BOUNDS))
     before, after = watching.seen[12], watching.seen[13]
     assert before == signals[12]  # with the run's own settings: exactly as recorded
     assert (after.step, after.batch_size, after.workers, after.lr_scale) == (13, 128, 2, 0.5)
@@ -153,15 +149,15 @@ def test_a_changes_means_are_those_that_had_been_read_as_it_was_applied() -> Non
     signals = [
         replace(each, mean_grad_sq=float(each.step), mean_grad_variance=1.0) for each in course([9.0] * 20).signals
     ]
-    recorded, asking = Recorded(signals), Watching(9, Decision(batch_size=64))
-    (change,) = run(asking, RecordedSteps(recorded), DecidedSettings(32, 1), BOUNDS).changes
-    assert change.means == (11.0, 1.0)
+    recorded, asking = Recorded(signals, "adascale"), Watching(9, Decision(batch_size=64))
+    (change,) = run(asking, RecordedSteps(recorded)).changes
+    assert change.rates == (1.0, gain("adascale", 64, 32, 11.0, 1.0))
 
 
 def test_a_step_of_one_micro_batch_measures_nothing() -> None:
     watching = Watching()
     watching.initial = lambda: Decision(batch_size=8)  # type: ignore[method-assign]
-    run(watching, SimulatedSteps(course([100.0] * 50), linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
+    run(watching, SimulatedSteps(course([100.0] * 50), BOUNDS))
     assert {(each.grad_sq, each.grad_variance, each.noise_scale, each.noise_scale_low) for each in watching.seen} == {
         (None,) * 4
     }
@@ -170,7 +166,7 @@ def test_a_step_of_one_micro_batch_measures_nothing() -> None:
 def test_the_noise_scale_where_it_is_unknown() -> None:
     """It is the last known one, or the low end; where none is known the position is counted in samples."""
     unknown = course([None] * 40)
-    replayed = run(Fixed(64), SimulatedSteps(unknown, linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
+    replayed = run(Fixed(64), SimulatedSteps(unknown, BOUNDS))
     assert (unknown.trade_off(), replayed.steps, replayed.samples) == (None, 20, 1280)
     recorded = course([None, 50.0, None, 60.0, None])
     assert recorded.noise_scales() == [50.0, 50.0, 50.0, 60.0, 60.0]
@@ -180,28 +176,28 @@ def test_the_noise_scale_where_it_is_unknown() -> None:
 
 
 def test_a_replay_that_takes_too_long_is_cut_off() -> None:
-    replayed = run(Fixed(8), SimulatedSteps(course([1e6] * 30, 1024), linear, BOUNDS), DecidedSettings(1024, 1), BOUNDS)
+    replayed = run(Fixed(8), SimulatedSteps(course([1e6] * 30, 1024), BOUNDS))
     assert replayed.cut_off and replayed.steps == 300
 
 
 def test_decisions_are_clipped_to_the_bounds_of_their_step_and_said_once() -> None:
     """The second run was resumed at step 20 with a smaller batch.max."""
     policy = SchedulePolicy([{"step": 0, "batch_size": 5000, "workers": 99}])
-    replayed = run(policy, SimulatedSteps(course([100.0] * 30), linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
+    replayed = run(policy, SimulatedSteps(course([100.0] * 30), BOUNDS))
     assert [(each.step, each.after) for each in replayed.changes] == [(0, DecidedSettings(1024, 8))]
     assert replayed.changes[0].notes[0].startswith("batch_size 5000 clipped to 1024")
     later = replace(BOUNDS, batch_max=64)
     signals = [replace(each, bounds=later if each.step >= 20 else BOUNDS) for each in course([100.0] * 40).signals]
     asking = Watching()
     asking.decide = lambda signals: Decision(batch_size=999) if signals.step in (5, 25) else None  # type: ignore[method-assign]
-    replayed = run(asking, RecordedSteps(Recorded(signals)), DecidedSettings(32, 1), BOUNDS)
+    replayed = run(asking, RecordedSteps(Recorded(signals)))
     assert [(each.step, each.after.batch_size) for each in replayed.changes] == [(8, 999), (28, 64)]
 
 
 def test_sync_topology_and_tree_are_reported_where_they_are_new() -> None:
     asked = Decision(sync="local:4", topology="tree", tree=(0, 0))
     policy = types.SimpleNamespace(initial=lambda: None, decide=lambda signals: asked)
-    replayed = run(policy, RecordedSteps(course([100.0] * 30)), DecidedSettings(32, 1), BOUNDS, "ssgd")  # type: ignore[arg-type]
+    replayed = run(policy, RecordedSteps(course([100.0] * 30)))  # type: ignore[arg-type]
     assert [(each.step, each.others) for each in replayed.changes] == [
         (3, {"sync": "local:4", "topology": "tree", "tree": (0, 0)})
     ]

@@ -87,7 +87,7 @@ def test_the_valid_run_is_taken(run: Path, tmp_path: Path, capsys: Capsys) -> No
     for name in ("replay", "replay another policy", "plan"):
         assert kfuse(*given[name]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
-    assert "2 decisions, as recorded in events.jsonl" in out and "gns, predicted" in out, out
+    assert "2 decisions, as recorded in events.jsonl" in out and "GNSPolicy, predicted" in out, out
     assert read_metrics(run) == read_lines(run / "metrics.jsonl")
     events.write_text(events.read_text().replace('"batch_size": [8, 16]', '"batch_size": [8, 15]'))
     assert kfuse("replay", run) == 0 and "not as recorded from decision 1 on" in capsys.readouterr().out

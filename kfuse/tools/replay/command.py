@@ -16,15 +16,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kfuse.cli.check import prepare
 from kfuse.cli.classes import make_policy
-from kfuse.policies.signals import BasePolicy
+from kfuse.policies.signals import BasePolicy, Bounds
 from kfuse.settings.messages import explain
 from kfuse.settings.tree import AT_SHELL, ConfigError
 from kfuse.tools.replay import report
-from kfuse.tools.replay.report import ReplayRequest
 from kfuse.tools.replay.run import compared, run
-from kfuse.tools.replay.steps import DecidedSettings, Recorded, RecordedSteps, SimulatedSteps, signals_of
+from kfuse.tools.replay.steps import Recorded, RecordedSteps, SimulatedSteps, signals_of
 from kfuse.tools.run_files import config_path, read_config, read_events, read_metrics
-from kfuse.train.lr_schedule import gain
 
 USAGE = """\
 kfuse replay RUN_DIR [policy=...] [policy.NAME=VALUE ...]
@@ -44,78 +42,60 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
     """Replays and prints. Returns the exit status: 1 where the policy fails.
 
     words: of the command line, after `kfuse replay`. compose: makes a run's configuration from overrides. Raises
-    ConfigError for what cannot be replayed.
+    ConfigError, in one line, for what cannot be replayed.
     """
+    if not words:
+        raise ConfigError("kfuse replay: must be given the directory of a run: kfuse replay RUN_DIR policy=...")
+    run_dir, console = Path(words[0]), report.console()
     try:
-        request = _request(words, compose)
+        overrides = OverridesParser.create().parse_overrides(list(words[1:]))
+        for each in overrides:
+            _check_override(each)
+        recorded, config = _recorded(run_dir)
+        bounds = _bounds(recorded, overrides)
+        node = _policy_node(config, [each for each in overrides if each.key_or_group not in _BOUNDS], compose)
     except (HydraException, OmegaConfBaseException) as error:  # of overrides that it cannot read
         raise ConfigError(explain(error)) from error
-    console, recorded = report.console(), request.recorded
-    source = RecordedSteps(recorded) if request.is_own else SimulatedSteps(recorded, request.gain, request.bounds)
+    policy, first = make_policy(node), recorded.signals[0]
+    is_own = config is not None and node == config["policy"] and bounds == first.bounds
+    events, name = read_events(run_dir) if is_own else None, type(policy).__name__
+    source = RecordedSteps(recorded) if is_own else SimulatedSteps(recorded, bounds)
     try:
-        result = run(request.policy, source, request.begin, request.bounds, request.sync)
+        result = run(policy, source)
     except (Exception, SystemExit):  # the user's class may raise anything
         traceback.print_exc()
-        name = type(request.policy).__name__
         report.say(console, f"the policy {name} has raised an error at step {source.next_step}")
         return 1
-    trade_off = recorded.trade_off()
-    report.print_report(console, request, result, trade_off)
-    if request.events is not None:
-        first = recorded.signals[0].step
-        report.say(console, compared(result.changes, request.gain, request.events, first))
-    elif request.is_own:
+    kind = "the run's own policy, on the recorded steps" if is_own else "another policy, on steps of its own"
+    for text in (f"{name} on {run_dir}: {kind}", *_notes(recorded, config, policy)):
+        report.say(console, text)
+    report.print_report(console, recorded, result, None if is_own else name)
+    if events is not None:
+        report.say(console, compared(result.changes, events, first.step))
+    elif is_own:
         report.say(console, "not compared with the recorded decisions: there is no events.jsonl")
     return 0
 
 
-def _request(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> ReplayRequest:
-    """Reads the run directory, and makes the policy. Raises ConfigError, in one line, for what cannot be replayed."""
-    if not words:
-        raise ConfigError("kfuse replay: must be given the directory of a run: kfuse replay RUN_DIR policy=...")
-    run_dir, overrides = Path(words[0]), OverridesParser.create().parse_overrides(list(words[1:]))
-    for each in overrides:
-        _check_override(each)
+def _recorded(run_dir: Path) -> tuple[Recorded, dict[str, Any] | None]:
+    """Returns the run, and its configuration, which a script's run does not have. Raises ConfigError."""
     lines = read_metrics(run_dir)
+    config = read_config(run_dir, _OF_A_RUN) if config_path(run_dir).exists() else None
+    known = {} if config is None else {"scaling": config["lr"]["scaling"], "sync": config["comm"]["sync"]}
     try:
-        recorded = Recorded(signals_of(lines))
+        return Recorded(signals_of(lines), **known), config
     except ValueError as error:
         raise ConfigError(f"{run_dir / 'metrics.jsonl'}: {error}") from error
-    config = read_config(run_dir, _OF_A_RUN) if config_path(run_dir).exists() else None  # a script's run has none
-    first = recorded.signals[0]
+
+
+def _bounds(recorded: Recorded, overrides: Sequence[Override]) -> Bounds:
+    """Returns the run's bounds, with those that the overrides set. Raises ConfigError."""
     of_bounds = (each for each in overrides if each.key_or_group in _BOUNDS)
     given: dict[str, Any] = {each.key_or_group.replace(".", "_"): each.value() for each in of_bounds}
     try:
-        bounds = replace(first.bounds, **given)
+        return replace(recorded.signals[0].bounds, **given)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    of_policy = [each for each in overrides if each.key_or_group not in _BOUNDS]
-    node = _policy_node(config, of_policy, compose)
-    try:
-        policy: BasePolicy = make_policy(node)
-    except ConfigError as error:
-        raise error if of_policy else ConfigError(f"{config_path(run_dir)}: {error}") from error
-    # Not workers.count of the configuration: where the run was resumed that is the number it went on with.
-    base = first.base_batch_size or first.batch_size
-    begin = DecidedSettings(first.batch_size, first.workers, first.lr_scale)
-    begin = begin if first.step > 0 else DecidedSettings(base, first.workers)
-    option = next((each.value() for each in of_policy if each.key_or_group == "policy"), None)
-    name, is_own = str(option or type(policy).__name__), config is not None and node == config["policy"]
-    is_own = is_own and bounds == first.bounds
-    scaling = "none" if config is None else config["lr"]["scaling"]
-    return ReplayRequest(
-        run_dir=run_dir,
-        policy=policy,
-        name=name,
-        is_own=is_own,
-        recorded=recorded,
-        events=read_events(run_dir) if is_own else None,
-        begin=begin,
-        bounds=bounds,
-        gain=lambda batch_size, *means: gain(scaling, batch_size, base, *means),
-        sync=None if config is None else config["comm"]["sync"],
-        notes=tuple(_notes(recorded, config, policy)),
-    )
 
 
 def _check_override(override: Override) -> None:

@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kfuse.policies.signals import BasePolicy, Bounds
 from kfuse.tools.replay.run import Change, Replay
-from kfuse.tools.replay.steps import DecidedSettings, Gain, Recorded, TradeOff
+from kfuse.tools.replay.steps import Recorded
 
 _WIDTH = 110
 """Characters of the tables: a narrower terminal wraps them."""
-
-
-@dataclass(frozen=True)
-class ReplayRequest:
-    """A replay, checked and ready to run."""
-
-    run_dir: Path
-    policy: BasePolicy
-    name: str
-    """Its option of `policy=`, or its class."""
-    is_own: bool
-    """The policy is the run's own, so it follows the recorded steps."""
-    recorded: Recorded
-    events: Sequence[Mapping[str, Any]] | None
-    """The run's records of events.jsonl, where the policy is its own; None where there are none."""
-    begin: DecidedSettings
-    """What the run was configured with."""
-    bounds: Bounds
-    gain: Gain
-    """The learning rate's factor, by `lr.scaling` of the run."""
-    sync: str | None
-    notes: tuple[str, ...]
-    """What is not known of the run, in sentences."""
 
 
 def console() -> Console:
@@ -53,17 +26,22 @@ def say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_report(console: Console, request: ReplayRequest, result: Replay, trade_off: TradeOff | None) -> None:
-    """Prints the decisions, and steps and samples of the recorded run and of the replay."""
-    kind = "the run's own policy, on the recorded steps" if request.is_own else "another policy, on steps of its own"
-    say(console, f"{type(request.policy).__name__} on {request.run_dir}: {kind}")
-    for note in request.notes:
-        say(console, note)
+def print_report(console: Console, recorded: Recorded, result: Replay, predicted: str | None) -> None:
+    """Prints the decisions, and steps and samples of the recorded run and of the replay.
+
+    predicted: the policy's name; None for the run's own, whose steps are those of the run.
+    """
     if result.changes:
-        console.print(_changes(result.changes, request.gain))
+        console.print(_changes(result.changes))
     else:
         say(console, "It decides nothing.")
-    console.print(_totals(request, result, trade_off))
+    trade_off, (steps, samples) = recorded.trade_off(), recorded.totals()
+    table = _table("", "steps", "vs recorded", "samples", "vs recorded")
+    table.add_row("recorded", str(steps), "1.00", str(samples), "1.00")
+    if predicted and not result.cut_off and (trade_off is not None or result.steps == steps):
+        ratios = f"{result.steps / steps:.2f}", f"{result.samples / samples:.2f}"
+        table.add_row(f"{predicted}, predicted", str(result.steps), ratios[0], str(result.samples), ratios[1])
+    console.print(table)
     if trade_off is None:
         say(console, "The noise scale was never known: steps and samples of another policy cannot be predicted.")
     else:
@@ -84,12 +62,12 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _changes(changes: Sequence[Change], gain: Gain) -> Table:
+def _changes(changes: Sequence[Change]) -> Table:
     """Returns a line for each decision: when it applies, what it changes, and what the policy saw."""
     table = _table("step", "samples", "batch size", "workers", "lr factor", "noise scale then", "also")
     for each in changes:
         now, then = each.before, each.after
-        rates = [f"{factor:.4g}" for factor in each.rate_factors(gain)]
+        rates = [f"{factor:.4g}" for factor in each.rates]
         pairs = [(now.batch_size, then.batch_size), (now.workers, then.workers), rates]
         seen, noise = each.seen, "unknown"
         if seen is not None and seen.noise_scale_low is not None:
@@ -103,15 +81,4 @@ def _changes(changes: Sequence[Change], gain: Gain) -> Table:
             noise,
             Text("; ".join([*(f"{name} {value}" for name, value in each.others.items()), *each.notes])),
         )
-    return table
-
-
-def _totals(request: ReplayRequest, result: Replay, trade_off: TradeOff | None) -> Table:
-    """Returns steps and samples of the recorded run, and of the replay where they are predicted."""
-    steps, samples = request.recorded.totals()
-    table = _table("", "steps", "vs recorded", "samples", "vs recorded")
-    table.add_row("recorded", str(steps), "1.00", str(samples), "1.00")
-    if not (request.is_own or result.cut_off) and (trade_off is not None or result.steps == steps):
-        ratios = f"{result.steps / steps:.2f}", f"{result.samples / samples:.2f}"
-        table.add_row(f"{request.name}, predicted", str(result.steps), ratios[0], str(result.samples), ratios[1])
     return table

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any
 
 from kfuse.policies.signals import DECISION_LAG, BasePolicy, Bounds, Decision, Signals, checked_decision
-from kfuse.tools.replay.steps import DecidedSettings, Gain, StepSource
+from kfuse.tools.replay.steps import DecidedSettings, Recorded, StepSource
 
 Event = tuple[int, dict[str, Any]]
 """A decision of events.jsonl: its step, and what changed."""
@@ -36,13 +36,8 @@ class Change:
     """What was clipped to the bounds."""
     seen: Signals | None
     """The signals that the policy decided on; None for what it begins with."""
-    means: tuple[float | None, float | None]
-    """The running means of G2 and S as it is applied: of the newest step whose statistics have been read."""
-
-    def rate_factors(self, gain: Gain) -> tuple[float, float]:
-        """Returns the factor on the learning rate before and after, of batch size and lr_scale."""
-        before, after = (gain(each.batch_size, *self.means) * each.lr_scale for each in (self.before, self.after))
-        return before, after
+    rates: tuple[float, float]
+    """The factor on the learning rate before and after, of batch size and lr_scale."""
 
 
 class Replay:
@@ -55,13 +50,13 @@ class Replay:
     cut_off: bool = False
     """The recorded run's end was not reached: the replay would take too many steps."""
 
-    def __init__(self, begin: DecidedSettings, bounds: Bounds, sync: str | None) -> None:
-        self.changes, self._bounds = [], bounds
-        self._now = begin
+    def __init__(self, recorded: Recorded, bounds: Bounds) -> None:
+        self.changes, self._recorded, self._bounds = [], recorded, bounds
+        self._now = recorded.begin
         """What the step that comes is made with."""
-        self._workers_requested = begin.workers
+        self._workers_requested = self._now.workers
         """The number of workers that was last requested. Asking for it again changes nothing, as in training."""
-        self._others: dict[str, Any] = {"sync": sync, "topology": None, "tree": None, "replace": None}
+        self._others: dict[str, Any] = {"sync": recorded.sync, "topology": None, "tree": None, "replace": None}
         """The present values of what is no setting of a step; None: unknown."""
         self._newest: deque[Signals] = deque(maxlen=2)
         """The signals of the last two steps, the latest first."""
@@ -89,19 +84,18 @@ class Replay:
             # It is applied after the step start - 1. By then the statistics of start - 2 have been read, as the newest.
             read = next((each for each in self._newest if each.step <= start - 2), None)
             means = (None, None) if read is None else (read.mean_grad_sq, read.mean_grad_variance)
-            self.changes.append(Change(max(start - 1, 0), samples, now, self._now, new, tuple(notes), seen, means))
+            before, after = (self._recorded.gain(s.batch_size, *means) * s.lr_scale for s in (now, self._now))
+            change = Change(max(start - 1, 0), samples, now, self._now, new, tuple(notes), seen, (before, after))
+            self.changes.append(change)
         return self._now
 
 
-def run(
-    policy: BasePolicy, source: StepSource, begin: DecidedSettings, bounds: Bounds, sync: str | None = None
-) -> Replay:
+def run(policy: BasePolicy, source: StepSource) -> Replay:
     """Asks the policy after each step, and applies what it decides as training does: DECISION_LAG steps later.
 
-    begin: what the run is configured with. sync: `comm.sync` of the run, if it is known. Workers come at once.
-    Raises TypeError if the policy returns what is no decision, and whatever the policy raises.
+    Workers come at once. Raises TypeError if the policy returns what is no decision, and whatever the policy raises.
     """
-    out, name, now = Replay(begin, bounds, sync), type(policy).__name__, begin
+    out, name, now = Replay(source.recorded, source.bounds), type(policy).__name__, source.recorded.begin
     pending: deque[tuple[int, Decision, Signals | None]] = deque()  # first step, decision, the signals behind it
     first, used = source.next_step, source.samples
     if first == 0 and (decision := checked_decision(policy.initial(), f"{name}.initial")) is not None:
@@ -153,17 +147,14 @@ def began_at(events: Iterable[Mapping[str, Any]]) -> int:
     return first["step"] if first is not None and first["kind"] == "resumed" else 0
 
 
-def compared(changes: Sequence[Change], gain: Gain, events: Sequence[Mapping[str, Any]], first: int) -> str:
-    """Compares what the run's own policy decides in a replay with what its events have, in a sentence.
-
-    first: the step of the first line of metrics.jsonl.
-    """
+def compared(changes: Sequence[Change], events: Sequence[Mapping[str, Any]], first: int) -> str:
+    """Says whether the run's own policy decides in a replay what its events have. first: metrics.jsonl's first step."""
     # Those announced before the first line were decided on steps that are not there.
     since = max(began_at(events), first + DECISION_LAG - 1 if first > 0 else 0)
     found = [each for each in decisions(events) if each[0] >= since]
     replayed: list[Event] = []
     for each in (each for each in changes if each.step >= since):
-        pairs = {"batch_size": (each.before.batch_size, each.after.batch_size), "lr": each.rate_factors(gain)}
+        pairs = {"batch_size": (each.before.batch_size, each.after.batch_size), "lr": each.rates}
         settings = {name: [*pair] for name, pair in pairs.items() if pair[0] != pair[1]}
         others = ({name: value} for name, value in each.others.items() if name != "replace")
         replayed += [(each.step, fields) for fields in (settings, *others) if fields]

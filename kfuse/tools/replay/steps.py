@@ -16,13 +16,14 @@ Smin the sum of its steps' progress, and Emin the sum of their progress times N.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from itertools import accumulate
 from typing import Any
 
 from kfuse.policies.signals import OF_COLUMNS, OTHER_SIGNALS, RUNNING_MEANS, Bounds, Signals
 from kfuse.statistics.noise_scale import NoiseScale
+from kfuse.train.lr_schedule import gain
 
 _NEEDED = [each.name for each in fields(Signals) if each.name in OTHER_SIGNALS and each.default is MISSING]
 
@@ -85,11 +86,37 @@ class TradeOff:
 
 
 @dataclass(frozen=True)
+class DecidedSettings:
+    """What a step is made with, of what a policy decides."""
+
+    batch_size: int
+    workers: int
+    lr_scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Recorded:
     """A recorded run, as `signals_of` has rebuilt it."""
 
     signals: Sequence[Signals]
     """At least one."""
+    scaling: str = "none"
+    """`lr.scaling` of the run."""
+    sync: str | None = None
+    """`comm.sync` of the run; None: unknown."""
+
+    @property
+    def begin(self) -> DecidedSettings:
+        """What the run began with: its workers need not be workers.count, which a resumed run goes on with."""
+        first = self.signals[0]
+        if first.step > 0:
+            return DecidedSettings(first.batch_size, first.workers, first.lr_scale)
+        return DecidedSettings(first.base_batch_size or first.batch_size, first.workers)
+
+    def gain(self, batch_size: int, *means: float | None) -> float:
+        """Returns the learning rate's factor. means: the running means of G2 and S."""
+        first = self.signals[0]
+        return gain(self.scaling, batch_size, first.base_batch_size or first.batch_size, *means)
 
     @property
     def is_whole(self) -> bool:
@@ -143,20 +170,8 @@ class Recorded:
 
 # -- a replay's steps -------------------------------------------------------------------------------------------------
 
-Gain = Callable[[int, float | None, float | None], float]
-"""The learning rate's factor by batch size and the running means of G2 and S, as `lr.scaling` says."""
-
 _MOST_STEPS = 10
 """A replayed run that takes more than so many times the recorded steps is cut off."""
-
-
-@dataclass(frozen=True)
-class DecidedSettings:
-    """What a step is made with, of what a policy decides."""
-
-    batch_size: int
-    workers: int
-    lr_scale: float = 1.0
 
 
 class RecordedSteps:
@@ -166,17 +181,18 @@ class RecordedSteps:
     """The steps have not ended before the recorded run's end."""
 
     def __init__(self, recorded: Recorded) -> None:
-        self._recorded, self._line = recorded, 0
+        self.recorded, self._line = recorded, 0
         first = recorded.signals[0]
+        self.bounds = first.bounds
         self.next_step, self.samples = first.step, first.samples - first.batch_size
 
     def step(self, now: DecidedSettings) -> Signals | None:
         """Returns the next step's signals, None at the end. What the policy has decided changes nothing."""
-        if self._line == len(self._recorded.signals):
+        if self._line == len(self.recorded.signals):
             return None
-        seen = self._recorded.signals[self._line]
+        seen = self.recorded.signals[self._line]
         self._line += 1
-        following = self._recorded.signals[self._line : self._line + 1]
+        following = self.recorded.signals[self._line : self._line + 1]
         self.next_step, self.samples = following[0].step if following else seen.step + 1, seen.samples
         return seen
 
@@ -195,8 +211,8 @@ class SimulatedSteps:
     4) loss and eval_accuracy are those at this progress.
     """
 
-    def __init__(self, recorded: Recorded, gain: Gain, bounds: Bounds) -> None:
-        self._recorded, self._gain, self._bounds = recorded, gain, bounds
+    def __init__(self, recorded: Recorded, bounds: Bounds) -> None:
+        self.recorded, self.bounds = recorded, bounds
         first, last = recorded.signals[0], recorded.signals[-1]
         self.next_step, self.samples = first.step, first.samples - first.batch_size
         self._noise, self._epoch = recorded.noise_scales(), first.epoch_samples
@@ -226,7 +242,7 @@ class SimulatedSteps:
         while self._reached[at] < self._done * (1 - 1e-12) and at + 1 < len(self._reached):
             at += 1
         self.samples += count
-        seen = self._signals(self._recorded.signals[at], now, count, epoch)
+        seen = self._signals(self.recorded.signals[at], now, count, epoch)
         self.next_step += 1
         return seen
 
@@ -247,8 +263,9 @@ class SimulatedSteps:
     def _signals(self, there: Signals, now: DecidedSettings, count: int, epoch: int | None) -> Signals:
         """Returns the signals of a step with `now` and `count` samples, at the progress of the recorded `there`."""
         micro_batches = -(-count // there.micro_batch)
-        factor = self._gain(now.batch_size, there.mean_grad_sq, there.mean_grad_variance) * now.lr_scale
-        recorded = self._gain(there.batch_size, there.mean_grad_sq, there.mean_grad_variance) * there.lr_scale
+        means, gain = (there.mean_grad_sq, there.mean_grad_variance), self.recorded.gain
+        factor = gain(now.batch_size, *means) * now.lr_scale
+        recorded = gain(there.batch_size, *means) * there.lr_scale
         changed: dict[str, Any] = {
             "step": self.next_step,
             "epoch": there.epoch if epoch is None else epoch,
@@ -258,7 +275,7 @@ class SimulatedSteps:
             "batch_size": now.batch_size,
             "workers": now.workers,
             "micro_batches": micro_batches,
-            "bounds": self._bounds,
+            "bounds": self.bounds,
         }
         unknown: list[str] = []
         if there.workers != now.workers:
