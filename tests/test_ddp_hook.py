@@ -462,7 +462,6 @@ def test_wrong_uses_in_one_process_end_in_one_line() -> None:
     assert "Linear" in error(lambda: kf.ddp_hook(net))
     assert "accumulate=0" in error(lambda: kf.monitor(net, accumulate=0))
     assert "samples=0.5" in error(lambda: kf.monitor(net, samples=0.5))
-    assert "scaler=2.0" in error(lambda: kf.monitor(net, scaler=2.0))  # type: ignore[arg-type]
     assert "log_to target=3" in error(lambda: kf.log_to(3))
     assert "requires a gradient" in error(lambda: kf.monitor(net.requires_grad_(False)))
 

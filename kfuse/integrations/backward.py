@@ -65,13 +65,11 @@ class BackwardWatch(ABC):
         self.norms = []
         self.before = self.after = self._marks()
         self.begin_step()
-        self.handles = [model.register_forward_pre_hook(OfOneModel(self.before_forward))]
+        monitor.handles.append(model.register_forward_pre_hook(OfOneModel(self.before_forward)))
 
-    def watch(self, index: int, param: Tensor) -> Any:
-        """Registers a hook on `param`, which stands for parameter `index`; returns the hook's handle."""
-        handle = param.register_hook(partial(self.on_gradient, index))  # type: ignore[no-untyped-call]
-        self.handles.append(handle)
-        return handle
+    def watch(self, index: int, param: Tensor) -> None:
+        """Registers a hook on `param`, which stands for parameter `index`."""
+        self.monitor.handles.append(param.register_hook(partial(self.on_gradient, index)))  # type: ignore[no-untyped-call]
 
     def begin_step(self) -> None:
         """Makes the next backward the first of a step."""
@@ -138,8 +136,8 @@ class BackwardWatch(ABC):
         if self.after != self.before or self.waits():  # else this was torch.autograd.grad, which leaves `.grad` alone
             self.ended()
 
-    def end_steps_with_updates(self) -> Any:
-        """Ends a step after each step of a torch optimizer that has some of the parameters; returns the hook's handle.
+    def end_steps_with_updates(self) -> None:
+        """Ends a step after each step of a torch optimizer that has some of the parameters.
 
         `optimizer.step(closure)` has the step's last backward in its closure. torch keeps such hooks for the whole
         process; this one does not keep the watch, and goes with it.
@@ -153,7 +151,7 @@ class BackwardWatch(ABC):
 
         handle = register_optimizer_step_post_hook(updated)
         weakref.finalize(self, handle.remove)
-        return handle
+        self.monitor.handles.append(handle)
 
     def _updated(self) -> None:
         if torch._C._current_graph_task_id() != -1:

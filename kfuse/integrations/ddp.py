@@ -77,6 +77,7 @@ class _Hook(BackwardWatch):
         super().__init__(ddp, params, Monitor(device, options, workers=self._workers, rank=self._rank))
         for index, param in enumerate(params):
             self.watch(index, param)
+        self.monitor.handles.clear()  # they stay as long as the communication hook, which torch cannot remove
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
         super().before_forward(module, arguments)

@@ -85,8 +85,8 @@ class _Sharded(BackwardWatch):
         if any(_reduced_in_16_bits(group) for group in self._groups):
             monitor.low_precision()
         for place in self._places:
-            self.handles.append(place.register_forward_pre_hook(self._before_unit))  # FSDP2 has gathered by then
-        monitor.handles += [*self.handles, self.end_steps_with_updates()]
+            monitor.handles.append(place.register_forward_pre_hook(self._before_unit))  # FSDP2 has gathered by then
+        self.end_steps_with_updates()
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
         if torch.is_grad_enabled() and self._began:
@@ -98,7 +98,7 @@ class _Sharded(BackwardWatch):
             param = getattr(owner, attribute)
             if param is not self._gathered.get(index) and param.requires_grad and not isinstance(param, DTensor):
                 self._gathered[index] = param
-                self.monitor.handles.append(self.watch(index, param))
+                self.watch(index, param)
 
     def on_gradient(self, index: int, grad: Tensor) -> None:
         super().on_gradient(index, grad)

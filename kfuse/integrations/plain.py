@@ -55,7 +55,7 @@ class _Plain(BackwardWatch):
         super().__init__(model, params, Monitor(one_device("kf.monitor", params), options))
         for index, param in enumerate(params):
             self.watch(index, param)
-        self.monitor.handles += [self.end_steps_with_updates(), *self.handles]
+        self.end_steps_with_updates()
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
         super().before_forward(module, arguments)

@@ -282,14 +282,10 @@ def test_critical_batch_leaves_model_optimizer_and_random_state_as_they_were(nam
         torch.manual_seed(5), np.random.seed(5), random.seed(5)
         if measured:
             before, stats, pointers = state(net, opt), opt.stats, [p.data_ptr() for p in net.parameters()]
-            fields = plain_fields(opt)
             modes = [module.training for module in net.modules()]
             found = kf.critical_batch(net, data, opt, train_precision=precision_of(name), **ARGUMENTS)  # type: ignore[arg-type]
             assert len(found.losses) >= 2 and np.isfinite(found.losses).all()
             assert state(net, opt) == before and opt.stats == stats
-            after = plain_fields(opt)
-            changed = {name for name, value in fields.items() if after[name] != value}
-            assert not changed, "a new field? see `_unrecorded`"
             assert [p.data_ptr() for p in net.parameters()] == pointers
             assert [module.training for module in net.modules()] == modes
         drawn = [torch.rand(()).item(), np.random.rand(), random.random()]
@@ -302,16 +298,6 @@ def test_critical_batch_leaves_model_optimizer_and_random_state_as_they_were(nam
         return [part for part in state(net, opt) if b"noise_scale" not in part], drawn
 
     assert run(measured=True) == run(measured=False)
-
-
-def plain_fields(opt: kf.Optimizer | kf.FusedAdamW) -> dict[str, object]:
-    """The numbers and names that optimizer, engine and statistics have beside their state: what a step counts up."""
-    found: dict[str, object] = {"statistics": id(opt.statistics), "buffers": [*map(id, opt.engine.averaged.tensors)]}
-    for part in (opt, opt.engine, opt.statistics):
-        kinds = bool | int | float | str | None
-        plain = {name: value for name, value in vars(part).items() if isinstance(value, kinds)}
-        found |= {f"{type(part).__name__}.{name}": value for name, value in plain.items()}
-    return found
 
 
 def state(net: nn.Module, opt: kf.Optimizer | kf.FusedAdamW) -> list[bytes]:

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from kfuse import interrupt
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, steps_in
-from kfuse.cli.check import validate
 from kfuse.cli.run import supervise
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.protocol import STOP_STATUS
@@ -53,9 +52,7 @@ class Run:
     """f: how the learning rate follows the batch size in the branches."""
 
     def __init__(self, path: Path, lr_scaling: str | None = None, workers: int | None = None) -> None:
-        """lr_scaling: sqrt, linear or none; None: linear for SGD, else sqrt.
-
-        workers: of a branch; None: the run's first ones.
+        """lr_scaling: sqrt, linear or none; None: linear for SGD, else sqrt. workers: of a branch; None: the run's.
 
         Raises ConfigError for what is no run, has no checkpoint, or cannot have branches.
         """
@@ -71,14 +68,7 @@ class Run:
         self.lr_scaling = lr_scaling or ("linear" if "SGD" in self.config["optimizer"]["_target_"] else "sqrt")
         self.workers = workers or self.config["workers"]["count"]
 
-    def check(self, largest_batch: int) -> None:
-        """Raises ConfigError where branches cannot run: what the run was given, such as its data, may have gone."""
-        try:
-            validate(OmegaConf.create(self.branch_config(largest_batch, self.config["seed"], None, 1)))
-        except ConfigError as error:
-            raise ConfigError(f"{config_path(self.path)}, as a branch has it: {error}") from error
-
-    def branch_config(self, batch_size: int, seed: int, start: Path | None, last_step: int) -> dict[str, Any]:
+    def branch_config(self, batch_size: int, seed: int, start: Path, last_step: int) -> dict[str, Any]:
         """Returns the configuration of a branch that ends after `last_step` steps, those of the run included.
 
         batch.size stays the run's first one, which learning rates refer to: the branch's is in the checkpoint `start`.
@@ -92,7 +82,7 @@ class Run:
         config["workers"] |= {"count": self.workers, "min": self.workers, "max": self.workers}
         config["train"] |= {"epochs": None, "steps": last_step, "target_accuracy": None, "eval_every": last_step}
         config["train"]["save_model"] = False
-        config["checkpoint"] |= {"every_steps": None, "resume": "never" if start is None else str(start)}
+        config["checkpoint"] |= {"every_steps": None, "resume": str(start)}
         config["observe"] |= {"progress": False, "tensorboard": False, "ledger": False, "every": 1}
         if "Torchrun" in config["launcher"]["_target_"]:
             config["launcher"] = {"_target_": "kfuse.elastic.launchers.LocalLauncher"}

@@ -112,7 +112,6 @@ def _plans(run: Run, given: dict[str, Any], console: Console) -> dict[int, Plan]
             console.print(f"step {step}: left out, the learning rate is 0 there")
     if not found:
         raise ConfigError(f"run={run.path}: the learning rate is 0 at all of its checkpoints")
-    run.check(max(plan.batch(plan.factors[-1]) for plan in found.values()))
     return found
 
 

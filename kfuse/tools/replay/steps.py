@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from kfuse.policies.signals import OF_COLUMNS, OTHER_SIGNALS, RUNNING_MEANS, Bounds, Signals
@@ -126,17 +126,13 @@ class Recorded:
     def counts(self) -> list[tuple[int, int]]:
         """Returns for each line how many steps and samples there were since the line before."""
         first = self.signals[0]
-        before = (first.step - 1, first.samples - first.batch_size)
-        out = []
-        for each in self.signals:
-            out.append((each.step - before[0], each.samples - before[1]))
-            before = each.step, each.samples
-        return out
+        ends = [(first.step - 1, first.samples - first.batch_size), *((s.step, s.samples) for s in self.signals)]
+        return [(step - before, samples - used) for (before, used), (step, samples) in pairwise(ends)]
 
     def totals(self) -> tuple[int, int]:
         """Returns the steps and samples of the whole run."""
-        steps, samples = zip(*self.counts(), strict=True)
-        return sum(steps), sum(samples)
+        first, last = self.signals[0], self.signals[-1]
+        return last.step - first.step + 1, last.samples - first.samples + first.batch_size
 
     def noise_scales(self) -> list[float] | None:
         """Returns the noise scale to reckon with at each line; None where nothing was known of it.
