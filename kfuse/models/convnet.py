@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfuse.models.arguments import check_sizes
-
 
 class ResidualBlock(nn.Module):
     """relu(BN(conv(relu(BN(conv(x))))) + shortcut(x)), 3x3 convolutions (He et al. 2016, figure 2)."""
@@ -45,7 +43,8 @@ class ConvNet(nn.Module):
         self, input_shape: Sequence[int], num_classes: int, width: int = 32, blocks_per_stage: int = 1
     ) -> None:
         super().__init__()
-        check_sizes(width=width, blocks_per_stage=blocks_per_stage)
+        if min(width, blocks_per_stage) < 1:
+            raise ValueError(f"width={width}, blocks_per_stage={blocks_per_stage}: must be at least 1")
         # A 5x5 image ends as 2x2, so that batch normalisation has a variance even with one sample.
         if len(input_shape) != 3 or min(input_shape[1:]) < 5:
             raise ValueError(

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfuse import nn as measuring
-from kfuse.models.arguments import check_dropout, check_sizes
 
 
 class Attention(nn.Module):
@@ -65,8 +64,7 @@ class GPT(nn.Module):
     noise_norm: normalise with `kf.nn.LayerNorm`, whose backward also measures each sequence's gradient. After a step
         of one micro-batch `kf.nn.norm_layers_noise(model)` has S and G2 of these layers. The model trains as without.
 
-    Raises ValueError for sizes below 1, a dropout not from 0 to below 1, heads that do not divide width, and a longer
-    input.
+    Raises ValueError for sizes below 1, heads that do not divide width, and a longer input.
     """
 
     def __init__(
@@ -80,10 +78,8 @@ class GPT(nn.Module):
         noise_norm: bool = False,
     ) -> None:
         super().__init__()
-        check_sizes(layers=layers, heads=heads, width=width)
-        check_dropout(dropout)
-        if width % heads != 0:
-            raise ValueError(f"width={width}: must be a multiple of heads={heads}")
+        if min(layers, heads, width) < 1 or width % heads != 0:
+            raise ValueError(f"layers={layers}, heads={heads}, width={width}: at least 1, width a multiple of heads")
         norm = measuring.LayerNorm if noise_norm else nn.LayerNorm
         self.block_size = block_size
         self.tokens = nn.Embedding(vocab_size, width)

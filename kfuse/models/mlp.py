@@ -8,14 +8,12 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from kfuse.models.arguments import check_dropout, check_sizes
-
 
 class MLP(nn.Module):
     """Linear layers with ReLU between them, over the flattened input. `hidden=()` is softmax regression.
 
     Input `[B, *input_shape]`, floating; output logits `[B, num_classes]`.
-    Raises ValueError for a width below 1 and a dropout that is not from 0 to below 1.
+    Raises ValueError for a width below 1.
     """
 
     def __init__(
@@ -26,13 +24,13 @@ class MLP(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        check_sizes(hidden=min(hidden, default=1))
-        check_dropout(dropout)
+        if min(hidden, default=1) < 1:
+            raise ValueError(f"hidden={list(hidden)}: must be at least 1")
         widths = [math.prod(input_shape), *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for fan_in, fan_out in pairwise(widths):
             layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-            if dropout > 0:
+            if dropout:
                 layers.append(nn.Dropout(dropout))
         layers.append(nn.Linear(widths[-1], num_classes))
         self.layers = nn.Sequential(*layers)

@@ -110,15 +110,11 @@ def check_arguments(
     known = parameters(factory)
     if known is None:
         return factory
-    given = arguments(node)
-    name = getattr(factory, "__name__", str(node["_target_"]))
-    kinds = [p.kind for p in known.values()]
-    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-    positions = [n for n, p in known.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][: len(first)]
-    if len(positions) < len(first) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise ValueError(f"{name} takes no argument by position, and is given {', '.join(first)}")
+    given, name = arguments(node), getattr(factory, "__name__", str(node["_target_"]))
+    by_position = [n for n, p in known.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][: len(first)]
     by_name = [n for n, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    by_name = [n for n in by_name if n not in positions]
+    by_name = [n for n in by_name if n not in by_position]
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in known.values())
     for key in always:
         if key not in by_name and not takes_any:
             raise ValueError(f"{name} must take an argument {key}; it has {', '.join(by_name) or 'none'}")
