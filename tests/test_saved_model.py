@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from elastic_job import assert_none_left, command_line, compose, read_lines, words
-from test_fit_checkpoint import Growing, assert_equal, network, problem, with_fit
+from test_fit_checkpoint import Growing, assert_equal, network, with_fit
 from test_kfuse_run import run_script
 from torch import nn
 
@@ -23,9 +23,6 @@ from kfuse.checkpoint.saved_model import load_weights, model_weights
 from kfuse.session import reset
 from kfuse.settings.tree import ConfigError
 from kfuse.train.evaluation import params_sha256
-
-needs_safetensors = pytest.mark.skipif(not importlib.util.find_spec("safetensors"), reason="needs safetensors")
-both = pytest.mark.parametrize("name", ["model.pt", pytest.param("model.safetensors", marks=needs_safetensors)])
 
 
 class Tied(nn.Module):
@@ -58,111 +55,93 @@ def tied(folder: Path, **arguments: Any) -> Tied:
     return model
 
 
-@both
-def test_both_files_are_read_in_plain_torch(tmp_path: Path, name: str) -> None:
-    model, fresh = tied(tmp_path), Tied()
-    if name == "model.pt":
-        fresh.load_state_dict(torch.load(tmp_path / name, weights_only=True))
-    else:
-        import safetensors.torch
-
-        safetensors.torch.load_model(fresh, tmp_path / name)
-    assert_equal(fresh.state_dict(), model.state_dict())
-    assert (tmp_path / name).stat().st_size < 12000  # the shared weights are in it once
-    assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o644
-    again = Tied()
-    load_weights(again, str(tmp_path / name))
-    assert_equal(again.state_dict(), model.state_dict())
-    assert again.head.weight is again.embedding.weight
-
-
-def test_the_copy_is_dense_and_shares_as_the_model_does() -> None:
-    model = Tied()
+def test_the_files_are_read_in_plain_torch_and_loaded_again(tmp_path: Path) -> None:
+    model = tied(tmp_path, heldout=(torch.arange(8), torch.arange(8)))
     state = model_weights(model)
     assert list(state) == list(model.state_dict()) and vars(state) == vars(model.state_dict())
     assert state["head.weight"] is state["embedding.weight"] and type(state["norm.weight"]) is torch.Tensor
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in state.values())
     compiled = model_weights(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
     assert list(compiled) == list(model.state_dict())
+    fresh = [Tied(), Tied()]
+    fresh[0].load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    names = ["model.pt"]
+    if importlib.util.find_spec("safetensors"):
+        import safetensors.torch
 
-
-def test_the_summary_has_the_paths(tmp_path: Path) -> None:
-    net = network()
-    opt = kf.FusedAdamW(net.parameters(), lr=0.05)
-    returned = with_fit(net, opt, Growing(), run_dir=tmp_path, heldout=problem(), batch_size=8, train_epochs=2)
+        safetensors.torch.load_model(fresh[1], tmp_path / "model.safetensors")
+        assert_equal(fresh[1].state_dict(), model.state_dict())
+        names.append("model.safetensors")
+    assert_equal(fresh[0].state_dict(), model.state_dict())
+    for name in names:
+        assert (tmp_path / name).stat().st_size < 12000  # the shared weights are in it once
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o644
+        again = Tied()
+        load_weights(again, str(tmp_path / name))
+        assert_equal(again.state_dict(), model.state_dict())
+        assert again.head.weight is again.embedding.weight
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert returned is not None
-    for found in (summary, returned):
-        assert found["model"] == str(tmp_path / "model.pt") and found["best_model"] == str(tmp_path / "best.pt")
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+    assert summary["model"] == str(tmp_path / "model.pt") and summary["best_model"] == str(tmp_path / "best.pt")
+    assert not list(tmp_path.glob(".*"))
 
 
 class Chosen(nn.Module):
-    """Has the accuracies given, one for each evaluation, whatever it is trained to; None: the output is no class."""
+    """Has these accuracies, one for each evaluation, whatever it is trained to."""
 
-    def __init__(self, accuracies: list[float], classes: bool) -> None:
+    accuracies = iter([0.5, 0.75, 0.25, 0.75])
+
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.evaluations, self._accuracies, self._classes = 0, accuracies, classes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training or not self._classes:
-            return self.weight * x[:, :1] if not self._classes else self.weight * x[:, :2]
-        right = round(self._accuracies[self.evaluations] * len(x))
-        self.evaluations += 1
+        if self.training:
+            return self.weight * x
+        right = round(next(self.accuracies) * len(x))
         return torch.tensor([[0.0, 1.0]] * right + [[1.0, 0.0]] * (len(x) - right))
 
 
-def test_the_best_is_by_accuracy_where_it_is_known(tmp_path: Path) -> None:
+class Kept(kf.BasePolicy):
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.seen = model, list[Any]()
+
+    def before_epoch(self) -> None:
+        self.seen.append(model_weights(self.model)["weight"])
+
+
+def test_the_best_is_by_accuracy_where_it_is_known_else_by_loss(tmp_path: Path) -> None:
     """Of equal ones the first; later evaluations leave the file alone."""
-    model = Chosen([0.5, 0.75, 0.25, 0.75], classes=True)
-    opt = kf.FusedSGD(model.parameters(), lr=0.1)
-    x, y = torch.rand(8, 2), torch.ones(8, dtype=torch.int64)
-    seen: list[torch.Tensor] = []
+    x, model = torch.rand(8, 2), Chosen()
+    data, kept = (x, torch.ones(8, dtype=torch.int64)), Kept(model)
+    how: dict[str, Any] = {"batch_size": 4, "train_epochs": 4, "run_dir": tmp_path / "a"}
+    kf.fit(model, data, kf.FusedSGD(model.parameters(), lr=0.1), kf.Hook(kept), heldout=data, **how)
+    assert torch.equal(plain(tmp_path / "a" / "best.pt")["weight"], kept.seen[2])  # of the second epoch's end
+    assert not torch.equal(plain(tmp_path / "a" / "model.pt")["weight"], kept.seen[2])
 
-    class Keep(kf.BasePolicy):
-        def before_epoch(self) -> None:
-            seen.append(model.weight.detach().clone())
-
-    kf.fit(model, (x, y), opt, kf.Hook(Keep()), heldout=(x, y), batch_size=4, train_epochs=4, run_dir=tmp_path)
-    assert torch.equal(plain(tmp_path / "best.pt")["weight"], seen[2])  # of the second epoch's end
-    assert not torch.equal(plain(tmp_path / "model.pt")["weight"], seen[2])
-
-
-def test_the_best_is_by_loss_where_there_are_no_classes(tmp_path: Path) -> None:
-    model = Chosen([], classes=False)
-    opt = kf.FusedSGD(model.parameters(), lr=0.1)  # from 1 towards -1, past 0, which the held-out targets want
-    x = torch.ones(8, 2)
-    kf.fit(
-        model,
-        (x, -torch.ones(8, 1)),
-        opt,
-        heldout=(x, torch.zeros(8, 1)),
-        batch_size=8,
-        train_epochs=9,
-        run_dir=tmp_path,
-    )
-    losses = [event["loss"] for event in read_lines(tmp_path / "events.jsonl") if event["kind"] == "evaluation"]
-    best = plain(tmp_path / "best.pt")["weight"].item()
+    line, x = nn.Linear(1, 1, bias=False), torch.ones(8, 1)
+    nn.init.ones_(line.weight)
+    opt = kf.FusedSGD(line.parameters(), lr=0.1)  # from 1 towards -1, past 0, which the held-out targets want
+    how = {"batch_size": 8, "train_epochs": 9, "run_dir": tmp_path / "b"}
+    kf.fit(line, (x, -x), opt, heldout=(x, 0 * x), **how)
+    losses = [event["loss"] for event in read_lines(tmp_path / "b" / "events.jsonl") if event["kind"] == "evaluation"]
     assert 0 < losses.index(min(losses)) < len(losses) - 1
+    best = plain(tmp_path / "b" / "best.pt")["weight"].item()
     assert best**2 == pytest.approx(min(losses), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "files"),
-    [
-        ({}, set()),
-        ({"run_dir": "run"}, {"run/model.pt"}),
-        ({"checkpoint_dir": "kept"}, {"kept/model.pt"}),
-        ({"run_dir": "run", "checkpoint_dir": "kept"}, {"run/model.pt"}),
-        ({"run_dir": "run", "train_save_model": False}, set()),
-    ],
-)
-def test_where_it_goes(arguments: dict[str, Any], files: set[str], tmp_path: Path) -> None:
-    given = {name: tmp_path / value if isinstance(value, str) else value for name, value in arguments.items()}
-    net = network()
-    with_fit(net, kf.FusedAdamW(net.parameters(), lr=0.05), Growing(), batch_size=8, **given)
-    assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/model.pt")} == files
+def test_where_it_goes(tmp_path: Path) -> None:
+    for number, (arguments, files) in enumerate(
+        [
+            ({}, []),
+            ({"checkpoint_dir": "kept"}, ["kept/model.pt"]),
+            ({"run_dir": "run", "checkpoint_dir": "kept"}, ["run/model.pt"]),
+            ({"run_dir": "run", "train_save_model": False}, []),
+        ]
+    ):
+        folder, net = tmp_path / str(number), network()
+        given = {name: folder / value if isinstance(value, str) else value for name, value in arguments.items()}
+        with_fit(net, kf.FusedAdamW(net.parameters(), lr=0.05), Growing(), batch_size=8, **given)
+        assert [str(path.relative_to(folder)) for path in folder.glob("*/model.pt")] == files
 
 
 @pytest.mark.parametrize(("where", "name"), [(torch, "save"), (saved_model, "model_weights")])
@@ -249,18 +228,18 @@ TRAINING = words(
 
 
 @pytest.mark.full
-@both
-def test_a_run_starts_from_either_file(tmp_path: Path, name: str) -> None:
+def test_a_run_starts_from_either_file(tmp_path: Path) -> None:
     with command_line(tmp_path / "first", [*TRAINING, "workers.count=2"]) as (process, first):
         assert process.wait(120) == 0
         assert_none_left(first.pids)
     assert first.summary["model"] == str(tmp_path / "first" / "model.pt")
     assert (tmp_path / "first" / "best.pt").exists()
-    zero = [*TRAINING, "train.epochs=null", "train.steps=1", "lr.base=1e-30", f"model.init={tmp_path / 'first' / name}"]
-    with command_line(tmp_path / "second", [*zero, "train.save_model=false"]) as (process, second):
-        assert process.wait(120) == 0
-    assert second.summary["eval_accuracy"] == first.summary["eval_accuracy"] > 0.5
-    assert not (tmp_path / "second" / "model.pt").exists() and "model" not in second.summary
+    zero = [*TRAINING, "train.epochs=null", "train.steps=1", "lr.base=1e-30", "train.save_model=false"]
+    for file in (tmp_path / "first").glob("model.*"):
+        with command_line(tmp_path / file.name, [*zero, f"model.init={file}"]) as (process, second):
+            assert process.wait(120) == 0
+        assert second.summary["eval_accuracy"] == first.summary["eval_accuracy"] > 0.5
+        assert not (tmp_path / file.name / "model.pt").exists() and "model" not in second.summary
 
 
 SCRIPT = """
