@@ -1,6 +1,5 @@
 """CIFAR-10, image folders and text are read as published, augmented by the generator alone; other files are refused."""
 
-import math
 import sys
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 
 from kfuse.data import DataError, load_cifar10, load_image_folder, load_text
 from kfuse.data.images import CIFAR10_PIXELS, IMAGENET_PIXELS, Cifar10, crop_and_flip, middle_square, random_box
-from kfuse.data.text import STDLIB_BYTES, TextBlocks, stdlib_source, unigram_entropy
+from kfuse.data.text import STDLIB_BYTES, TextBlocks, stdlib_source
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -222,15 +221,8 @@ def test_a_file_is_split_at_its_last_tenth(tmp_path):
     split = load_text(write(tmp_path, text), block_size=8)
     held = split.heldout.tokens
     assert split.train.tokens.tobytes() + held.tobytes() == text and len(held) == round(len(text) / 10)
-    assert split.spec == {"vocab_size": 256, "block_size": 8, "unigram_entropy": unigram_entropy(held)}
+    assert split.spec == {"vocab_size": 256, "block_size": 8}
     assert len(load_text(write(tmp_path, b"x" * 650), block_size=64).heldout) == 1  # the shortest one
-
-
-def test_unigram_entropy_known_answers():
-    assert unigram_entropy(np.zeros(7, dtype=np.uint8)) == 0.0
-    assert unigram_entropy(np.arange(256, dtype=np.uint8)) == pytest.approx(math.log(256))
-    skewed = np.array([1, 1, 1, 2], dtype=np.uint8)
-    assert unigram_entropy(skewed) == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
 
 
 def test_the_default_is_the_standard_library(tmp_path, monkeypatch):

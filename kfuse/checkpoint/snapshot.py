@@ -38,33 +38,27 @@ class Snapshots:
         """For each GPU the copies' stream, and pinned memory (uint8) as large as the largest state so far."""
 
     def take(self, value: Any, where: str) -> HostCopy:
-        """A copy of `value` that shares nothing with it, tensors dense and on the host.
+        """Returns a copy of `value` that shares nothing with it, tensors dense and on the host.
 
         What torch.load(weights_only=True) reads back, and nothing else: tensors, None, bool, int, float, str, and
         lists, tuples and dicts of those. One tensor at several places is one in the copy. where: what `value` is, for
         messages. Raises TypeError, naming the place.
         """
-        copies: dict[int, Tensor] = {}
+        found: dict[int, Tensor] = {}
+        plain = _copy_plain(value, where, lambda tensor: found.setdefault(id(tensor), tensor))
+        here: dict[int, Tensor] = {}
         far: dict[torch.device, list[Tensor]] = {}
-
-        def copy(tensor: Tensor) -> Tensor:
-            if id(tensor) not in copies:
-                asynchronous = devices.of(tensor.device).asynchronous
-                copies[id(tensor)] = tensor if asynchronous else tensor.detach().to("cpu", copy=True)
-                if asynchronous:
-                    far.setdefault(tensor.device, []).append(tensor)
-            return copies[id(tensor)]
-
-        copied = _copy_plain(value, where, copy)
-        if not far:
-            return HostCopy(copied, ())
-        landed: dict[int, Tensor] = {}
+        for tensor in found.values():
+            if devices.of(tensor.device).asynchronous:
+                far.setdefault(tensor.device, []).append(tensor)
+            else:
+                here[id(tensor)] = tensor.detach().to("cpu", copy=True)
         on_the_way = []
         for name, tensors in far.items():
-            here, arrived = self._copy_from(devices.of(name), tensors)
-            landed.update(zip(map(id, tensors), here, strict=True))
+            copies, arrived = self._copy_from(devices.of(name), tensors)
+            here.update(zip(map(id, tensors), copies, strict=True))
             on_the_way.append((devices.of(name), arrived))
-        return HostCopy(_copy_plain(copied, where, lambda t: landed.get(id(t), t)), tuple(on_the_way))
+        return HostCopy(_copy_plain(plain, where, lambda tensor: here[id(tensor)]), tuple(on_the_way))
 
     def _copy_from(self, device: Device, tensors: list[Tensor]) -> tuple[list[Tensor], Event]:
         """Enqueues the copies of one GPU's tensors: (tensors on the host, the event after which they are there)."""

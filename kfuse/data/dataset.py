@@ -46,7 +46,7 @@ class DataSplit:
     """What `as_dataset` takes."""
     spec: dict[str, Any] = field(default_factory=dict)
     """By name: `input_shape` (tuple, without the batch dimension) and `num_classes` for images; `vocab_size` and
-    `block_size` for text. A data set may add figures of its own."""
+    `block_size` for text."""
 
 
 class TensorData:

@@ -42,7 +42,6 @@ def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, 
     """Returns the bytes of a UTF-8 file as tokens, the last fraction `heldout` of them held out.
 
     The file is held in memory, a byte a token. With no path: Python's standard library (`stdlib_source`).
-    `spec["unigram_entropy"]` is what a model without context reaches at best on the held-out bytes.
     Raises DataError for a file that cannot be read, one that is not UTF-8, and one too short for a block in each part.
     """
     if block_size < 1 or not 0 < heldout < 1:
@@ -57,21 +56,8 @@ def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, 
             f"{name} is too short: its {len(tokens)} bytes split into {len(train)} to train on and "
             f"{len(held)} held out, and block_size={block_size} needs at least {block_size + 1} in each"
         )
-    return DataSplit(
-        TextBlocks(train, block_size),
-        TextBlocks(held, block_size),
-        {"vocab_size": 256, "block_size": block_size, "unigram_entropy": unigram_entropy(held)},
-    )
-
-
-def unigram_entropy(tokens: np.ndarray) -> float:
-    """Returns the entropy in nats per byte of how often each byte occurs in `tokens` (uint8 `[N]`, N >= 1).
-
-    It is the smallest mean cross entropy on these bytes of any model that ignores context.
-    """
-    counts = np.bincount(tokens, minlength=256)
-    p = counts[counts > 0] / len(tokens)
-    return float(-(p * np.log(p)).sum())
+    spec = {"vocab_size": 256, "block_size": block_size}
+    return DataSplit(TextBlocks(train, block_size), TextBlocks(held, block_size), spec)
 
 
 def _read_utf8(path: Path) -> bytes:

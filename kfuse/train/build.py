@@ -68,7 +68,6 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **checkpoints),
         saved_model=SavedModel(Path(config["run_dir"]), session) if values["train_save_model"] is not False else None,
         heldout=heldout_data(split.heldout),
-        facts={name: value for name, value in split.spec.items() if isinstance(value, float)},
         exits_are_errors=True,
     )
     return Trainer(training)

@@ -45,8 +45,6 @@ class TrainContext:
     heldout: Dataset | None = None
     metrics: Mapping[str, Metric] | None = None
     """Functions (output, target) that are evaluated on `heldout`."""
-    facts: Mapping[str, float] = field(default_factory=dict)
-    """Figures of the data that go into the summary, such as a corpus's entropy."""
     checkpoints: Checkpoints | None = None
     """None: none are written or read."""
     saved_model: SavedModel | None = None

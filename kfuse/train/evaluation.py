@@ -179,7 +179,6 @@ def summary(training: TrainContext, lr: float, wall_s: float) -> dict[str, Any]:
         "eval_loss": at.eval_loss,
         "eval_accuracy": at.accuracy,
         "eval_metrics": at.eval_metrics,
-        **training.facts,
         "batch_size": at.batch_size,
         "lr": lr,
         "workers": training.session.group.size,
