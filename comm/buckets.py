@@ -33,27 +33,21 @@ def plan_buckets(numels: Sequence[int], kinds: Sequence[object], capacity: int) 
     """Cuts parameters into buckets of at most `capacity` elements, last parameter first.
 
     Backward produces gradients roughly in reverse order of definition, so the first bucket is complete early.
-    `kinds`: parameters of different kinds (parameter group) never share a bucket. A parameter
-    larger than the capacity has a bucket of its own.
+    `kinds`: parameters of different kinds (parameter group) never share a bucket. A parameter larger than the capacity
+    has a bucket of its own.
     """
     layouts: list[BucketLayout] = []
-    params: list[int] = []
-    offsets: list[int] = []
+    places: dict[int, int] = {}  # of the bucket under way: each parameter's offset
     end = 0
-
-    def close() -> None:
-        nonlocal params, offsets, end
-        if params:
-            layouts.append(BucketLayout(tuple(params), tuple(offsets), end))
-        params, offsets, end = [], [], 0
-
     for index in reversed(range(len(numels))):
-        if params and (kinds[index] != kinds[params[0]] or end + numels[index] > capacity):
-            close()
-        params.append(index)
-        offsets.append(end)
+        first = next(iter(places), index)
+        if places and (kinds[index] != kinds[first] or end + numels[index] > capacity):
+            layouts.append(BucketLayout(tuple(places), tuple(places.values()), end))
+            places, end = {}, 0
+        places[index] = end
         end += -(-numels[index] // ALIGN) * ALIGN
-    close()
+    if places:
+        layouts.append(BucketLayout(tuple(places), tuple(places.values()), end))
     return layouts
 
 
@@ -75,28 +69,14 @@ def plan_parameters(params: Sequence[Tensor], kinds: Sequence[object], capacity:
 
 def _unusual_strides(tensor: Tensor) -> tuple[int, ...] | None:
     """Returns its strides, None where a fresh tensor of its shape has the same ones in every dimension."""
-    usual, step = [], 1
-    for size in reversed(tensor.shape):
-        usual.append(step)
-        step *= max(size, 1)
-    return None if tensor.stride() == tuple(reversed(usual)) else tensor.stride()
-
-
-def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions in the order in which memory holds them, the outermost first; None for a contiguous tensor.
-
-    `tensor.permute(memory_order(tensor))` is contiguous. Raises ValueError if the memory has gaps or overlaps.
-    """
-    if tensor.is_contiguous():
-        return None
-    order = dense_order(tensor)
-    if order is None:
-        raise ValueError(f"strides {tensor.stride()} for the shape {tuple(tensor.shape)} leave gaps or overlap")
-    return order
+    return None if tensor.stride() == torch.empty(tensor.shape, device="meta").stride() else tensor.stride()
 
 
 def dense_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions, the outermost in memory first; None if the memory has gaps or overlaps."""
+    """The dimensions, the outermost in memory first; None if the memory has gaps or overlaps.
+
+    `tensor.permute(dense_order(tensor))` is contiguous.
+    """
     order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))  # stable: equal ones stay as they are
     return order if tensor.permute(order).is_contiguous() else None
 
@@ -112,7 +92,7 @@ class Bucket:
     """
 
     orders: list[tuple[int, ...] | None]
-    """Each parameter's `memory_order`, as the layout has it."""
+    """Each parameter's `dense_order`; None: the logical one."""
     sum: Tensor
     """fp32 [body + tail], slot 0."""
     mean: Tensor
@@ -155,7 +135,7 @@ class Bucket:
         self.shapes = [t.shape for t in mine]
         self._strides = layout.strides or (None,) * len(mine)
         self.orders = [
-            None if strides is None else memory_order(torch.empty_strided(shape, strides, device="meta"))
+            None if strides is None else dense_order(torch.empty_strided(shape, strides, device="meta"))
             for shape, strides in zip(self.shapes, self._strides, strict=True)
         ]
         self.body, self.tail = layout.numel, 0
@@ -317,19 +297,12 @@ class AveragedBuffers:
         if self.tensors:
             torch._foreach_copy_(self.tensors, self._first)
 
-    def changes(self) -> list[Tensor]:
-        """Each buffer's change since the step began, fp32, in its shape."""
-        if not self.tensors:
-            return []
+    def pack(self, bucket: Bucket, leaf: LeafStep, scale: float) -> None:
+        """Packs the changes since the step began, times `scale`, into their bucket's slot, as `leaf` says."""
         changes = list(torch._foreach_sub(self.tensors, self._first))
         for i in self._infinite:  # inf - inf is not 0
             changes[i] = torch.where(self.tensors[i] == self._first[i], 0, changes[i])
-        return [change.to(torch.float32) for change in changes]
-
-    def pack(self, bucket: Bucket, leaf: LeafStep, scale: float) -> None:
-        """Packs the changes, multiplied by `scale`, into their bucket's slot, as `leaf` says."""
-        changes = self.changes()
-        values = [changes[i] for i in bucket.layout.params]
+        values = [changes[i].to(torch.float32) for i in bucket.layout.params]
         unused = torch.empty(bucket.table.num_chunks, device=bucket.device)
         pack(values, bucket.slot(leaf.slot), bucket.table, scale=scale, accumulate=leaf.accumulate, sumsq=unused)
 

@@ -39,7 +39,7 @@ class _Run:
     program: Program
     at: int
     """The number of the operation that comes next."""
-    sum: Tensor | None = None
+    sum: Tensor
     """Where the sum goes: the bucket's `sum`, or its tail."""
     flat: Tensor | None = None
     """What travels: the same, or a copy of it in bf16."""
@@ -48,7 +48,6 @@ class _Run:
 
     @property
     def next(self) -> Op:
-        """The operation that comes next."""
         return self.program.ops[self.at]
 
     @property
@@ -168,28 +167,26 @@ class Executor:
                 raise
 
     def _start_complete(self, local: bool) -> None:
-        """Starts the messages of the buckets that are complete, in index order."""
+        """Starts the messages of the complete buckets, in index order."""
         while len(self._runs) < len(self._buckets) and self._complete[len(self._runs)]:
             if self._polls and sum(run.before_pause for run in self._runs) >= AT_ONCE:
                 break
             bucket = self._buckets[len(self._runs)]
             program = self.programs[bucket.index]
             run = _Run(bucket, program, program.index("barrier"), bucket.sum[bucket.body :] if local else bucket.sum)
-            travels = self._group.size > 1 and (bucket is self._buckets[-1] or not local)
-            outgoing = self._outgoing(bucket, local, travels)
-            if travels:
+            if self._group.size > 1 and (bucket is self._buckets[-1] or not local):
                 run.at = program.index("exchange")
-                self._exchange(run, outgoing)
+                self._exchange(run, self._outgoing(bucket, local))
                 # Before this bucket is among the runs: NCCL's one order of messages is each exchange, then what comes
                 # next for the buckets before it. Its own reduction would wait for the exchange that has just begun.
                 if self._device.asynchronous:
-                    self._run_all_to_pause()
+                    self._run_to_pause(*self._runs)
             self._runs.append(run)
 
-    def _outgoing(self, bucket: Bucket, local: bool, travels: bool) -> list[Tensor]:
-        """What an exchange sends, or the sum where nothing travels."""
+    def _outgoing(self, bucket: Bucket, local: bool) -> list[Tensor]:
+        """What an exchange sends."""
         slots = [bucket.slot(k) for k in self._slots] or [bucket.slot(0)]
-        if bucket.index in self._wire and travels and not local:
+        if bucket.index in self._wire and not local:
             if self._wire[bucket.index].shape != slots[0].shape:
                 self._wire[bucket.index] = torch.empty_like(slots[0], dtype=torch.bfloat16)
             return [self._wire[bucket.index].copy_(slots[0])]
@@ -217,15 +214,12 @@ class Executor:
                     break  # shards are shared in the order of launches on every rank
                 self._run_to_pause(run)
 
-    def _run_all_to_pause(self) -> None:
-        for run in self._runs:
-            self._run_to_pause(run)
-
-    def _run_to_pause(self, run: _Run) -> None:
-        """Executes the bucket's program up to its pause, on the side stream."""
+    def _run_to_pause(self, *runs: _Run) -> None:
+        """Executes the programs up to their pauses, on the side stream."""
         with self._device.on(self._side):
-            while run.before_pause:
-                self._execute(run)
+            for run in runs:
+                while run.before_pause:
+                    self._execute(run)
 
     # -- at the end of backward -----------------------------------------------------------------------------------
 
@@ -237,7 +231,7 @@ class Executor:
             raise self.failed
         self._start_complete(local)
         if self._device.asynchronous:
-            self._run_all_to_pause()
+            self._run_to_pause(*self._runs)
         for run in self._runs:
             if run.before_pause:
                 self._run_to_pause(run)
@@ -245,7 +239,7 @@ class Executor:
         for run in self._runs:
             while run.at < run.program.index("barrier"):
                 self._execute(run)
-            if run.flat is not None and run.sum is not None and run.flat is not run.sum and not run.program.sharded:
+            if run.flat is not None and run.flat is not run.sum and not run.program.sharded:
                 run.sum.copy_(run.flat)
         self._device.current_stream().wait_stream(self._side)
         self._group.settle()
@@ -274,7 +268,7 @@ class Executor:
             yield bucket
             if self._sharded and self._group.size > 1 and failed is None:
                 program = self.programs[bucket.index]
-                runs.append(_Run(bucket, program, program.index("update") + 1))
+                runs.append(_Run(bucket, program, program.index("update") + 1, bucket.sum))
                 try:
                     self._execute(runs[-1])
                 except CommError as error:
@@ -287,7 +281,7 @@ class Executor:
     # -- one operation --------------------------------------------------------------------------------------------
 
     def _execute(self, run: _Run) -> None:
-        """Executes the next operation on a bucket."""
+        """Executes the next operation on a bucket. What an abort may drop meanwhile is kept for the stream."""
         op, bucket = run.next, run.bucket
         mine = self._measures[bucket.index]
         match op.kind:
@@ -297,18 +291,15 @@ class Executor:
             case "wait":
                 self._transport_of[bucket.index].wait(bucket.index)
             case "reduce":
-                assert run.sum is not None
                 self._contributions(bucket).reduce(bucket.index, run.sum)
             case "mirror":
                 what = f"{self._name(bucket)} (mirror of the gradient)"
                 run.shared = self._group.pass_on(bucket.before, bucket.own, what)
             case "reduce+measure":
-                assert run.sum is not None
                 self._contributions(bucket).reduce(bucket.index, run.sum, mine.sumsq)
                 self.measured[bucket.index] = mine
             case "measure":  # of a sum that the library has added up
-                assert run.sum is not None
-                self._keep_after_abort(run.sum, mine.sumsq)
+                self._device.keep([run.sum, mine.sumsq], self._device.current_stream())
                 if mine.sumsq.numel():
                     block_sumsq(run.sum[mine.shard], mine.sumsq)
                 self.measured[bucket.index] = mine
@@ -325,16 +316,12 @@ class Executor:
 
     def _rounded_shard(self, run: _Run) -> Tensor:
         """What travels, with this worker's shard of the sum in it."""
-        assert run.flat is not None and run.sum is not None
+        assert run.flat is not None
         if run.flat is not run.sum:
             shard = self._group.shards(run.flat.numel(), self.unit)[self._group.rank]
-            self._keep_after_abort(run.flat)  # the sum is kept by `reduce`
+            self._device.keep([run.flat], self._device.current_stream())  # the sum is kept by `reduce`
             run.flat[shard].copy_(run.sum[shard])
         return run.flat
-
-    def _keep_after_abort(self, *tensors: Tensor) -> None:
-        """Keeps memory that an abort may drop while the current stream still works with it."""
-        self._device.keep(tensors, self._device.current_stream())
 
     def _name(self, bucket: Bucket) -> str:
         return f"step {self._step}, {bucket.name}"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kfuse.comm.buckets import Bucket, memory_order
+from kfuse.comm.buckets import Bucket, dense_order
 from kfuse.comm.plan import REMEDY
+
+if TYPE_CHECKING:
+    from kfuse.comm.engine import Engine
 
 STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() after opt.step()"
 
@@ -120,32 +123,17 @@ def _is_of_a_step(grad: Tensor | None, bucket: Bucket, k: int) -> bool:
     return grad is bucket.views[k] or (bucket.sharded and type(grad) is type(bucket.views[k]))
 
 
-class Owner(Protocol):
-    """The engine that collects a parameter's gradients."""
-
-    superseded: bool
-    """A newer engine has taken over some of its parameters."""
-    lane: int
-    on_last_micro_batch: Callable[[], None]
-
-    def close(self) -> None:
-        """Removes the hooks: another engine collects the gradients from now on."""
-
-    def close_micro_batch(self, then_wait: bool = True) -> None:
-        """The micro-batch's backward is over: starts the last messages."""
-
-
 _OWNERS = WeakTensorKeyDictionary()
 
 
-def owner(parameter: Parameter) -> Owner | None:
+def owner(parameter: Parameter) -> Engine | None:
     """The engine that collects the parameter's gradients; None if there is none."""
     reference = _OWNERS.get(parameter)  # type: ignore[no-untyped-call]
-    found: Owner | None = reference() if reference is not None else None
+    found: Engine | None = reference() if reference is not None else None
     return found
 
 
-def take_over(params: Sequence[Parameter], engine: Owner) -> None:
+def take_over(params: Sequence[Parameter], engine: Engine) -> None:
     """Makes `engine` the parameters' only owner. With two, the first hook would take the gradient from the second."""
     for param in params:
         other = owner(param)
@@ -155,7 +143,7 @@ def take_over(params: Sequence[Parameter], engine: Owner) -> None:
         _OWNERS[param] = weakref.ref(engine)
 
 
-def check_owner(engine: Owner) -> None:
+def check_owner(engine: Engine) -> None:
     """Raises RuntimeError if a newer engine has taken parameters over: this one's would no longer be trained."""
     if engine.superseded:
         raise RuntimeError(
@@ -203,7 +191,7 @@ def at_the_end_of_outer_backward(act: Callable[[], None]) -> None:
     at_the_end_of_backward(at_end)
 
 
-def close_together(engine: Owner) -> None:
+def close_together(engine: Engine) -> None:
     """Closes the engine's micro-batch, as backward is over. All engines that took part start their last messages.
 
     Then each waits for its own, in the same order on every rank: a reduction may have several phases, and an engine
@@ -225,7 +213,7 @@ def _wait_for_closed() -> None:
         engine.on_last_micro_batch()
 
 
-_CLOSED: list[Owner] = []
+_CLOSED: list[Engine] = []
 
 
 def check_parameters(params: Sequence[Parameter], names: Sequence[str]) -> None:
@@ -239,7 +227,8 @@ def check_parameters(params: Sequence[Parameter], names: Sequence[str]) -> None:
                 f"{name} is {p.dtype}: parameters must be torch.float32 or torch.bfloat16 (fp16 compute comes from "
                 "autocast)"
             )
-        try:
-            memory_order(p)
-        except ValueError as error:
-            raise ValueError(f"{name} is not dense in memory: its {error}") from None
+        if dense_order(p) is None:
+            raise ValueError(
+                f"{name} is not dense in memory: its strides {p.stride()} for the shape {tuple(p.shape)} leave gaps or "
+                "overlap"
+            )

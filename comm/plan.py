@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kfuse.comm.engine import Engine
 
 REMEDY = (
     "one backward is one micro-batch. For several a step, iterate over a step of kf.DataLoader, or wrap each in "
@@ -66,18 +69,10 @@ class Reduced:
     """This worker had no micro-batch in the step."""
 
 
-class _Engine(Protocol):
-    """What a micro-batch calls in the engine: as it begins, ends, or fails."""
-
-    def open_micro_batch(self, micro_batch: MicroBatch) -> None: ...
-    def close_micro_batch(self) -> None: ...
-    def abort(self) -> None: ...
-
-
 class MicroBatch:
     """Context of one micro-batch. Set `loss` (its mean loss, detached) before backward to have it averaged too."""
 
-    def __init__(self, engine: _Engine, weight: float, last: bool, several_backwards: bool = False) -> None:
+    def __init__(self, engine: Engine, weight: float, last: bool, several_backwards: bool = False) -> None:
         """weight: in the mean gradient: its samples, if not told otherwise. last: of this worker's in the step.
 
         several_backwards: gradients add up in `p.grad` until the micro-batch closes.

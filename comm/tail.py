@@ -138,10 +138,7 @@ class Tail:
         rank alone wrote, then the sums of a step function's figures.
         """
         slots, of_ranks = self._slots, self._of_ranks
-        if devices.of(tail.device).asynchronous:
-            return torch.cat([tail[slots:of_ranks], totals, tail[of_ranks:]])
-        host = tail.numpy()
-        return torch.from_numpy(np.concatenate([host[slots:of_ranks], totals.numpy(), host[of_ranks:]]))
+        return torch.cat([tail[slots:of_ranks], totals, tail[of_ranks:]])
 
     def samples(self, tail: Tensor) -> Tensor:
         """float64 scalar: the step's samples from the reduced tail, on the device."""

@@ -38,15 +38,6 @@ def accumulated(model: nn.Module, opt: torch.optim.Optimizer, batches: list[tupl
     return stats
 
 
-def test_accumulate_has_the_bits_of_plain_torch() -> None:
-    ours, theirs = network(), network()
-    opt = kf.Optimizer(torch.optim.SGD(ours.parameters(), lr=0.5))
-    opt.accumulate(ACC)
-    accumulated(ours, opt, share(0, 1))
-    accumulated(theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), share(0, 1))
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-
-
 def expected_moments(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> tuple[float | None, float | None]:
     """S and G2 of one step over these micro-batches, in units of micro-batches, in float64."""
     model = copy.deepcopy(model).double()

@@ -31,18 +31,6 @@ class Sample:
     source: str = "here"
 
 
-class Two(nn.Module):
-    """A model of two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        out: Tensor = self.net(first) + self.net(second)
-        return out
-
-
 class Labelled(nn.Module):
     """Called as Hugging Face's models are: the labels are an argument, and the output has the loss."""
 
@@ -76,15 +64,6 @@ def fit(model: nn.Module, data: Any, **arguments: Any) -> dict[str, Any]:
 def same(ours: nn.Module, theirs: list[Tensor]) -> None:
     for a, b in zip(ours.parameters(), theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["list", "dict"])
-def test_a_model_is_called_by_position_or_by_keyword(kind: str) -> None:
-    x, y = problem()
-    inputs = {"list": [x, -x], "dict": {"second": -x, "first": x}}[kind]
-    ours, theirs = Two(), Two()
-    fit(ours, (inputs, y))
-    same(ours, plain_torch(theirs, lambda model: F.cross_entropy(model(x, -x), y)))
 
 
 @pytest.mark.parametrize("as_dict", [True, False])

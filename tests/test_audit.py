@@ -182,13 +182,6 @@ def test_owners_take_turns_and_the_second_run_is_on_another_worker(
     assert sorted(owners) == with_work
 
 
-def test_within_a_workers_range_all_micro_batches_have_their_turn() -> None:
-    samples = StepSamples(0, 0, np.arange(12), 1, 2)
-    chosen = [choose(step, 1, samples, seed=5) for step in range(400)]
-    counts = np.bincount([each.micro_batch for each in chosen if each is not None], minlength=12)
-    assert counts.min() > 400 / 12 / 3
-
-
 def test_the_one_that_two_others_contradict_computes_wrongly() -> None:
     assert culprit([1, 2]) is None
     assert culprit([1, 2, 2]) == 0
@@ -200,8 +193,7 @@ def test_the_one_that_two_others_contradict_computes_wrongly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((3,), torch.float32), ((1024,), torch.bfloat16), ((1025,), torch.float64), ((3, 2048), torch.float32)],
+    ("shape", "dtype"), [((3,), torch.float32), ((1025,), torch.bfloat16), ((3, 2048), torch.float64)]
 )
 def test_a_digest_tells_elements_that_swapped_places_and_any_one_bit(
     shape: tuple[int, ...], dtype: torch.dtype
@@ -210,28 +202,25 @@ def test_a_digest_tells_elements_that_swapped_places_and_any_one_bit(
     value = torch.randn(shape, generator=generator).to(dtype)
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
     known = int(digest([value]))
+    assert known == digest([value.t().contiguous().t()]) if value.dim() == 2 else True, "whatever its strides are"
+    assert digest([value, value + 1]) != digest([value + 1, value])
+    assert digest([value], salt=2**64 - 1) != known and digest([value.view(-1)[:0]]) == digest([]) == 0
     for _ in range(50):
         i, j, bit = (int(torch.randint(high, (), generator=generator)) for high in (*2 * (value.numel(),), 15))
         other = value.clone().view(-1)
         other[[i, j]] = other[[j, i]]
         assert int(digest([other.view(shape)])) != known or value.view(-1)[i] == value.view(-1)[j]
-        other = value.clone().view(-1).view(width)
-        other[i] ^= 1 << bit
-        assert int(digest([other.view(dtype).view(shape)])) != known
-
-
-def test_a_digest_does_not_depend_on_strides() -> None:
-    value = torch.randn(40, 60)
-    assert digest([value]) == digest([value.t().contiguous().t()])
-    assert digest([value, value + 1]) != digest([value + 1, value])
-    assert digest([value[:, :0]]) == digest([])
+        for mask in (1 << bit, -1):  # one bit, or all: a complement
+            other = value.clone().view(-1).view(width)
+            other[i] ^= mask
+            assert int(digest([other.view(dtype).view(shape)])) != known
 
 
 # -- a worker that computes wrongly -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [0, pytest.param(2, marks=pytest.mark.full)])
-def test_the_worker_that_computes_wrongly_is_named_by_every_audit_that_it_runs_in(wrong: int, tmp_path: Path) -> None:
+def test_the_worker_that_computes_wrongly_is_named_by_every_audit_that_it_runs_in(tmp_path: Path) -> None:
+    wrong = 0
     results = run_workers(3, train, tmp_path / "run", 1, {wrong: (0, 7, 3)})
     events, audits = corruptions(tmp_path / "run"), 8
     # Owners are the ranks in turn, checkers the next ones: of three audits the worker runs in two.
@@ -251,24 +240,6 @@ def test_the_worker_that_computes_wrongly_is_named_by_every_audit_that_it_runs_i
     warnings = [line for result in results for line in result["logged"] if "computes wrongly" in line]
     pid = next(run["pid"] for run in events[0]["runs"] if run["rank"] == wrong)
     assert len(warnings) == 1 and f"worker {wrong} (rank {wrong}, pid {pid}, host" in warnings[0]
-
-
-@pytest.mark.long
-def test_a_worker_of_three_is_named_within_four_audits_in_twenty_of_twenty_runs(tmp_path: Path) -> None:
-    draw, every = random.Random(11), 3
-    for run in range(20):
-        wrong, parameters = draw.randrange(3), 8
-        fault = (draw.randrange(parameters), draw.randrange(10_000), draw.randrange(32))
-        seed = draw.randrange(2**32)
-        where = tmp_path / str(run)
-        run_workers(3, train_for, where, every, {wrong: fault}, 4 * every, seed)
-        events = corruptions(where)
-        assert events and {event["worker"] for event in events} == {wrong}, (wrong, fault, seed, events)
-        assert events[0]["step"] < 4 * every
-
-
-def train_for(run_dir: Path, every: int, faults: dict[int, tuple[int, int, int]], steps: int, seed: int) -> None:
-    train(run_dir, every, faults, train_epochs=None, train_steps=steps, seed=seed)
 
 
 @pytest.mark.full
@@ -317,12 +288,9 @@ def test_one_worker_runs_it_twice_and_finds_that_a_model_is_not_deterministic(
 # -- the training is the same -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "workers", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)]
-)
-def test_the_training_has_the_same_bits_with_audits_and_nobody_is_accused(workers: int, tmp_path: Path) -> None:
-    audited = run_workers(workers, train, tmp_path / "audited", 1)
-    plain = run_workers(workers, train, tmp_path / "plain", None)
+def test_the_training_has_the_same_bits_with_audits_and_nobody_is_accused(tmp_path: Path) -> None:
+    audited = run_workers(2, train, tmp_path / "audited", 1)
+    plain = run_workers(2, train, tmp_path / "plain", None)
     for with_audits, without in zip(audited, plain, strict=True):
         for name in ("sha", "buffers", "drawn"):
             assert with_audits[name] == without[name], name
@@ -339,15 +307,9 @@ TIMES = ("step_time_s", "data_wait_s", "data_bytes_per_s", "signals")  # which h
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"data_workers": 2},
-        {"train_precision": "bf16"},
-        {"batch_micro": 20},  # one micro-batch a step: workers 1 and 2 have none
-        {"batch_size": 5, "batch_micro": 5},
-        {"weight_fn": len},
-        {"wrapped": True},
-        {"source": "Augmented"},
+        {"batch_micro": 20, "train_precision": "bf16"},  # one micro-batch a step: workers 1 and 2 have none
+        {"weight_fn": len, "wrapped": True},
         {"source": "Augmented", "data_workers": 2},
-        {"source": "Shards", "train_epochs": None, "train_steps": 9},
         {"source": "Shards", "train_epochs": None, "train_steps": 9, "data_workers": 1},
     ],
 )
@@ -432,8 +394,7 @@ def test_an_elastic_job_names_the_worker_and_a_policy_replaces_it(tmp_path: Path
 
 @pytest.mark.full
 @pytest.mark.jobs
-@pytest.mark.parametrize("moment", ["audit", "audited"])
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(("rank", "moment"), [(0, "audit"), (1, "audited"), (2, "audit")])
 def test_a_worker_is_lost_during_an_audit(rank: int, moment: str, undisturbed: Job, tmp_path: Path) -> None:
     """As owner, checker or third, before it sends its digest or after: the bits stay, and nobody is accused."""
     events = [{"step": step, "moment": moment, "rank": rank, "how": "kill", "workers": 3} for step in (12, 30)]
@@ -459,9 +420,9 @@ def test_a_worker_is_lost_while_a_third_one_decides(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.jobs
-@pytest.mark.parametrize("many", [500, pytest.param(2000, marks=pytest.mark.long)])
-def test_no_false_alarm_in_many_steps_with_resizes(many: int, tmp_path: Path) -> None:
+def test_no_false_alarm_in_many_steps_with_resizes(tmp_path: Path) -> None:
     """Dropout, BatchNorm, a batch size that follows the noise scale, 1 to 3 workers: also the same bits as without."""
+    many = 500
     phases = [{"step": many * part // 20, "workers": n} for part, n in ((1, 3), (7, 2), (12, 1), (15, 3))]
     steps = ["train.epochs=null", f"train.steps={many}"]
     jobs = [

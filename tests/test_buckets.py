@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kfuse.comm.buckets import ALIGN, BucketLayout, plan_buckets
@@ -50,15 +50,6 @@ def test_capacity_is_kept_and_used(parameters: list[tuple[int, str]], capacity: 
         first = after.params[0]
         if kinds[first] == kinds[layout.params[0]]:
             assert layout.numel + numels[first] > capacity
-
-
-@settings(max_examples=30)
-@given(PARAMETERS, CAPACITIES)
-def test_the_layout_depends_on_sizes_kinds_and_capacity_alone(parameters: list[tuple[int, str]], capacity: int) -> None:
-    """Workers plan apart, and name a kind as they like: what counts is which kinds are equal."""
-    numels, kinds = split(parameters)
-    renamed = [("group", ord(kind)) for kind in kinds]
-    assert plan_buckets(numels, kinds, capacity) == plan_buckets(tuple(numels), renamed, capacity)
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,6 @@ def relative(ours: list[Tensor | None], theirs: list[Tensor | None]) -> float:
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "adamw": (lambda p: kf.FusedAdamW(p, lr=0.01), lambda p: torch.optim.AdamW(p, lr=0.01)),
     "sgd": (lambda p: kf.FusedSGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
-    "wrapped adam": (
-        lambda p: kf.Optimizer(torch.optim.Adam(p, lr=0.01)),
-        lambda p: torch.optim.Adam(p, lr=0.01),
-    ),
     "wrapped sgd": (
         lambda p: kf.Optimizer(torch.optim.SGD(p, lr=0.1, nesterov=True, momentum=0.5)),
         lambda p: torch.optim.SGD(p, lr=0.1, nesterov=True, momentum=0.5),
@@ -160,7 +156,7 @@ def unequal(schedule: str, dtype: str, planned: bool, steps: int) -> dict[str, A
 
 @pytest.mark.parametrize(
     ("schedule", "dtype", "planned"),
-    [("allreduce", "fp32", False), ("allreduce", "bf16", True), ("all_to_all", "fp32", True)],
+    [("allreduce", "bf16", True), ("all_to_all", "fp32", False)],
 )
 def test_unequal_micro_batches_give_the_full_batch_gradient(schedule: str, dtype: str, planned: bool) -> None:
     results = run_workers(3, unequal, schedule, dtype, planned, 3)
@@ -224,7 +220,7 @@ def broken_then_whole(schedule: str, where: str, repeats: int) -> float:
         x, y = samples(4 * size, seed=step)
         mine = slice(4 * session.group.rank, 4 * session.group.rank + 4)
         for attempt in (True, False):
-            armed = attempt and where != "forward"
+            armed = attempt
             try:
                 if where == "bare backward":
                     F.mse_loss(net(x[mine], False), y[mine]).backward()
@@ -232,8 +228,6 @@ def broken_then_whole(schedule: str, where: str, repeats: int) -> float:
                     early = where == "not the last"
                     for last in (False, True) if early else (True,):
                         with opt.micro_batch(samples=4, last=last):
-                            if attempt and where == "forward":
-                                raise Trip
                             F.mse_loss(net(x[mine], False), y[mine]).backward()
             except Trip:
                 assert attempt
@@ -249,25 +243,23 @@ def broken_then_whole(schedule: str, where: str, repeats: int) -> float:
     return max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("where", ["forward", "not the last"])
 @pytest.mark.full
-def test_training_goes_on_after_an_exception_in_a_micro_batch(where: str) -> None:
-    assert max(run_workers(2, broken_then_whole, "auto", where, 10)) <= 1e-5
+def test_training_goes_on_after_an_exception_in_a_micro_batch() -> None:
+    assert max(run_workers(2, broken_then_whole, "auto", "not the last", 10)) <= 1e-5
 
 
-def out_of_step(schedule: str, where: str) -> str:
+def out_of_step() -> str:
     try:
-        broken_then_whole(schedule, where, 1)
+        broken_then_whole("all_to_all", "bare backward", 1)
     except kf.CommError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize(("schedule", "where"), [("allreduce", "last backward"), ("all_to_all", "bare backward")])
 @pytest.mark.full
-def test_after_an_exception_with_messages_under_way_the_next_step_is_refused(schedule: str, where: str) -> None:
+def test_after_an_exception_with_messages_under_way_the_next_step_is_refused() -> None:
     """Other ranks may have used what this one sent: going on would train different models without a word."""
-    messages = run_workers(2, out_of_step, schedule, where)
+    messages = run_workers(2, out_of_step)
     assert all(messages)  # one that comes second may find the other gone already
     assert any("aborted after its reduction had begun" in message for message in messages)
 
@@ -335,17 +327,6 @@ def test_a_micro_batch_without_backward_counts_as_zeros() -> None:
     assert relative(gradients(net), gradients(twin)) <= 1e-6
     opt.step()
     assert opt.stats is not None and opt.stats.loss is None, "one of them gave none"
-
-
-def test_a_loss_that_was_not_detached_does_no_harm() -> None:
-    net, opt, x, y = one_net()
-    for _ in range(3):
-        with opt.micro_batch(samples=4) as micro_batch:
-            loss = micro_batch.loss = F.mse_loss(net(x), y)
-            loss.backward()
-        opt.step()
-        opt.zero_grad()
-        assert opt.stats is not None and opt.stats.loss == pytest.approx(loss.item())
 
 
 # -- buffers -------------------------------------------------------------------------------------------------------

@@ -111,43 +111,6 @@ def test_each_worker_updates_by_itself_and_models_are_averaged() -> None:
         assert known == [(None, None, None, 22.0)] * STEPS
 
 
-class Orders(kf.BasePolicy):
-    """Local steps for a while, then every step's gradients again."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, bool]] = []
-
-    def decide(self, signals: kf.Signals) -> kf.Decision | None:
-        self.seen.append((signals.step, signals.grad_norm is not None))
-        return {4: kf.Decision(sync="local:4"), 20: kf.Decision(sync="ssgd")}.get(signals.step)
-
-
-def follow_orders() -> tuple[Any, ...]:
-    x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
-    net, policy = network(), Orders()
-    opt = kf.FusedSGD(net.parameters(), lr=0.05)
-    average_models, averaged = opt.average_models, []
-
-    def counted() -> None:
-        averaged.append(opt.engine.step)
-        average_models()
-
-    opt.average_models = counted  # type: ignore[method-assign]
-    data = (x, x[:, :2].sin())
-    summary = kf.fit(net, data, opt, kf.Hook(policy), train_epochs=4, batch_size=8, heldout=data)
-    assert summary is not None
-    return policy.seen, averaged, summary["params_sha256"], summary["eval_loss"]
-
-
-def test_a_decision_changes_how_often_workers_synchronize() -> None:
-    results = run_workers(2, follow_orders)
-    assert results[0] == results[1]
-    seen, averaged, *_ = results[0]
-    # Said with step 6 (and 22), in force from step 8 (and 24): epochs have eight steps.
-    assert [step for step, known in seen if not known] == list(range(8, 24))
-    assert averaged == [12, 16, 20, 24]
-
-
 def test_local_steps_on_a_gpu_do_not_count_as_not_finite(caplog: pytest.LogCaptureFixture) -> None:
     """There the warning goes by the statistics of the step before, and a local step's gradient norm is unknown."""
     statistics, warning, on_device = Statistics(), NonfiniteWarning(), torch.tensor(True)
