@@ -154,26 +154,6 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
     kf.fit(model, (x, y), opt)
 
 
-def test_another_error_in_the_middle_leaves_nothing_behind() -> None:
-    """An extra backward, zero_grad, then a context: its micro-batch is not taken for a bare backward."""
-    ours, theirs = network(), network()
-    x, y = problem(BATCH)
-    opt = kf.FusedSGD(ours.parameters(), lr=0.5)
-    F.cross_entropy(ours(x), y).backward()
-    with pytest.raises(RuntimeError, match="another backward before"):
-        F.cross_entropy(ours(x), y).backward()
-    opt.zero_grad()
-    with opt.micro_batch(samples=BATCH):
-        F.cross_entropy(ours(x), y).backward()
-    opt.step()
-    assert opt.stats is not None and opt.stats.samples == BATCH
-    plain = torch.optim.SGD(theirs.parameters(), lr=0.5)
-    F.cross_entropy(theirs(x), y).backward()
-    plain.step()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-
 # -- several backwards in a micro-batch -------------------------------------------------------------------------------
 
 

@@ -255,12 +255,6 @@ def test_two_workers_that_differ_are_both_named(tmp_path: Path) -> None:
     assert sum("one of them" in line for result in results for line in result["logged"]) == 1
 
 
-def test_with_all_three_different_nobody_is_named(tmp_path: Path) -> None:
-    run_workers(3, train, tmp_path / "run", 4, {0: (0, 0, 5), 1: (0, 1, 5)})
-    events = corruptions(tmp_path / "run")
-    assert events and all(event["worker"] is None and "not deterministic" in event["note"] for event in events)
-
-
 class Noisy(Network):
     """A model with random numbers of its own: two runs differ."""
 

@@ -144,27 +144,6 @@ def test_bytes_a_parameter(state: str, bytes_each: int) -> None:
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 
-def equal_samples(name: str, workers_seed: int) -> float:
-    """|S| over samples that are all equal, relative to B |gbar|^2 / (M - 1): the rounding that is left."""
-    kf.init(comm_schedule=name, comm_dtype="bf16")
-    torch.manual_seed(workers_seed)
-    net = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 1))
-    opt = kf.FusedSGD(net.parameters(), lr=0.0)
-    x = torch.randn(1, 8).expand(4, 8)
-    for j in (0, 1):
-        with opt.micro_batch(samples=4, last=j == 1):
-            net(x).mean().backward()
-    opt.step()
-    s = opt.stats
-    assert s is not None and s.grad_variance is not None and s.grad_norm is not None
-    return abs(s.grad_variance) * (s.micro_batches - 1) / (s.samples * s.grad_norm**2)
-
-
-def test_the_bound_on_the_rounding_of_s_holds() -> None:
-    for seed in range(2):
-        assert run_workers(3, equal_samples, "all_to_all", seed)[0] <= 2**-9 * 2
-
-
 def bounds(name: str) -> tuple[bool, bool]:
     kf.init(comm_schedule=name, comm_dtype="bf16")
     p = nn.Parameter(torch.zeros(5))

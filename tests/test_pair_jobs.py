@@ -63,9 +63,9 @@ def assert_each_once(job: Job) -> None:
 
 
 def test_every_sample_is_used_once_and_all_end_with_one_model(tmp_path: Path) -> None:
-    """BatchNorm's running statistics are averaged at meetings; the gradient is clipped by each worker's own norm."""
-    model = [word for word in TRAINING if not word.startswith("model")] + words("model=convnet train.clip_norm=0.5")
-    job = run_job(tmp_path / "run", [*model, *orders(), "train.epochs=3", "comm.bucket_mb=0.01"])
+    """The gradient is clipped by each worker's own norm."""
+    settings = words("train.clip_norm=0.5 train.epochs=3 comm.bucket_mb=0.01")
+    job = run_job(tmp_path / "run", [*TRAINING, *orders(), *settings])
     assert job.error is None, job.told()
     assert [record["step"] for record in job.metrics] == list(range(45))
     assert_each_once(job)
@@ -128,8 +128,7 @@ def test_each_worker_may_be_killed_at_any_moment(tmp_path: Path) -> None:
         for k, (moment, rank) in enumerate((moment, rank) for moment in moments for rank in (0, 1))
     ]
     policy = chaos(tmp_path, events=events, adaptive=False)
-    settings = words("train.epochs=13 train.eval_every=8 comm.timeout_s=10")
-    job = run_job(tmp_path / "run", [*TRAINING, *policy, *settings])
+    job = run_job(tmp_path / "run", [*TRAINING, *policy, "train.epochs=13", "train.eval_every=8"])
     assert job.error is None, job.told()
     assert len(job.of_kind("failure")) == len(events)
     assert_none_twice(job)

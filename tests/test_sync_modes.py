@@ -139,31 +139,6 @@ def test_a_policy_may_begin_with_a_mode() -> None:
 # Its state
 
 
-def outer_in_two_parts(split: int | None) -> list[bytes]:
-    kf.init(comm_sync="local:5", comm_outer_lr=0.7, comm_outer_momentum=0.9)
-    state = None
-    for part in ("first", "second") if split else ("whole",):
-        net = network(3 if part != "second" else 9)
-        opt = kf.FusedAdamW(net.parameters(), lr=0.02)
-        loader = kf.DataLoader(data(), net, opt, batch_size=12, batch_micro=4)
-        if state is not None:
-            kf.load_state_dict(state)
-        for number, step in enumerate(loader):
-            for x, y in step:
-                F.mse_loss(net(x), y).backward()
-            opt.step()
-            opt.zero_grad()
-            if part == "first" and number == split:
-                state = kf.state_dict()
-                break
-    return [value.numpy().tobytes() for value in net.state_dict().values()]
-
-
-def test_outer_momentum_is_part_of_the_state() -> None:
-    """One worker, so that the bits can be compared: within a round, and as one ends."""
-    assert outer_in_two_parts(7) == outer_in_two_parts(9) == outer_in_two_parts(None)
-
-
 def fitted(sync: str, folder: Path | None, steps: int) -> str:
     session.reset()
     kf.init(comm_sync=sync, comm_outer_lr=0.7, comm_outer_momentum=0.9)

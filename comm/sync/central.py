@@ -72,7 +72,7 @@ class CentralModel:
         self.difference, self._total = None, torch.empty(0)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The central model and its last change, not copies."""
+        """Not copies."""
         return {"model": self.model, "change": self.change}
 
     def load_state_dict(self, state: Mapping[str, Tensor], weights: Sequence[Tensor]) -> None:

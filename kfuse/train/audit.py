@@ -29,14 +29,10 @@ from torch import Tensor, nn
 
 from kfuse.comm import devices
 from kfuse.comm.group import Group
-from kfuse.data import Dataset, Stream
 from kfuse.data.fetching import random_key
 from kfuse.data.streams import IterableStream
-from kfuse.membership import Session
-from kfuse.optim import DistributedOptimizer
+from kfuse.train.context import TrainContext
 from kfuse.train.precision import Forward
-from kfuse.train.progress import Progress
-from kfuse.train.reporter import Reporter
 from kfuse.train.step import Step, StepSamples, generators_restored
 
 _LOG = logging.getLogger("kfuse")
@@ -72,39 +68,26 @@ def choose(step: int, every: int, samples: StepSamples, seed: int) -> Chosen | N
     return Chosen(micro_batch, owner, (owner + 1) % size, (owner + 2) % size if size > 2 else None)
 
 
-def refuse_unrepeatable(every: int, data: Dataset | Stream, user_loop: bool) -> None:
-    """Raises ValueError where kfuse cannot run a micro-batch again. every: `comm.audit_every`."""
-    if user_loop:
-        raise ValueError(
-            f"comm.audit_every={every}: must be None with kf.DataLoader, as kfuse cannot run the body of your loop "
-            "again; kf.fit can"
-        )
-    if isinstance(data, IterableStream):
-        raise ValueError(
-            f"comm.audit_every={every}: must be None with {type(data.dataset).__name__}, which cannot seek "
-            "back to another worker's samples; a kfuse.data.Source can"
-        )
-
-
 class Audit:
     """The audits of one training, on this worker."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        opt: DistributedOptimizer,
-        forward: Forward,
-        session: Session,
-        progress: Progress,
-        reporter: Reporter,
-        seed: int,
-    ) -> None:
-        """seed: of the training. Raises ValueError if the session's options do not ask for audits."""
-        if session.comm.audit_every is None:
-            raise ValueError("comm.audit_every=None: an audit needs a number of steps")
-        self._every, self._seed = session.comm.audit_every, seed
-        self._model, self._opt, self._forward = model, opt, forward
-        self._session, self._progress, self._reporter = session, progress, reporter
+    def __init__(self, training: TrainContext, forward: Forward) -> None:
+        """Raises ValueError where kfuse cannot run a micro-batch again."""
+        session, data = training.session, training.data
+        assert session.comm.audit_every is not None
+        self._every, self._seed = session.comm.audit_every, training.settings.seed
+        if training.user_loop:
+            raise ValueError(
+                f"comm.audit_every={self._every}: must be None with kf.DataLoader, as kfuse cannot run the body of "
+                "your loop again; kf.fit can"
+            )
+        if isinstance(data, IterableStream):
+            raise ValueError(
+                f"comm.audit_every={self._every}: must be None with {type(data.dataset).__name__}, which cannot seek "
+                "back to another worker's samples; a kfuse.data.Source can"
+            )
+        self._model, self._opt, self._forward = training.model, training.opt, forward
+        self._session, self._progress, self._reporter = session, training.progress, training.reporter
         self._chosen: Chosen | None = None
         """The audit of the step under way."""
         self._before: list[_Buffer] = []

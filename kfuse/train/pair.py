@@ -88,7 +88,10 @@ class PairAveraging(SyncMethod):
             self._apply_all(max(self._client.announced(at.announced), default=at.announced))
             return
         self._pass_on()
-        called = self._apply_at_once() or self._is_called
+        # After a loss a step may be ended in a new view, which `before_step` opens with all workers: until then nobody
+        # stands still for what the others may not have heard of, as they would wait for it there.
+        is_open = self._group is self._session.group
+        called = (self._apply_at_once() or self._is_called) and is_open
         step = at.step + 1
         if common or over or (called and step >= self._until):
             self._meet(step)

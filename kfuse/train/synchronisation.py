@@ -78,7 +78,6 @@ class LocalSGD(SyncMethod):
         """The step at which the round began, where there is an outer step."""
 
     def after_step(self, every: int, common: bool, over: bool) -> None:
-        """Averages, if it is time, or if one model is needed now."""
         at = self._progress
         if self._outer is None:
             if at.drifted >= every or common or over:
@@ -105,14 +104,12 @@ class LocalSGD(SyncMethod):
         return self._outer is not None and self._progress.step + 1 - self._round_began >= every
 
     def _outer_step(self) -> None:
-        """The workers' models are their mean: the outer step, and the next round begins."""
         assert self._outer is not None
         self._outer.step(self._opt.updates.weights(), self._comm.outer_lr, self._comm.outer_momentum)
         self._opt.updates.weights_changed()
         self._round_began = self._progress.step + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer step's state."""
         outer = None if self._outer is None else self._outer.state_dict()
         return {"outer": outer, "round_began": self._round_began}
 
@@ -139,7 +136,6 @@ class ModelAveraging(SyncMethod):
         self._centre: CentralModel | None = None
 
     def before_step(self) -> None:
-        """Starts the message of this worker's difference from the central model."""
         if self._session.group.size == 1:
             self.finish()  # the others have left, or were lost
             return
@@ -148,13 +144,13 @@ class ModelAveraging(SyncMethod):
         self._centre.begin_step(weights, self._session.group)
 
     def after_step(self, every: int, common: bool, over: bool) -> None:
-        """Corrects this worker's model, and moves the central one."""
         if over:
             self.meet(every)
         else:
             self._end_step()
 
     def _end_step(self) -> None:
+        """Corrects this worker's model, and moves the central one."""
         if self._centre is not None:
             group, comm = self._session.group, self._session.comm
             alpha = 1.0 / group.size if comm.sma_alpha is None else comm.sma_alpha
@@ -174,7 +170,6 @@ class ModelAveraging(SyncMethod):
         self._progress.drifted, self._progress.uneven = 0, False
 
     def finish(self) -> None:
-        """This worker has the central model."""
         if self._centre is not None:
             self._take(self._centre)
         self._centre = None
@@ -200,11 +195,9 @@ class ModelAveraging(SyncMethod):
         self._opt.updates.weights_changed()
 
     def state_dict(self) -> dict[str, Any]:
-        """The central model and its momentum."""
         return {"centre": None if self._centre is None else self._centre.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """This worker begins from the central model."""
         self._centre = None
         if state["centre"] is not None:
             weights = self._opt.updates.weights()
@@ -267,7 +260,6 @@ class Synchronisation:
             )
 
     def close(self) -> None:
-        """Training is over, or has failed."""
         self._begin("ssgd")
 
     def _begin(self, mode: str) -> None:
@@ -276,11 +268,10 @@ class Synchronisation:
         self.method = self._new_pair() if mode == "pair" else _METHODS[mode](self._training)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the mode in force, and its method's state."""
         return {"mode": self._sync.mode, "every": self._sync.every, "method": self.method.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what another worker, or a checkpoint, has. Raises ValueError where it does not fit."""
+        """Raises ValueError where it does not fit."""
         self._begin(state["mode"])
         self._sync = Sync(state["mode"], state["every"])
         self.method.load_state_dict(state["method"])

@@ -57,7 +57,7 @@ class Trainer:
         self.calls = PolicyCalls(training, self.decisions)
         opt.sync_buffers(model)
         self._fetcher = training.new_fetcher()
-        self._audit = None if self.session.comm.audit_every is None else self._new_audit(self.session.comm.audit_every)
+        self._audit = None if self.session.comm.audit_every is None else self._new_audit()
         parts: dict[str, Stateful] = {
             "model": uncompiled(model),
             "trainable": Trainable(opt),
@@ -90,12 +90,10 @@ class Trainer:
 
         return PairAveraging(self._training, self.decisions, agree)
 
-    def _new_audit(self, every: int) -> Audit:
-        from kfuse.train.audit import Audit, refuse_unrepeatable  # only where it is used
+    def _new_audit(self) -> Audit:
+        from kfuse.train.audit import Audit  # only where it is used
 
-        refuse_unrepeatable(every, self._training.data, self._training.user_loop)
-        arguments = self.model, self.opt, self._forward, self.session, self.progress, self._reporter
-        return Audit(*arguments, self.settings.seed)
+        return Audit(self._training, self._forward)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
