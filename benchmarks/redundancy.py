@@ -86,7 +86,7 @@ def held_bytes() -> int:
     from kfuse.train import snapshots
 
     found = gc.get_objects()
-    total = sum(t.nbytes for flat in found if type(flat) is Part for t in flat.tensors().values())
+    total = sum(t.nbytes for flat in found if type(flat) is Part for t in flat.tensors.values())
     for each in (each for each in found if type(each) is snapshots._Snapshot):
         total += sum(t.nbytes for parts in each.shards for part in parts for t in part.tensors.values())
         total += sum(t.nbytes for t in each.common["model"].values())

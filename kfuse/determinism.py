@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from typing import Any
 
@@ -28,7 +27,6 @@ WORKSPACES = (":4096:8", ":16:8")
 """With one of these in CUBLAS_WORKSPACE_CONFIG cuBLAS's results do not depend on which stream was given which workspace
 (NVIDIA, cuBLAS library, section "Results reproducibility")."""
 _INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
-_REFUSED = re.compile(r"(?:^|\n)\s*(\S+) does not have a deterministic implementation")
 
 
 def make_deterministic() -> None:
@@ -74,14 +72,3 @@ def _make_inductor_deterministic() -> None:
     config: Any = sys.modules.get("torch._inductor.config")
     if config is not None and hasattr(config, "deterministic"):
         config.deterministic = True
-
-
-def refused_operation(error: BaseException) -> str | None:
-    """One line about the operation that torch refused as not deterministic by this error; None for other errors."""
-    found = _REFUSED.search(str(error)) if isinstance(error, RuntimeError) else None
-    if found is None:
-        return None
-    return (
-        f"comm.reproducible=true: the operation {found[1]} has no deterministic algorithm on a GPU: train without it, "
-        "or with comm.reproducible=false"
-    )

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from distributed import KEPT
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -21,10 +20,7 @@ BUCKET_MB = 40_000 * 4 / 2**20
 ADAMW = ("AdamW", {"lr": 1e-2, "weight_decay": 0.1})
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ADAMW,
-    "adamw, maximize": ("AdamW", {"lr": 1e-3, "maximize": True}),
-    "sgd": ("SGD", {"lr": 0.1}),
     "momentum": ("SGD", {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
-    "nesterov": ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "maximize": True}),
     "lamb": ("LAMB", {"lr": 1e-2}),
 }
 
@@ -120,28 +116,3 @@ def same(a: list[Tensor] | dict[Any, Tensor], b: list[Tensor] | dict[Any, Tensor
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
     return len(a) == len(b) and all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-
-
-def beside_ddp(kind: str) -> dict[str, float]:
-    """A loop of bare backwards, beside DistributedDataParallel with torch's optimizer: the largest relative difference
-    of a parameter, and of the norms that were clipped. In a worker, after `init`.
-    """
-    name, options = KINDS[kind]
-    ours, theirs = net(), net()
-    torch.distributed.init_process_group("gloo")
-    ddp = nn.parallel.DistributedDataParallel(theirs)
-    KEPT.append(ddp)
-    opt = optimizer(kind, ours, clip_norm=0.5)
-    plain = getattr(torch.optim, name)(groups(theirs), **options)
-    norms = []
-    for step in range(5):
-        x, y = batch(step, kf.rank())
-        for model in (ours, ddp):
-            F.mse_loss(model(x, True), y).backward()
-        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        for each in (opt, plain):
-            each.step()
-            each.zero_grad()
-        norms.append(abs(opt.stats.grad_norm / float(norm) - 1))
-    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    return {"params": max(float((p - q).norm() / q.norm()) for p, q in pairs), "norm": max(norms)}

@@ -13,7 +13,7 @@ import kfuse as kf
 from kfuse import session
 from kfuse.comm.sync.central import CentralModel
 from kfuse.elastic import protocol
-from kfuse.optim import DistributedOptimizer
+from kfuse.optim.updates import Updates
 
 
 class Modes(kf.BasePolicy):
@@ -38,7 +38,7 @@ class PairLater(kf.BasePolicy):
 _CALLS = {
     "begin": (CentralModel, "begin_step"),
     "end": (CentralModel, "end_step"),
-    "average": (DistributedOptimizer, "average_models"),
+    "average": (Updates, "average_models"),
 }
 
 

@@ -50,7 +50,9 @@ def by_hand(reentrant: bool | None, how: str, steps: int = 3) -> list[float]:
     x, y = X[kf.rank() :: kf.size()], Y[kf.rank() :: kf.size()]
     if how == "accumulate":
         opt.accumulate(2)
-    for _ in range(steps):
+    if how == "fit":
+        kf.fit(net, (X, Y), opt, loss_fn=loss, batch_size=12, batch_micro=3, train_epochs=2)
+    for _ in range(steps if how != "fit" else 0):
         if how == "bare":
             loss(net(x), y).backward()
         elif how == "accumulate":
@@ -65,16 +67,7 @@ def by_hand(reentrant: bool | None, how: str, steps: int = 3) -> list[float]:
     return torch.cat([p.detach().view(-1) for p in net.parameters()]).tolist()
 
 
-def fitted(reentrant: bool | None) -> list[float]:
-    """kf.fit; returns the parameters."""
-    kf.init()
-    net = Net(reentrant)
-    data = torch.utils.data.TensorDataset(X, Y)
-    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), loss_fn=loss, batch_size=12, batch_micro=3, train_epochs=2)
-    return torch.cat([p.detach().view(-1) for p in net.parameters()]).tolist()
-
-
-@pytest.mark.parametrize("how", ["bare", "accumulate", "micro_batch"])
+@pytest.mark.parametrize("how", ["bare", "accumulate", "micro_batch", "fit"])
 def test_checkpointing_changes_nothing(how: str) -> None:
     expected = by_hand(None, how)
     assert by_hand(False, how) == expected
@@ -111,27 +104,8 @@ def test_nested_segments_and_a_retained_graph() -> None:
     assert all(torch.allclose(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
 
 
-def test_one_reentrant_segment_is_a_whole_backward() -> None:
-    net, twin = Net(None), Net(None)
-    opt, plain = kf.FusedSGD(net.parameters(), lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
-    opt.accumulate(2)
-    for _ in range(2):
-        out: Any = checkpoint(net, X.clone().requires_grad_(), use_reentrant=True)
-        (loss(out, Y) / 2).backward()
-        (loss(twin(X), Y) / 2).backward()
-    opt.step(), plain.step()
-    assert all(torch.allclose(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
-
-
-def test_fit_takes_either_kind() -> None:
-    expected = fitted(None)
-    assert fitted(False) == fitted(True) == expected
-
-
 @pytest.mark.full
 def test_two_workers() -> None:
-    for how in ("bare", "accumulate", "micro_batch"):
+    for how in ("bare", "accumulate", "fit"):
         one, other = run_workers(2, by_hand, True, how)
         assert one == other == run_workers(2, by_hand, None, how)[0]
-    one, other = run_workers(2, fitted, True)
-    assert one == other == run_workers(2, fitted, None)[0]

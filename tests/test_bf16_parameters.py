@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
-import math
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -18,8 +16,6 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.comm.buckets import Bucket, plan_parameters
-from kfuse.comm.tail import digest
-from kfuse.optim import refuse
 
 BF16, F32 = torch.bfloat16, torch.float32
 Make = Callable[..., Any]
@@ -68,6 +64,11 @@ def masters(net: nn.Module, opt: Any) -> list[Tensor]:
     return [opt.state[p]["master"] for p in net.parameters()]
 
 
+def assert_rounded(net: nn.Module, opt: Any) -> None:
+    """The parameters are their masters' rounded values."""
+    assert all(torch.equal(p, m.bfloat16()) for p, m in zip(net.parameters(), masters(net, opt), strict=True))
+
+
 def bits(net: nn.Module, opt: Any) -> bytes:
     """Of the parameters and of the optimizer's whole state."""
     buffer = b""
@@ -103,8 +104,8 @@ def test_masters_are_the_parameters_of_an_fp32_training_with_these_gradients(mak
             p.grad = total
         other.step()
         other.zero_grad()
-        assert all(torch.equal(*pair) for pair in zip(masters(net, opt), twin.parameters(), strict=True))
-        assert all(torch.equal(p, m.bfloat16()) for p, m in zip(net.parameters(), masters(net, opt), strict=True))
+        assert all(map(torch.equal, masters(net, opt), twin.parameters()))
+        assert_rounded(net, opt)
         assert opt.stats.grad_norm == pytest.approx(other.stats.grad_norm, rel=1e-6)
     assert {p.dtype for p in net.parameters()} == {BF16}
     for p in net.parameters():
@@ -126,34 +127,7 @@ def test_small_updates_add_up() -> None:
     assert ours.tolist() == pytest.approx([0.99] * 4, rel=2**-8)
 
 
-@pytest.mark.parametrize("sync", ["fp32", "bf16"])
-def test_statistics_are_those_of_the_bf16_gradients_in_fp32(sync: str) -> None:
-    kf.init(comm_dtype=sync)
-    net, _ = networks()
-    opt = kf.FusedAdamW(net.parameters())
-    each = [torch.cat([g.double().flatten() for g in part]) for part in gradients(net, 0, parts=4)]
-    train(net, opt, range(1), parts=4)
-    mean = torch.stack(each).mean(0)
-    between = sum(2 * float(g.square().sum()) for g in each) - 8 * float(mean.square().sum())
-    assert opt.stats.grad_norm == pytest.approx(float(mean.norm()), rel=1e-5)
-    assert opt.stats.grad_variance == pytest.approx(between / 3, rel=1e-4)
-
-
-def test_gradients_are_shown_in_bf16_and_kept_in_fp32() -> None:
-    net, _ = networks()
-    opt = kf.FusedAdamW(net.parameters())
-    expected = gradients(net, 0, parts=4)
-    x, y = batch(0)
-    for j, (xs, ys) in enumerate(zip(x.chunk(4), y.chunk(4), strict=True)):
-        with opt.micro_batch(samples=2, last=j == 3):
-            F.cross_entropy(net(xs).float(), ys).backward()
-    for p, parts in zip(net.parameters(), zip(*expected, strict=True), strict=True):
-        mean = sum(part.float() * 0.25 for part in parts)
-        assert p.grad is not None and p.grad.dtype == BF16
-        torch.testing.assert_close(p.grad, mean.bfloat16(), rtol=2**-8, atol=1e-7)
-
-
-@pytest.mark.parametrize("way", ["in place", "by .data", "another tensor", "clip_grad_norm_"])
+@pytest.mark.parametrize("way", ["in place", "another tensor", "clip_grad_norm_"])
 def test_changed_gradients_are_used(way: str) -> None:
     """Elements that were not changed keep their fp32 values."""
     net, _ = networks()
@@ -169,8 +143,6 @@ def test_changed_gradients_are_used(way: str) -> None:
     before = [p.detach().float().clone() for p in net.parameters()]
     if way == "in place":
         first.grad.mul_(0.5)
-    elif way == "by .data":
-        first.grad.data.mul_(0.5)
     elif way == "another tensor":
         first.grad = first.grad * 0.5
     else:
@@ -205,19 +177,8 @@ def test_a_parameter_without_a_gradient_stays() -> None:
         opt.zero_grad()
     assert torch.equal(net[2].bias, unused) and "master" not in opt.state.get(net[2].bias, {})
     train(net, opt, range(2, 4))
-    assert all(torch.equal(p, m.bfloat16()) for p, m in zip(net.parameters(), masters(net, opt), strict=True))
+    assert_rounded(net, opt)
     assert [int(opt.state[p]["step"]) for p in net.parameters()] == [4, 4, 4, 2]
-
-
-@ALL
-def test_an_update_that_is_skipped_changes_nothing(make: Make) -> None:
-    net, _ = networks()
-    opt = make(net.parameters())
-    train(net, opt, range(3))
-    before = bits(net, opt)
-    (net(batch(0)[0]).sum() * math.inf).backward()
-    opt.step()
-    assert bits(net, opt) == before and opt.stats.skipped
 
 
 # -- mixed types, refusals --------------------------------------------------------------------------------------------
@@ -268,56 +229,7 @@ def test_buckets_are_in_the_order_of_backward() -> None:
     assert [layout.dtype for layout in layouts] == [BF16, BF16, F32, BF16, F32]
 
 
-@pytest.mark.parametrize(("before", "after"), [(F32, BF16), (BF16, F32)])
-@pytest.mark.parametrize("kind", ["fused", "wrapped"])
-def test_a_type_that_changes_later_is_refused(before: torch.dtype, after: torch.dtype, kind: str) -> None:
-    net = network().to(before)
-    fused = kind == "fused"
-    opt = kf.FusedAdamW(net.parameters()) if fused else kf.Optimizer(torch.optim.AdamW(net.parameters()))
-    net.to(after)
-    with pytest.raises(RuntimeError, match=f"parameter 3 was {before} and is {after} now: change the model first"):
-        F.cross_entropy(net(batch(0)[0].to(after)).float(), batch(0)[1]).backward()
-    del opt
-
-
-def test_digests_tell_bf16_values_apart() -> None:
-    values = torch.randn(7).bfloat16()
-    other = values.clone()
-    assert digest([values]) == digest([other])
-    other.view(torch.int16)[6] ^= 1
-    assert digest([values]) != digest([other])
-
-
 # -- parameters that are changed by other means -----------------------------------------------------------------------
-
-
-def halve_in_place(net: nn.Module) -> None:
-    with torch.no_grad():
-        for p in net.parameters():
-            p.mul_(0.5)
-
-
-def replace_data(net: nn.Module) -> None:
-    for p in net.parameters():
-        p.data = p.data * 0.5
-
-
-@ALL
-@pytest.mark.parametrize("change", [halve_in_place, replace_data])
-def test_a_changed_parameter_replaces_its_master(make: Make, change: Callable[[nn.Module], None]) -> None:
-    """A stale master would undo the change with the next update."""
-    net, twin = networks()
-    opt, other = make(net.parameters()), make(twin.parameters())
-    train(net, opt, range(2))
-    change(net)
-    found = gradients(net, 2)[0]
-    other.load_state_dict(opt.state_dict())
-    for p, q, g in zip(net.parameters(), twin.parameters(), found, strict=True):
-        q.data.copy_(p)
-        q.grad = g.float()
-    train(net, opt, range(2, 3))
-    other.step()
-    assert all(torch.equal(*pair) for pair in zip(masters(net, opt), twin.parameters(), strict=True))
 
 
 def test_elements_that_were_not_changed_keep_their_masters() -> None:
@@ -331,7 +243,7 @@ def test_elements_that_were_not_changed_keep_their_masters() -> None:
         p.grad = torch.zeros_like(p)  # so that the update moves nothing
     opt.step()
     before[0][0] = -1.0
-    assert all(torch.equal(*pair) for pair in zip(masters(net, opt), before, strict=True))
+    assert all(map(torch.equal, masters(net, opt), before))
     assert net[0].weight[0].tolist() == [-1.0] * 4
 
 
@@ -344,9 +256,9 @@ def test_freezing_and_unfreezing_keeps_masters(make: Make) -> None:
     for frozen in (True, False):
         net[0].requires_grad_(not frozen)
         opt.rebuild()
-        assert all(torch.equal(*pair) for pair in zip(masters(net, opt), before, strict=True))
+        assert all(map(torch.equal, masters(net, opt), before))
     train(net, opt, range(3, 5))
-    assert all(torch.equal(p, m.bfloat16()) for p, m in zip(net.parameters(), masters(net, opt), strict=True))
+    assert_rounded(net, opt)
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------------
@@ -371,27 +283,6 @@ def test_a_training_that_is_loaded_goes_on_bit_by_bit(make: Make, order: str, do
     assert bits(other, second) == bits(net, opt)
 
 
-def test_load_state_dict_hooks_see_tensors_of_both_kinds() -> None:
-    """A user's hook changes what is loaded, before and after; neither sees a stand-in for a tensor."""
-    net, _ = networks()
-    opt = kf.FusedAdamW(net.parameters())
-    train(net, opt, range(2))
-
-    def double(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-        states = {key: {**of, "exp_avg": 2 * of["exp_avg"]} for key, of in state["state"].items()}
-        return {**state, "state": states}
-
-    def look(loaded: Any) -> None:
-        assert all(isinstance(value, Tensor) for state in loaded.state.values() for value in state.values())
-
-    expected = [2 * opt.state[p]["exp_avg"] for p in net.parameters()]
-    opt.register_load_state_dict_pre_hook(double)
-    opt.register_load_state_dict_post_hook(look)
-    opt.load_state_dict(opt.state_dict())
-    assert all(torch.equal(opt.state[p]["exp_avg"], m) for p, m in zip(net.parameters(), expected, strict=True))
-    assert all(opt.state[p]["exp_avg"].dtype == F32 for p in net.parameters())
-
-
 @pytest.mark.parametrize("done", [0, 3])
 def test_torchs_adamw_takes_our_state_and_we_take_its(done: int) -> None:
     """torch rounds moments to the parameter's type. From its state the master is the parameter itself."""
@@ -414,55 +305,26 @@ def test_torchs_adamw_takes_our_state_and_we_take_its(done: int) -> None:
     for q, r in zip(theirs.parameters(), again.parameters(), strict=True):
         assert torch.equal(back.state[r]["exp_avg"], plain.state[q]["exp_avg"].float())
         assert int(back.state[r]["step"]) == done + 2
-    reference = copy.deepcopy(theirs).float()
-    fp32 = kf.FusedAdamW(reference.parameters(), lr=1e-2)
-    fp32.load_state_dict(plain.state_dict())
-    for q, g in zip(reference.parameters(), gradients(again, 9)[0], strict=True):
-        q.grad = g.float()
-    fp32.step()
     train(again, back, range(9, 10))
-    assert all(torch.equal(*pair) for pair in zip(masters(again, back), reference.parameters(), strict=True))
-    assert not any("master" in state for state in fp32.state.values())
+    for master, q in zip(masters(again, back), theirs.parameters(), strict=True):
+        torch.testing.assert_close(master, q.float(), rtol=0, atol=0.02)  # two updates of lr: not from a stale master
+    assert_rounded(again, back)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_torchs_sgd_goes_on_from_our_state(momentum: float) -> None:
+def test_torchs_sgd_goes_on_from_our_state() -> None:
     """torch's fused kernel would leave all but the last elements of a bf16 parameter as they are."""
     net, theirs = networks()[0], networks()[0]
-    opt = kf.FusedSGD(net.parameters(), lr=1e-2, momentum=momentum)
+    opt = kf.FusedSGD(net.parameters(), lr=1e-2, momentum=0.9)
     train(net, opt, range(3))
     theirs.load_state_dict(net.state_dict())
-    plain = torch.optim.SGD(theirs.parameters(), lr=1e-2, momentum=momentum)
+    plain = torch.optim.SGD(theirs.parameters(), lr=1e-2, momentum=0.9)
     plain.load_state_dict(opt.state_dict())
     plain.param_groups[0]["lr"] = 0.5  # updates above the spacing of bf16
-    before = copy.deepcopy(theirs)
-    for _ in range(3):
-        for p, grad in zip(theirs.parameters(), gradients(theirs, 3)[0], strict=True):
-            p.grad = grad
-        plain.step()
-    for p, was in zip(theirs.parameters(), before.parameters(), strict=True):
-        assert (p != was).float().mean() > 0.5, "they are trained"
-    opt.load_state_dict(plain.state_dict())
-    net.load_state_dict(theirs.state_dict())
-    train(net, opt, range(4, 5))
-    assert all(p.isfinite().all() for p in net.parameters())
-
-
-def test_torchs_fused_sgd_is_refused_where_it_does_not_train() -> None:
-    net = networks()[0]
-    made = kf.FusedSGD(networks()[1].parameters(), lr=1e-2)
-    fused = made.state_dict()  # of fp32 parameters, which torch's kernel updates
-    assert fused["param_groups"][0]["fused"] is True
-    if refuse._torchs_fused_sgd_works():  # a later torch
-        kf.Optimizer(torch.optim.SGD(net.parameters(), lr=1e-2, fused=True))
-        return
-    with pytest.raises(ValueError, match=r"parameter group 0 has fused=True: must be False, .* kf\.FusedSGD"):
-        kf.Optimizer(torch.optim.SGD(net.parameters(), lr=1e-2, fused=True))
-    wrapped = kf.Optimizer(torch.optim.SGD(net.parameters(), lr=1e-2))
-    with pytest.raises(ValueError, match="parameter group 0 has fused=True"):
-        wrapped.load_state_dict(fused)
-    kf.Optimizer(torch.optim.SGD(networks()[1].parameters(), lr=1e-2, fused=True))  # fp32
-    kf.Optimizer(torch.optim.AdamW(networks()[0].parameters(), lr=1e-2, fused=True))
+    for p, grad in zip(theirs.parameters(), gradients(theirs, 3)[0], strict=True):
+        p.grad = grad
+    plain.step()
+    for p, q in zip(theirs.parameters(), net.parameters(), strict=True):
+        assert (p != q).float().mean() > 0.5, "they are trained"
 
 
 @ALL
@@ -480,46 +342,27 @@ def test_a_state_that_arrives_from_another_worker_finds_its_place(make: Make) ->
         assert rooms[key].keys() == values.keys()
         for name, value in values.items():
             rooms[key][name].copy_(value)
-    places = [value.data_ptr() for values in rooms.values() for value in values.values()]
     theirs.load_state_dict(net.state_dict())
     other.load_state_dict({**state, "state": rooms})
     assert bits(theirs, other) == bits(net, opt)
-    assert places == [value.data_ptr() for values in other.state_dict()["state"].values() for value in values.values()]
-
-
-def test_a_state_of_another_shape_is_refused() -> None:
-    net, _ = networks()
-    opt = kf.FusedSGD(net.parameters(), lr=1e-2)
-    train(net, opt, range(1))
-    state = opt.state_dict()
-    state["state"][0]["master"] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"parameter 0 of shape \(16, 4\): the saved master has shape \(3,\)"):
-        opt.load_state_dict(state)
+    for key, values in other.state_dict()["state"].items():
+        assert all(value.data_ptr() == rooms[key][name].data_ptr() for name, value in values.items())
 
 
 # -- any torch optimizer ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.05])
-def test_a_wrapped_optimizer_updates_in_bf16_as_torch_does(clip_norm: float | None, caplog: Any) -> None:
+def test_a_wrapped_optimizer_updates_in_bf16_as_torch_does() -> None:
     net, _ = networks()
     twin = copy.deepcopy(net)
-    with caplog.at_level(logging.WARNING, "kfuse"):
-        opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2), clip_norm=clip_norm)
-    assert "bf16 parameters with kf.Optimizer(AdamW): updates are made in bf16" in caplog.text
+    opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2))
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     for step in range(4):
         for q, g in zip(twin.parameters(), gradients(twin, step)[0], strict=True):
             q.grad = g
         train(net, opt, range(step, step + 1))
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(twin.parameters(), clip_norm)
         plain.step()
-    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-        if clip_norm is None:
-            assert torch.equal(p, q)
-        else:  # the norm of fp32 gradients is not that of bf16 ones to the last bit
-            torch.testing.assert_close(p, q, rtol=2**-6, atol=1e-2)
+    assert all(map(torch.equal, net.parameters(), twin.parameters()))
 
 
 # -- kf.fit -----------------------------------------------------------------------------------------------------------
@@ -529,11 +372,6 @@ def test_fit_refuses_a_model_that_is_not_bf16() -> None:
     net = network()
     with pytest.raises(ValueError, match=r"precision='bf16-true': 0.weight is torch.float32, must be torch.bfloat16"):
         kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), train_precision="bf16-true")
-    mixed = network().bfloat16()
-    mixed[0].bias.data, mixed[2].bias.data = mixed[0].bias.data.float(), mixed[2].bias.data.float()
-    opt = kf.FusedAdamW(mixed.parameters())
-    with pytest.raises(RuntimeError, match="same dtype"):  # by torch: its linear layers take one type
-        kf.fit(mixed, problem(), opt, train_precision="bf16-true", train_steps=1)
 
 
 @pytest.mark.parametrize("kind", ["pair", "mapping", "step_fn"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def test_the_same_updates_as_of_a_contiguous_model(kind: str, of_gradients: Any,
             q.grad = g.to(dtype)
             p.grad = q.grad.to(memory_format=of_gradients) if g.dim() == 4 else q.grad.clone()
         opt.step(), other.step()
-        assert all(torch.equal(*pair) for pair in zip(net.parameters(), twin.parameters(), strict=True))
+        assert all(map(torch.equal, net.parameters(), twin.parameters()))
         assert opt.stats.grad_norm == pytest.approx(other.stats.grad_norm, rel=1e-6)
         opt.zero_grad(), other.zero_grad()
     assert strides(net) == before
@@ -108,38 +107,6 @@ def test_micro_batches_are_those_of_torchs_adamw() -> None:
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-def test_a_wrapped_optimizer() -> None:
-    """The same bits as torch alone: gradients have the parameters' strides, which fused updates take for granted."""
-    net = network()
-    twin = copy.deepcopy(net)
-    opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True))
-    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
-    for step in range(3):
-        backward(net, step), backward(twin, step)
-        opt.step(), plain.step()
-        opt.zero_grad(), plain.zero_grad()
-    assert all(torch.equal(*pair) for pair in zip(net.parameters(), twin.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [torch.randn(2, 3, 4).permute(2, 0, 1), torch.randn(1, 4, 2, 2).to(memory_format=LAST)],
-    ids=["permuted", "one image"],
-)
-def test_any_dense_layout(values: Tensor) -> None:
-    p, q = nn.Parameter(values.clone()), nn.Parameter(values.clone().contiguous())
-    assert p.stride() == values.stride() and not p.is_contiguous()
-    opt, plain = kf.FusedAdamW([p], lr=0.1), torch.optim.AdamW([q], lr=0.1)
-    for step in range(3):
-        weight = torch.randn(values.shape, generator=torch.Generator().manual_seed(step))
-        for each in (p, q):
-            (each * weight).square().sum().backward()
-        opt.step(), plain.step()
-        opt.zero_grad(), plain.zero_grad()
-    assert p.stride() == values.stride()
-    torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-
-
 def test_the_order_of_dimensions_in_memory() -> None:
     assert dense_order(torch.empty(4, 3)) == (0, 1)
     assert dense_order(torch.empty(4, 3, 2, 2).to(memory_format=LAST)) == (0, 2, 3, 1)
@@ -164,45 +131,30 @@ def test_state_goes_to_torch_and_back_whatever_the_layouts() -> None:
     for p in net.parameters():
         assert opt.state[p]["exp_avg"].shape == p.shape and opt.state[p]["exp_avg"].stride() == p.stride()
     for layout in (LAST, torch.contiguous_format):
-        theirs = network()
-        plain = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+        plain = torch.optim.AdamW(network().parameters(), lr=1e-2)
         plain.load_state_dict(copy.deepcopy(saved))  # torch keeps the tensors that it is given
         again = network(layout)
         back = fused("adamw", again)
         back.load_state_dict(plain.state_dict())
-        for each in (theirs, again):
-            each.load_state_dict(net.state_dict())
         for p, r in zip(net.parameters(), again.parameters(), strict=True):
             assert all(torch.equal(back.state[r][name], opt.state[p][name]) for name in opt.state[p])
-        gradients = random_gradients(net, 7)
-        for each in (again, theirs):
-            for p, g in zip(each.parameters(), gradients, strict=True):
-                p.grad = torch.empty_like(p).copy_(g)
-        back.step(), plain.step()
-        for r, q in zip(again.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(r, q, rtol=1e-6, atol=1e-7)
 
 
 # -- a layout that changes after the optimizer was made ---------------------------------------------------------------
 
 
-def test_a_fused_optimizer_keeps_its_layout_and_says_so(caplog: Any) -> None:
+def test_a_fused_optimizer_keeps_its_layout() -> None:
     net, twin = network(torch.contiguous_format), network(torch.contiguous_format)
     opt, other = fused("adamw", net), fused("adamw", twin)
-    opt.sync_buffers(net), other.sync_buffers(twin)
     net.to(memory_format=LAST)
-    opt.sync_buffers(net)  # lays the buckets out again, as kf.fit does
-    with caplog.at_level(logging.WARNING, "kfuse"):
-        for step in range(2):
-            for each in (net, twin):
-                for p, g in zip(each.parameters(), random_gradients(net, step), strict=True):
-                    p.grad = g.to(memory_format=LAST) if each is net and g.dim() == 4 else g
-            opt.step(), other.step()
-            opt.zero_grad(), other.zero_grad()
-    assert all(torch.equal(*pair) for pair in zip(net.parameters(), twin.parameters(), strict=True))
-    assert net[0].weight.is_contiguous()
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1 and "another memory layout than when FusedAdamW was made" in said[0]
+    opt.sync_buffers(net), other.sync_buffers(twin)
+    for step in range(2):
+        for each in (net, twin):
+            for p, g in zip(each.parameters(), random_gradients(net, step), strict=True):
+                p.grad = g.to(memory_format=LAST) if each is net and g.dim() == 4 else g
+        opt.step(), other.step()
+        opt.zero_grad(), other.zero_grad()
+    assert all(map(torch.equal, net.parameters(), twin.parameters())) and net[0].weight.is_contiguous()
 
 
 def test_a_wrapped_optimizer_follows() -> None:
@@ -259,15 +211,9 @@ def reproducible(dtype: torch.dtype, audit_every: int | None = None, run_dir: Pa
     return str(summary["params_sha256"])
 
 
-def test_the_same_bits_for_any_number_of_workers() -> None:
-    assert len({sha for n in (1, 3) for sha in run_workers(n, reproducible, torch.bfloat16)}) == 1
-
-
-def test_a_second_run_of_a_micro_batch_has_the_same_digest(tmp_path: Path) -> None:
+def test_the_same_bits_for_any_number_of_workers_and_in_an_audit(tmp_path: Path) -> None:
     """An audit accuses nobody, though buckets and p.grad have the elements in different orders."""
-    assert (
-        run_workers(2, reproducible, torch.float32, 1, tmp_path / "run")
-        == run_workers(1, reproducible, torch.float32) * 2
-    )
+    alone = run_workers(1, reproducible, torch.bfloat16)
+    assert run_workers(2, reproducible, torch.bfloat16, 1, tmp_path / "run") == alone * 2
     kinds = {event["kind"] for event in read_lines(tmp_path / "run" / "events.jsonl")}
     assert kinds and "corruption" not in kinds

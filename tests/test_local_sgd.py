@@ -53,7 +53,7 @@ def by_kfuse() -> tuple[list[bytes], list[float], list[Any]]:
         opt.step()
         opt.zero_grad()
         if averages_after(step):
-            opt.average_models()
+            opt.updates.average_models()
         assert opt.stats is not None
         losses.append(opt.stats.loss)
         known.append((opt.stats.grad_norm, opt.stats.grad_sq, opt.stats.grad_variance, opt.stats.samples))
@@ -152,8 +152,8 @@ def numbers_of_updates() -> tuple[list[float], list[float], bytes]:
         opt.step()
         opt.zero_grad()
         if number == 1:
-            opt.agree_on_state()
-            opt.average_models()
+            opt.updates.agree_on_state()
+            opt.updates.average_models()
         if number:
             counts.append([float(opt.state[p]["step"]) for p in net.parameters()])
     return counts[0], counts[1], b"".join(p.detach().numpy().tobytes() for p in net.parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hydra
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,11 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import kfuse as kf
-from kfuse.cli.check import prepare, validate
-from kfuse.data import DataSplit
 from kfuse.models import GPT
-from kfuse.settings import instantiate
-from kfuse.settings.instantiate import LOADING
+from kfuse.train.loss import default_loss
 
 
 class Net(nn.Module):
@@ -101,42 +97,23 @@ def test_drop_in() -> None:
     assert ours.norm.per_example_sq_norm is None and ours.last_norm.per_example_sq_norm is not None
 
 
-def configured_gpt(*overrides: str) -> tuple[GPT, DataSplit]:
-    """What the command line's overrides build: a small GPT, always of the same weights, and its data."""
-    text = ["model=gpt", "data=text", "data.block_size=16", "model.layers=1", "model.width=16", "model.dropout=0"]
-    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
-        cfg = hydra.compose("config", [*text, *overrides])
-    prepare(cfg, [*text, *overrides])
-    validate(cfg)
-    split = instantiate.build({name: value for name, value in cfg.data.items() if name not in LOADING})
-    torch.manual_seed(cfg.seed)
-    node, _ = instantiate.initial_weights(cfg.model)
-    return instantiate.build(node, **split.spec), split
-
-
-def test_gpt_measures_its_normalisation_layers_by_configuration() -> None:
+def test_gpt_trains_the_same_and_measures_its_normalisation_layers() -> None:
     """Through the trainer: after each step of one micro-batch S and G2 of these layers are there."""
-    model, split = configured_gpt("model.noise_norm=true")
-    found = []
+    plain, model = (GPT(11, 8, layers=1, heads=2, width=8, dropout=0.0, noise_norm=noise) for noise in (False, True))
+    model.load_state_dict(plain.state_dict())
+    tokens, found = torch.randint(0, 11, (24, 8)), []
+    for net in (plain, model):
+        default_loss(net(tokens), tokens).backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+    kf.nn.norm_layers_noise(model)
 
     class Watch(kf.BasePolicy):
         def after_step(self) -> None:
             found.append(kf.nn.norm_layers_noise(model))
 
+    model.zero_grad()
     opt = kf.FusedAdamW(model.parameters(), lr=1e-3)
-    kf.fit(model, split.train, opt, kf.Hook(Watch()), train_steps=3, batch_size=8, batch_micro=8)
+    kf.fit(model, (tokens, tokens), opt, kf.Hook(Watch()), train_steps=3, batch_size=8, batch_micro=8)
     assert [noise.samples for noise in found if noise is not None] == [8, 8, 8]
     assert all(noise.grad_variance > 0 and noise.grad_sq > -noise.grad_variance for noise in found if noise)
-
-
-def test_gpt_measures_nothing_by_default_and_trains_the_same_when_it_does() -> None:
-    (plain, split), (measuring, _) = configured_gpt(), configured_gpt("model.noise_norm=true")
-    assert {type(m) for m in plain.modules() if isinstance(m, nn.LayerNorm)} == {nn.LayerNorm}
-    assert {type(m) for m in measuring.modules() if isinstance(m, nn.LayerNorm)} == {kf.nn.LayerNorm}
-    x, y = split.train.fetch(range(4))
-    gradients = []
-    for model in (plain, measuring):
-        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

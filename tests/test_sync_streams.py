@@ -41,6 +41,6 @@ def test_an_outer_step_waits_for_the_average_only(parameters: torch.dtype) -> No
         outer = OuterMomentum(it.opt.updates.weights())
         for _ in range(2):
             it.planned_step(RANGES, local=True)
-            assert len(it.recorder.waits_of(lambda: it.opt.average_models(states=False))) == 1
+            assert len(it.recorder.waits_of(lambda: it.opt.updates.average_models(states=False))) == 1
             assert it.recorder.waits_of(lambda: outer.step(it.opt.updates.weights(), 0.7, 0.9)) == []
             it.opt.updates.weights_changed()

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from kfuse.optim.base import DistributedOptimizer
-from kfuse.optim.comparison import ConsistencyError
+from kfuse.optim.consistency import ConsistencyError
 from kfuse.optim.refuse import refuse_wrapped
 from kfuse.optim.wrap import Optimizer
 

@@ -15,19 +15,12 @@ from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import Group
 from kfuse.comm.plan import MicroBatch, StepPlan
-from kfuse.optim.comparison import Comparison
-from kfuse.optim.consistency import averaged_buffers, numeric_options, share_from_first
+from kfuse.optim.consistency import Comparison, averaged_buffers, numeric_options, share_from_first
 from kfuse.optim.interrupted import BegunUpdate
-from kfuse.optim.parameters import learning_rates, named_parameters, refuse_duplicates, without_compiler
+from kfuse.optim.parameters import learning_rates, named_parameters, without_compiler
 from kfuse.optim.reducer import Reducer
-from kfuse.optim.refuse import (
-    refuse_own_loop,
-    refuse_scaled_local_step,
-    refuse_sync_batchnorm,
-    refuse_unplanned,
-    refuse_wrapped,
-)
-from kfuse.optim.scaling import LossScale, NonfiniteWarning, check_clip_norm, scaling
+from kfuse.optim.refuse import refuse_own_loop, refuse_sync_batchnorm, refuse_unplanned, refuse_wrapped
+from kfuse.optim.scaling import LossScale, NonfiniteWarning, scaling
 from kfuse.optim.updates import Update, Updates
 from kfuse.session import current
 from kfuse.statistics.step_stats import Statistics, StepStats
@@ -118,21 +111,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def set_clip_norm(self, clip_norm: float | None) -> None:
         """The largest norm of the mean gradient from now on; None: no clipping. Raises ValueError unless positive."""
-        check_clip_norm(clip_norm)
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
         self.clip_norm = clip_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises ValueError for a parameter that is given twice; then nothing is added."""
-        if not isinstance(param_group.get("params"), Tensor | set):
-            param_group["params"] = list(param_group["params"])
-            refuse_duplicates(self.param_groups, param_group)
         without_compiler(torch.optim.Optimizer.add_param_group)(self, param_group)
-        if hasattr(self, "reducer"):
-            try:
+        params, has_buckets = self.param_groups[-1]["params"], hasattr(self, "reducer")
+        try:
+            if len(set(map(id, params))) < len(params):
+                raise ValueError(f"parameter group {len(self.param_groups) - 1} lists a parameter twice")
+            if has_buckets:
                 self.rebuild()
-            except Exception:
-                self.param_groups.pop()
-                raise
+        except Exception:
+            self.param_groups.pop()
+            raise
+        if has_buckets:
             self._share_parameters(self.param_groups[-1:])
 
     def rebuild(self) -> None:
@@ -172,12 +167,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.statistics.carry_figures(count)
         self.engine.carry_figures(count)
 
-    def fisher(self) -> Tensor | None:
-        """Trace and largest entry of the diagonal Fisher information by the state: fp32 [2] on the device, without a
-        wait. None before the first update. Raises RuntimeError for a class without `tells_fisher`.
-        """
-        return self.updates.fisher()
-
     def average_with(self, pair: Pair | None) -> None:
         """From the next step on: averages this worker's weights with another one's before each update, and publishes
         them after it (pair averaging). None: no more.
@@ -208,7 +197,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         adds them, and are taken and measured as the context ends. The reduction then starts there, not during backward.
         Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
         """
-        return self.reducer.micro_batch(samples, last, weight, several_backwards)
+        check_owner(self.engine)
+        engine = self.engine
+        if engine.parts > 1:
+            raise RuntimeError(
+                f"opt.accumulate({engine.parts}) is for bare backwards of loss / {engine.parts}: in opt.micro_batch "
+                "the loss is the mean, undivided; call opt.accumulate(1) before"
+            )
+        if (weight is not None) != (engine.plan is not None and engine.plan.by_weight):
+            raise ValueError("opt.micro_batch(weight=...): kf.fit and kf.DataLoader pass it, where weight_fn= is given")
+        if samples is not None and samples < 1:
+            raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
+        unit = "micro-batches" if samples is None else "samples"
+        if engine.begun and unit != self.reducer.unit:
+            raise ValueError("opt.micro_batch: give the sample counts of all of a step's micro-batches, or of none")
+        self.reducer.unit = unit
+        counted = 1.0 if samples is None else float(samples)
+        return MicroBatch(engine, counted if weight is None else weight, last, several_backwards)
 
     def accumulate(self, backwards: int) -> None:
         """From now on a step is so many bare backwards on this worker, each of a loss DIVIDED by their number.
@@ -225,7 +230,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for micro-batches of unequal sizes: `micro_batch`, with the mean loss.
         Raises ValueError for a number below 1, RuntimeError in the middle of a step.
         """
-        self.reducer.accumulate(backwards)
+        if not isinstance(backwards, int) or backwards < 1:
+            raise ValueError(f"opt.accumulate({backwards!r}): must be a whole number, at least 1")
+        if self.engine.begun or self.engine.plan is not None:
+            raise RuntimeError(
+                f"opt.accumulate({backwards}): call it between steps of a loop of bare backwards; kf.fit and "
+                "kf.DataLoader cut a batch into micro-batches themselves"
+            )
+        self.engine.parts = backwards
 
     def synchronize(self) -> None:
         """Waits for the reduction and sets each `p.grad`. Runs by itself after the last micro-batch's backward.
@@ -265,16 +277,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.reducer.refuse_changed(self.param_groups)
-        refuse_own_loop(self._session, uses_scaler=hasattr(self, "found_inf"))
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # as GradScaler sets it
-        reduced = self.reducer.take(self._named_parameters(), hasattr(self, "found_inf"))
+        refuse_own_loop(self._session, uses_scaler=found_inf is not None)
+        reduced = self.reducer.take(self._named_parameters(), uses_scaler=found_inf is not None)
         if reduced is None:
             if not self._session.elastic:  # else a worker that joins has made fewer calls of all kinds
                 self.steps_without_gradients += 1
             return loss
         refuse_unplanned(self._session, reduced.planned)
         if found_inf is not None and reduced.local:
-            refuse_scaled_local_step()
+            raise RuntimeError(
+                "GradScaler with comm.sync: must be ssgd, as in the other modes each worker would find another scale; "
+                "autocast with bfloat16 needs no scaler"
+            )
         loss_scale = None if found_inf is None else LossScale(getattr(self, "grad_scale", None), found_inf)
         try:
             scaled = scaling(
@@ -343,7 +358,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         With sharded state every worker must call it at the same point, and gets all of it, in the host's memory.
         Raises CommError, which names the ranks that did not call it within the timeout.
         """
-        return self._with_statistics(self.updates.state_dict())
+        return self.with_statistics(self.updates.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave, or a torch optimizer's; after that one the statistics are as they were.
@@ -352,59 +367,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         loaded.
         """
         self.updates.load_state_dict(state_dict)
-        self._load_statistics(state_dict)
+        self.load_statistics(state_dict)
 
-    def gathered_state(self, rank: int) -> dict[str, Any]:
-        """As `state_dict` on rank `rank`; on the others, with sharded state, without the tensors of the shards.
-
-        Every rank calls it at the same point. Raises CommError.
-        """
-        return self._with_statistics(self.updates.gathered_state(rank))
-
-    def load_gathered_state(self, state: dict[str, Any]) -> None:
-        """On one worker: takes all of a state_dict over, with sharded state also what the others are to own.
-
-        These get it by `Updates.regroup`.
-        """
-        self.updates.load_state_dict(state, whole=True)
-        self._load_statistics(state)
-
-    def common_state(self) -> dict[str, Any]:
-        """What every worker has alike: with sharded state all but the shards. No collective."""
-        return self._with_statistics(self.updates.common_state())
-
-    def load_common_state(self, state: dict[str, Any], keeps_shards: bool) -> None:
-        """Takes over another worker's `common_state`. The shards come by `Updates.regroup`.
-
-        keeps_shards: those that this worker has are of the same step.
-        """
-        self.updates.load_common_state(state, keeps_shards)
-        self._load_statistics(state)
-
-    def _with_statistics(self, state: dict[str, Any]) -> dict[str, Any]:
+    def with_statistics(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Adds the statistics to a state that `updates` has given."""
         return {**state, _KFUSE: self.statistics.state_dict()}
 
-    def _load_statistics(self, state: dict[str, Any]) -> None:
+    def load_statistics(self, state: dict[str, Any]) -> None:
+        """Loads what `with_statistics` added; where it added nothing the statistics stay as they are."""
         if _KFUSE in state:
             self.statistics.load_state_dict(state[_KFUSE])
-
-    # -- averages -------------------------------------------------------------------------------------------------
-
-    def agree_on_state(self) -> None:
-        """Before states are averaged, on every worker: all have state of the same parameters afterwards.
-
-        For after steps in which some workers made no update. What a worker lacks is zeros, as of no update. Raises
-        CommError; calling it again is harmless.
-        """
-        self.updates.agree_on_state(self._session.group)
-
-    def average_models(self, weights: bool = True, states: bool = True) -> None:
-        """Makes parameters, optimizer state and BatchNorm's running statistics the mean of all workers' (local SGD).
-
-        Between steps, on every worker. All of it or nothing is replaced. weights, states: whether parameters and
-        optimizer state are averaged. Raises CommError, and RuntimeError with sharded state.
-        """
-        self.updates.average_models(self._session.group, weights, states)
 
 
 _latest: weakref.ref[DistributedOptimizer] | None = None

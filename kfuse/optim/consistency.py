@@ -1,11 +1,11 @@
-"""Keeps the workers' models equal: rank 0's values at the start, averages (local SGD), and what is compared."""
+"""Keeps the workers' models equal: rank 0's values at the start, and a comparison every `check_every` steps."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -14,41 +14,9 @@ from torch import Tensor, nn
 
 from kfuse.comm import devices
 from kfuse.comm.group import Group
-
-_NOT_COMPARED = ("params", "lr", "foreach", "fused", "capturable", "differentiable")
-"""Of a parameter group: what `numeric_options` leaves out. The last four choose among implementations of one update."""
-
-
-def numeric_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By name, all numbers, booleans and None (as NaN) among the groups' options, but for the learning rate.
-
-    betas and the like give a number for each element. A tensor on a GPU is left out, since reading it would wait.
-    """
-    found: dict[str, float] = {}
-    for index, group in enumerate(groups):
-        for name in sorted(group.keys() - set(_NOT_COMPARED)):
-            value = group[name]
-            several = isinstance(value, tuple | list)
-            for k, each in enumerate(value if several else (value,)):
-                number = _number(each)
-                if number is not None:
-                    found[f"{name}{f'[{k}]' if several else ''} of group {index}"] = number
-    return found
-
-
-def _number(value: object) -> float | None:
-    if value is None:
-        return math.nan
-    if isinstance(value, Tensor):
-        unread = value.numel() != 1 or devices.of(value.device).asynchronous
-        return None if unread else float(value)
-    return float(value) if isinstance(value, Real) else None
-
-
-def salt(numbers: Mapping[str, float]) -> int:
-    """64 bits computed from all numbers and their names: added to the parameters' digest."""
-    values = struct.pack(f"<{len(numbers)}d", *numbers.values())
-    return int.from_bytes(hashlib.sha256(" ".join(numbers).encode() + values).digest()[:8], "little")
+from kfuse.comm.tail import digest
+from kfuse.optim.updates import Updates
+from kfuse.statistics.step_stats import Statistics
 
 
 def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -111,24 +79,6 @@ def _each_element_once(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def average(group: Group, tensors: Sequence[Tensor]) -> None:
-    """Makes these tensors the mean of all workers', in place: all of them or none. Integers are rounded.
-
-    The mean of equal values is that value. Raises CommError.
-    """
-    if group.size == 1 or not tensors:
-        return
-    # The sum of 2 or 4 equal fp32 values is exact in any order; of other numbers only float64 holds it.
-    dtype = torch.float32 if group.size in (2, 4) else torch.float64
-    flat = torch.cat([tensor.detach().reshape(-1).to(group.device, dtype) for tensor in tensors])
-    group.all_reduce(flat, "average of the workers' models").wait()
-    flat.div_(group.size)
-    means = torch.split(flat, [tensor.numel() for tensor in tensors])
-    for tensor, mean in zip(tensors, means, strict=True):
-        mean = mean.view(tensor.shape)
-        tensor.copy_(mean if tensor.is_floating_point() else mean.round())
-
-
 def averaged_buffers(model: nn.Module) -> list[Tensor]:
     """The buffers whose changes are averaged over a step's micro-batches: floating-point ones, BatchNorm's counters.
 
@@ -145,3 +95,116 @@ def averaged_buffers(model: nn.Module) -> list[Tensor]:
             if kept and writable and (buffer.is_floating_point() or counts):
                 found[id(buffer)] = buffer
     return list(found.values())
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+_NOT_COMPARED = ("params", "lr", "foreach", "fused", "capturable", "differentiable")
+"""Of a parameter group: what `numeric_options` leaves out. The last four choose among implementations of one update."""
+
+
+def numeric_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By name, all numbers, booleans and None (as NaN) among the groups' options, but for the learning rate.
+
+    betas and the like give a number for each element. A tensor on a GPU is left out, since reading it would wait.
+    """
+    found: dict[str, float] = {}
+    for index, group in enumerate(groups):
+        for name in sorted(group.keys() - set(_NOT_COMPARED)):
+            value = group[name]
+            several = isinstance(value, tuple | list)
+            for k, each in enumerate(value if several else (value,)):
+                number = _number(each)
+                if number is not None:
+                    found[f"{name}{f'[{k}]' if several else ''} of group {index}"] = number
+    return found
+
+
+def _number(value: object) -> float | None:
+    if value is None:
+        return math.nan
+    if isinstance(value, Tensor):
+        unread = value.numel() != 1 or devices.of(value.device).asynchronous
+        return None if unread else float(value)
+    return float(value) if isinstance(value, Real) else None
+
+
+def salt(numbers: Mapping[str, float]) -> int:
+    """64 bits computed from all numbers and their names: added to the parameters' digest."""
+    values = struct.pack(f"<{len(numbers)}d", *numbers.values())
+    return int.from_bytes(hashlib.sha256(" ".join(numbers).encode() + values).digest()[:8], "little")
+
+
+class ConsistencyError(RuntimeError):
+    """The workers' parameters or the optimizer's options are no longer the same; the message names the first that
+    differs.
+    """
+
+
+class Comparison:
+    """An optimizer's comparison with the other workers."""
+
+    def __init__(self, updates: Updates, numbers: Callable[[], dict[str, float]]) -> None:
+        """numbers: returns the settings that must be equal on all workers, by name."""
+        self._updates, self._numbers = updates, numbers
+        self._digests: dict[int, list[Tensor]] = {}
+
+    def compared(self) -> tuple[Sequence[Tensor], int]:
+        """Returns what else than parameters must be equal on all workers, in a step in which they compare.
+
+        With sharded state the update replaces a parameter that differs by its owners' values. So each one's digest is
+        kept, to name it.
+        """
+        engine = self._updates.engine
+        if engine.options.sharded:
+            self._digests[engine.step] = [digest([p]) for p in engine.params]
+        return [counts for _, counts in self._updates.counts()], salt(self._numbers())
+
+    def check(self, step: int, statistics: Statistics, model: nn.Module | None) -> None:
+        """Raises ConsistencyError, on every rank after the same step, if the ranks differed when they were compared.
+
+        model: has names for the parameters.
+        """
+        engine, compared = self._updates.engine, statistics.compared
+        if not compared or 0 <= step - compared[0][0] < statistics.lag(engine.device):
+            return
+        compared_at, of_ranks = compared.popleft()
+        kept = self._digests.get(compared_at, [])
+        self._digests = {at: digests for at, digests in self._digests.items() if at > compared_at}
+        if len(set(of_ranks)) < 2:
+            return
+        names = engine.names
+        if model is not None:
+            known = {id(p): f"parameter {name}" for name, p in model.named_parameters()}
+            names = [known.get(id(p), name) for p, name in zip(engine.params, names, strict=True)]
+        if len(kept) != len(names):
+            kept = [digest([p]) for p in engine.params]
+        digests = {
+            f"the number of updates of {names[i]}": digest([counts[k]])
+            for indices, counts in self._updates.counts()
+            for k, i in enumerate(indices)
+        }
+        where = first_difference(engine.group, self._numbers(), digests | dict(zip(names, kept, strict=True)))
+        raise ConsistencyError(f"step {compared_at}: the workers no longer have the same model: {where}")
+
+
+def first_difference(group: Group, numbers: Mapping[str, float], digests: Mapping[str, Tensor]) -> str:
+    """Returns text that names the first number or digest that differs between ranks. Every rank calls it. Raises
+    CommError.
+    """
+    names = [*numbers, *digests]
+    named = torch.tensor([len(names), salt(dict.fromkeys(names, 0.0)) >> 1], device=group.device)
+    lists = torch.stack(group.all_gather(named, "names of the options")).cpu()
+    others = [rank for rank in range(group.size) if not torch.equal(lists[rank], lists[0])]
+    if others:
+        return f"the parameter groups, or their options (ranks {', '.join(map(str, others))} have others than rank 0)"
+    values = list(torch.tensor([*numbers.values()], dtype=torch.float64).view(torch.int64).to(group.device))
+    values += [each.to(group.device) for each in digests.values()]
+    found = torch.stack(group.all_gather(torch.stack(values), "digests of the parameters")).cpu()
+    different = (found != found[0]).any(dim=0).nonzero().flatten().tolist()
+    if not different:
+        return "what differed then has been overwritten since"
+    first = different[0]
+    ranks = [rank for rank in range(group.size) if found[rank, first] != found[0, first]]
+    count = f"{len(different)} of {found.shape[1]} options and parameters differ"
+    return f"{names[first]} (ranks {', '.join(map(str, ranks))} against rank 0; {count})"

@@ -5,7 +5,6 @@ With `comm.state=sharded` a worker keeps state for its shard of each bucket.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from kfuse.optim.layout import (
     MASTER,
     BucketState,
     Entry,
-    Held,
     Part,
     check_replaced,
     fill,
@@ -28,15 +26,6 @@ from kfuse.optim.layout import (
     with_own_storage,
 )
 from kfuse.optim.parameters import named_parameters
-
-_SHARED_MEMORY = (
-    "%s was moved to shared memory after %s was made, which moves it back: other processes do not see its updates. "
-    "kf.Optimizer leaves parameters where they are."
-)
-_OTHER_LAYOUT = (
-    "%s has another memory layout than when %s was made, which puts the former one back: call "
-    "model.to(memory_format=...) before making the optimizer"
-)
 
 
 class FlatState:
@@ -58,7 +47,6 @@ class FlatState:
         self.names = (*moment_names, MASTER)
         """Of all state tensors shaped like the parameter."""
         self.states = []
-        self._warned: set[str] = set()
 
     def pairs(self) -> Iterator[tuple[Bucket, BucketState]]:
         """Each bucket with its state."""
@@ -96,17 +84,14 @@ class FlatState:
         saved: list[dict[str, Any]] = [self._opt.state.get(p, {}) for p in params]
         loaded = [of.get(MASTER) is not None for of in saved]
         state.entries = [Entry(known=self.has_moments(of)) for of in saved]
+        names = list(self._moment_names) if state.has_moments else []
+        names += [MASTER] if state.param.dtype != torch.float32 else []
         for part in state.parts:
-            if not state.has_moments:
-                part.moments = {}
-            elif not part.moments:
-                part.moments = self._new_moments(bucket, part)
-            for name, moment in part.moments.items():
-                part.fill(bucket, moment, [of.get(name) for of in saved])
-            if state.param.dtype != torch.float32:  # another optimizer, torch's above all, has saved no master
-                if part.master is None:
-                    part.master = torch.zeros(part.width, device=bucket.device)
-                part.fill(bucket, part.master, [of.get(MASTER, p.data) for of, p in zip(saved, params, strict=True)])
+            part.tensors = {name: tensor for name, tensor in part.tensors.items() if name in names}
+            part.make(names, bucket.device)
+            for name in names:  # another optimizer, torch's above all, has saved no master
+                weights = [p.data if name == MASTER else None for p in params]
+                part.fill(bucket, name, [of.get(name, weight) for of, weight in zip(saved, weights, strict=True)])
         fill(state.steps, [number(of.get("step", 0.0)) for of in saved])
         state.compare_updates()
         for of in saved:
@@ -118,9 +103,6 @@ class FlatState:
     def has_moments(self, of: dict[str, Any]) -> bool:
         """Whether a parameter's state, as torch has it, has moments."""
         return any(of.get(name) is not None for name in self._moment_names)
-
-    def _new_moments(self, bucket: Bucket, part: Part) -> dict[str, Tensor]:
-        return {name: torch.zeros(part.width, device=bucket.device) for name in self._moment_names}
 
     def publish(self, bucket: Bucket, state: BucketState, which: Sequence[int]) -> None:
         """Makes the flat state of these parameters visible as torch's `state`. Of shards there is none to be seen."""
@@ -149,7 +131,7 @@ class FlatState:
     def make(self, bucket: Bucket, state: BucketState, which: Sequence[int]) -> None:
         """Makes the state of these parameters of the bucket, as of no update."""
         for part in state.parts:
-            part.moments = part.moments or self._new_moments(bucket, part)
+            part.make(self._moment_names, bucket.device)
         self.publish(bucket, state, which)
         for k in which:
             state.entries[k].known = True
@@ -168,21 +150,12 @@ class FlatState:
                     place = bucket.view(state.param)[k]
                     check_replaced(name, place, p)
                     moved.append((p, place))
-                    if p.stride() != place.stride():
-                        self._warn_once(_OTHER_LAYOUT, name)
-                    if p.device.type == "cpu" and p.is_shared():  # type: ignore[no-untyped-call]
-                        self._warn_once(_SHARED_MEMORY, name)
         if moved:
             refuse_overlaps(named_parameters(self._opt.param_groups))
             values = [p.data.clone() for p, _ in moved]  # they may lie in each other's places
             for (p, place), value in zip(moved, values, strict=True):
                 place.copy_(value)
                 p.data = with_own_storage(place)
-
-    def _warn_once(self, message: str, name: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            logging.getLogger("kfuse").warning(message, name, type(self._opt).__name__)
 
     def renew_parameters(self) -> None:
         """Messages under way may still write to the parameters' memory, at any time: takes another one."""
@@ -208,12 +181,12 @@ class FlatState:
             if state.own.master is not None:
                 state.param.copy_(state.own.master)
 
-    def take_shards(self, shards: Sequence[Sequence[Held]]) -> None:
+    def take_shards(self, shards: Sequence[Sequence[Part]]) -> None:
         """After `load_common_state`: takes parts of each bucket's state, any workers'. They come to their owners by
         `sharding.regroup`.
         """
         for (bucket, state), parts in zip(self.pairs(), shards, strict=True):
             state.others = [
-                Held(part.place, {name: tensor.to(bucket.device) for name, tensor in part.tensors.items()})
+                Part(part.place, {name: tensor.to(bucket.device) for name, tensor in part.tensors.items()})
                 for part in parts
             ]

@@ -5,7 +5,8 @@ With `comm.state=sharded` a worker updates its shard of each bucket; the engine 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from torch.nn import Parameter
 
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
-from kfuse.comm.group import CommError, Group
+from kfuse.comm.group import CommError
 from kfuse.optim.flat import FlatState
 from kfuse.optim.layout import MASTER, BucketState, Entry, Piece, piece_of, refuse_overlaps
-from kfuse.optim.parameters import loading_as, named_parameters
+from kfuse.optim.parameters import named_parameters
 from kfuse.optim.rules import Rule, fisher
 from kfuse.optim.updates import Update, Updates
 
@@ -143,9 +144,9 @@ class FlatUpdates(Updates):
                 self.flat.make(bucket, state, which)
         self._counts_differ = True
 
-    def average_models(self, group: Group, weights: bool, states: bool) -> None:
+    def average_models(self, weights: bool = True, states: bool = True) -> None:
         """Numbers of updates are averaged too: those of workers that made fewer are fractions."""
-        super().average_models(group, weights, states)
+        super().average_models(weights, states)
         if states and self._counts_differ:
             for state in self.flat.states:
                 state.compare_updates()
@@ -172,52 +173,45 @@ class FlatUpdates(Updates):
 
     def state_dict(self) -> dict[str, Any]:
         """Also raises CommError, which names the ranks that did not call it within the timeout."""
-        if not self.sharded:
-            return self._torchs_state()
-        self.engine.group.meet("opt.state_dict() or kf.state_dict(), with comm.state=sharded")
-        return self._with_shards(None)
+        if self.sharded:
+            self.engine.group.meet("opt.state_dict() or kf.state_dict(), with comm.state=sharded")
+        return self._whole_state(None)
 
     def gathered_state(self, rank: int) -> dict[str, Any]:
-        return self._with_shards(rank) if self.sharded else self._torchs_state()
+        return self._whole_state(rank)
 
-    def _torchs_state(self) -> dict[str, Any]:
-        state = super().state_dict()
-        for saved, group in zip(state["param_groups"], self.opt.param_groups, strict=True):
-            self.rule.mend_saved(saved, group)
-        return state
-
-    def _with_shards(self, rank: int | None) -> dict[str, Any]:
+    def _whole_state(self, rank: int | None) -> dict[str, Any]:
         """torch's state_dict with the shards of all workers, on this rank, or on all (None)."""
-        self._show(rank)
-        try:
-            state = self._torchs_state()
+        if not self.sharded:
+            return super().state_dict()
+        with self._shown(rank):
+            state = super().state_dict()
             return state | {"state": {key: dict(of) for key, of in state["state"].items()}}
-        finally:
-            self.hide_shards()
 
-    def _show(self, rank: int | None) -> None:
+    @contextmanager
+    def _shown(self, rank: int | None) -> Iterator[None]:
         """Gathers the whole tensors, on this rank or on all, and makes them visible in `state`, as if replicated."""
         from kfuse.optim.sharding import gather  # when used: `import kfuse` is quick
 
-        wholes = gather(self.engine, [state.own for state in self.flat.states], rank)
-        for (bucket, state), tensors in zip(self.flat.pairs(), wholes, strict=True):
-            params = self.flat.params_of(bucket)
-            for name, whole in tensors.items():
-                for p, view, entry in zip(params, bucket.view(whole), state.entries, strict=True):
-                    if entry.mastered if name == MASTER else entry.known:
-                        self.opt.state[p][name] = view
+        try:
+            wholes = gather(self.engine, self.flat.states, rank)
+            for (bucket, state), tensors in zip(self.flat.pairs(), wholes, strict=True):
+                params = self.flat.params_of(bucket)
+                for name, whole in tensors.items():
+                    for p, view, entry in zip(params, bucket.view(whole), state.entries, strict=True):
+                        if entry.mastered if name == MASTER else entry.known:
+                            self.opt.state[p][name] = view
+            yield
+        finally:
+            for p in self.engine.params:
+                for name in self.flat.names:
+                    self.opt.state.get(p, {}).pop(name, None)
 
-    def show_shards(self) -> bool:
-        if not (self.flat.states and self.sharded and any(s.has_moments or s.has_masters for s in self.flat.states)):
-            return False
+    def shards_shown(self) -> AbstractContextManager[None]:
+        if not (self.sharded and any(state.has_moments or state.has_masters for state in self.flat.states)):
+            return nullcontext()
         self.engine.group.meet("opt.rebuild() or opt.add_param_group(), with comm.state=sharded")
-        self._show(None)
-        return True
-
-    def hide_shards(self) -> None:
-        for p in self.engine.params:
-            for name in self.flat.names:
-                self.opt.state.get(p, {}).pop(name, None)
+        return self._shown(None)
 
     def load_state_dict(self, state: dict[str, Any], whole: bool = False) -> None:
         self._refuse_options(state["param_groups"], _NEVER_LOADED)
@@ -232,27 +226,40 @@ class FlatUpdates(Updates):
             self.flat.take(bucket, of_bucket)
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         named = named_parameters(self.opt.param_groups)
-        for key, (p, label) in zip(saved, named, strict=False):  # torch's own checks the numbers
+        for of, (p, label) in zip(self._states_of_params(state_dict), named, strict=False):  # torch checks the numbers
             for name in self.flat.names:
-                value = state_dict["state"].get(key, {}).get(name)
+                value = of.get(name)
                 if value is not None and value.shape != p.shape:
                     raise ValueError(
                         f"{label} of shape {tuple(p.shape)}: the saved {name} has shape {tuple(value.shape)}"
                     )
 
     def _load_by_torch(self, state_dict: dict[str, Any]) -> None:
-        with loading_as(self.opt, dict.fromkeys(self.flat.names, torch.float32), moved=not self.sharded):
-            super().load_state_dict(state_dict)
+        """Loads by torch all but tensors which it would round to the parameter's dtype, or move to its device."""
+        by_torch = not self.sharded and all(p.dtype == torch.float32 for p in self._params())
+        names, rest = () if by_torch else self.flat.names, dict[Any, Any]()
+        for key, of in state_dict["state"].items():
+            rest[key] = {name: value for name, value in of.items() if name not in names or value is None}
+        super().load_state_dict({**state_dict, "state": rest})
+        for p, of in zip(self._params(), self._states_of_params(state_dict), strict=True):
+            for name in names:
+                if (value := of.get(name)) is not None:
+                    self.opt.state[p][name] = value.to(value.device if self.sharded else p.device, torch.float32)
+
+    def _params(self) -> list[Parameter]:
+        return [p for group in self.opt.param_groups for p in group["params"]]
+
+    @staticmethod
+    def _states_of_params(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+        """Of each parameter what a state_dict has."""
+        return [state_dict["state"].get(key, {}) for group in state_dict["param_groups"] for key in group["params"]]
 
     def make_room(self, state: dict[str, Any]) -> None:
         """Zeros, for what has not been updated here. Shards come apart."""
         if self.sharded:
             return
-        saved = [key for group in state["param_groups"] for key in group["params"]]
-        params = [p for group in self.opt.param_groups for p in group["params"]]
-        given = {id(p): state["state"].get(key, {}) for p, key in zip(params, saved, strict=False)}
+        given = dict(zip(map(id, self._params()), self._states_of_params(state), strict=False))
         for bucket, of_bucket in self.flat.pairs():
             theirs = [given.get(id(p), {}) for p in self.flat.params_of(bucket)]
             missing = [k for k, of in enumerate(theirs) if not of_bucket.entries[k].known and self.flat.has_moments(of)]
@@ -273,7 +280,7 @@ class FlatUpdates(Updates):
             }
             for state in self.flat.states
         ]
-        return {**self._torchs_state(), "shards": flags}
+        return {**super().state_dict(), "shards": flags}
 
     def load_common_state(self, state: dict[str, Any], keeps_shards: bool) -> None:
         if not self.sharded:

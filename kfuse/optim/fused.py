@@ -105,7 +105,7 @@ class FusedSGD(DistributedOptimizer, torch.optim.SGD):
         clip_norm: float | None = None,
         skip_nonfinite: bool = True,
     ) -> None:
-        torch.optim.SGD.__init__(
-            self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True
-        )
+        # Not fused=True: torch's SGD would take it over with our state, and its fused kernel leaves bf16 parameters on
+        # the CPU as they are, up to torch 2.13 (pytorch issue 191763).
+        torch.optim.SGD.__init__(self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
         self._attach(FlatUpdates(self, SGDRule()), clip_norm, skip_nonfinite)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,20 +16,6 @@ from kfuse.comm.buckets import Bucket
 
 MASTER = "master"
 """The name in a state_dict of a 16-bit parameter's fp32 weights."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """A part of a bucket's optimizer state that this worker has."""
-
-    place: slice
-    """Of the bucket, in elements."""
-    tensors: Mapping[str, Tensor]
-    """fp32, 1-D, each as long as the place: moments and masters, by name."""
-
-    def cut(self, name: str, place: slice) -> Tensor:
-        """The elements of a smaller place."""
-        return self.tensors[name][place.start - self.place.start : place.stop - self.place.start]
 
 
 class Extent(NamedTuple):
@@ -59,14 +45,13 @@ class Entry:
 
 @dataclass
 class Part:
-    """The optimizer state of a part of a bucket: all of it, or with sharded state this worker's shard, or a mirror."""
+    """The optimizer state of a part of a bucket: all of it, or with sharded state a worker's shard, or a mirror."""
 
     place: slice
-    """Of the bucket, in elements. `master` and each moment are as long."""
-    master: Tensor | None = None
-    """fp32: the weights that are updated where the parameters are 16-bit; these are their rounded values."""
-    moments: dict[str, Tensor] = field(default_factory=dict)
-    """State tensors shaped like the parameter, by torch's names; empty until an update needs them."""
+    """Of the bucket, in elements."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """fp32, 1-D, each as long as the place: the moments by torch's names, once an update needs them; where parameters
+    are 16-bit their fp32 weights, as MASTER: these are updated, and the parameters are their rounded values."""
     extents: dict[range, Extent | None] = field(default_factory=dict)
     """By parameters, what `extent` has found: every step asks again."""
 
@@ -75,37 +60,50 @@ class Part:
         """Elements of the place."""
         return int(self.place.stop - self.place.start)
 
+    @property
+    def master(self) -> Tensor | None:
+        return self.tensors.get(MASTER)
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if name != MASTER}
+
     def move_to(self, place: slice) -> None:
         """Drops the tensors; those that come are of `place`."""
-        self.place, self.master, self.moments, self.extents = place, None, {}, {}
+        self.place, self.tensors, self.extents = place, {}, {}
 
-    def tensors(self) -> dict[str, Tensor]:
-        """`master` and the moments, by name."""
-        return self.moments if self.master is None else {**self.moments, MASTER: self.master}
+    def make(self, names: Iterable[str], device: torch.device) -> None:
+        """Makes those of these tensors that are lacking: zeros."""
+        for name in names:
+            if name not in self.tensors:
+                self.tensors[name] = torch.zeros(self.width, device=device)
 
-    def part(self, bucket: Bucket, k: int) -> slice:
-        """The elements of the k-th parameter that lie in `place`, counted from the bucket's start. Perhaps none."""
-        return intersection(bucket.layout.offsets[k], bucket.shapes[k].numel(), self.place)
+    def cut(self, name: str, place: slice) -> Tensor:
+        """The tensor's elements of a smaller place."""
+        return self.tensors[name][self.within(place)]
 
     def within(self, part: slice) -> slice:
         """A part of the bucket that lies in `place`, counted from where that starts."""
         return slice(part.start - self.place.start, part.stop - self.place.start)
 
-    def fill(self, bucket: Bucket, tensor: Tensor, values: Sequence[Tensor | None]) -> None:
-        """Copies the parameters' values to their places in the master or a moment; None: zeros. values: whole."""
+    def fill(self, bucket: Bucket, name: str, values: Sequence[Tensor | None]) -> None:
+        """Copies the parameters' values to their places in a tensor; None: zeros. values: whole."""
         if not bucket.sharded:
-            fill(bucket.view(tensor), values)
+            fill(bucket.view(self.tensors[name]), values)
             return
         for k, value in enumerate(values):
-            part = self.part(bucket, k)
+            part = self._of_parameter(bucket, k)
             if part.stop == part.start:
                 continue
             if value is None:
-                tensor[self.within(part)].zero_()
+                self.cut(name, part).zero_()
             else:
                 offset = bucket.layout.offsets[k]
                 whole = bucket.laid_out(k, value).reshape(-1)
-                tensor[self.within(part)].copy_(whole[part.start - offset : part.stop - offset])
+                self.cut(name, part).copy_(whole[part.start - offset : part.stop - offset])
+
+    def _of_parameter(self, bucket: Bucket, k: int) -> slice:
+        return intersection(bucket.layout.offsets[k], bucket.shapes[k].numel(), self.place)
 
     def extent(self, bucket: Bucket, which: range) -> Extent | None:
         """Where the piece of these parameters lies, one or all; None where nothing of them lies in `place`."""
@@ -114,7 +112,7 @@ class Part:
         return self.extents[which]
 
     def _find(self, bucket: Bucket, which: range) -> Extent | None:
-        every = [(k, self.part(bucket, k)) for k in which]
+        every = [(k, self._of_parameter(bucket, k)) for k in which]
         filled = [at for at, (_, part) in enumerate(every) if part.stop > part.start]
         if not filled:
             return None
@@ -146,7 +144,7 @@ class BucketState:
     """What this worker repeats of the worker before it; empty where there is no mirror."""
     together: bool = True
     """All of the bucket's parameters have had the same updates, so that one call can do them all."""
-    others: list[Held] = field(default_factory=list)
+    others: list[Part] = field(default_factory=list)
     """Parts that this worker keeps for others while the group changes."""
 
     @property
@@ -164,9 +162,9 @@ class BucketState:
         """Masters are a part of the state."""
         return self.param.dtype != torch.float32 and any(entry.mastered for entry in self.entries)
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[Part]:
         """All parts that are here."""
-        return [*(Held(part.place, part.tensors()) for part in self.parts), *self.others]
+        return [*self.parts, *self.others]
 
     def compare_updates(self) -> None:
         """After `entries` and `steps` were loaded: sets `together`. The host reads them."""
@@ -207,7 +205,7 @@ def piece_of(
         param=_cut(state.param, extent.place),
         master=None if part.master is None else _cut(part.master, extent.within),
         grad=_cut(bucket.mean, extent.place),
-        moments={name: _cut(moment, extent.within) for name, moment in part.moments.items()},
+        moments={name: _cut(tensor, extent.within) for name, tensor in part.tensors.items() if name != MASTER},
         step=state.steps[extent.tensors[0]],
         first=first,
         skip=skip,

@@ -20,7 +20,7 @@ from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import check_owner, owner
 from kfuse.comm.group import CommError
-from kfuse.comm.plan import REMEDY, MicroBatch, Reduced, StepPlan
+from kfuse.comm.plan import REMEDY, Reduced, StepPlan
 from kfuse.membership import Session
 from kfuse.optim.consistency import averaged_buffers
 from kfuse.optim.refuse import refuse_sharded
@@ -80,19 +80,14 @@ class Reducer:
         old = self.engine
         if old.reduced is not None or (old.begun and not old.interrupted):
             raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
-        shown = self._updates.show_shards()
-        try:
+        with self._updates.shards_shown():
             self._check(named)
             engine = self._new_engine(groups, named, old.lane)
-        except Exception:
-            if shown:
-                self._updates.hide_shards()
-            raise
-        engine.use_transport(old.topology, old.tree)
-        old.close()
-        engine.step, engine.parts, engine.compared = old.step, old.parts, old.compared
-        engine.carry_figures(old.figures)
-        self._attach(engine, groups)
+            engine.use_transport(old.topology, old.tree)
+            old.close()
+            engine.step, engine.parts, engine.compared = old.step, old.parts, old.compared
+            engine.carry_figures(old.figures)
+            self._attach(engine, groups)
         if old.plan is not None:
             engine.begin(old.plan)
 
@@ -127,36 +122,6 @@ class Reducer:
             )
         self.unit = "samples"
         self.engine.begin(plan)
-
-    def micro_batch(self, samples: int | None, last: bool, weight: float | None, several_backwards: bool) -> MicroBatch:
-        """As `DistributedOptimizer.micro_batch`."""
-        check_owner(self.engine)
-        if self.engine.parts > 1:
-            raise RuntimeError(
-                f"opt.accumulate({self.engine.parts}) is for bare backwards of loss / {self.engine.parts}: in "
-                "opt.micro_batch the loss is the mean, undivided; call opt.accumulate(1) before"
-            )
-        if (weight is not None) != (self.engine.plan is not None and self.engine.plan.by_weight):
-            raise ValueError("opt.micro_batch(weight=...): kf.fit and kf.DataLoader pass it, where weight_fn= is given")
-        if samples is not None and samples < 1:
-            raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
-        unit = "micro-batches" if samples is None else "samples"
-        if self.engine.begun and unit != self.unit:
-            raise ValueError("opt.micro_batch: give the sample counts of all of a step's micro-batches, or of none")
-        self.unit = unit
-        counted = 1.0 if samples is None else float(samples)
-        return MicroBatch(self.engine, counted if weight is None else weight, last, several_backwards)
-
-    def accumulate(self, backwards: int) -> None:
-        """As `DistributedOptimizer.accumulate`."""
-        if not isinstance(backwards, int) or isinstance(backwards, bool) or backwards < 1:
-            raise ValueError(f"opt.accumulate({backwards!r}): must be a whole number, at least 1")
-        if self.engine.begun or self.engine.plan is not None:
-            raise RuntimeError(
-                f"opt.accumulate({backwards}): call it between steps of a loop of bare backwards; kf.fit and "
-                "kf.DataLoader cut a batch into micro-batches themselves"
-            )
-        self.engine.parts = backwards
 
     # -- p.grad ---------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from functools import cache
 
-import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from kfuse.membership import Session
 
 _OWN_LOOP = "this job is elastic: kf.fit or kf.DataLoader must drive its training loop"
-_REMEDY = "give kfuse the inner model ({inner}) and do not wrap it"
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -26,9 +23,9 @@ def refuse_wrapped(model: nn.Module) -> None:
     for path, module in model.named_modules():
         name = ".".join(filter(None, ("model", path)))
         if issubclass(type(module), DistributedDataParallel):
-            raise TypeError(_ddp_message(name))
+            raise TypeError(_message(name, *_DDP))
         if issubclass(type(module), _fsdp_classes()):
-            raise TypeError(_fsdp_message(name))
+            raise TypeError(_message(name, *_FSDP))
 
 
 def refuse_sync_batchnorm(model: nn.Module) -> None:
@@ -51,37 +48,12 @@ def refuse_sharded(named: Iterable[tuple[Parameter, str]]) -> None:
     dtensor = getattr(tensor, "DTensor", ())
     for p, name in named:
         if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
-            raise TypeError(f"{name}: {_fsdp_message('its model')}")
+            raise TypeError(f"{name}: {_message('its model', *_FSDP)}")
         if isinstance(p, dtensor) or isinstance(p.data, dtensor):
             raise TypeError(
                 f"{name} is a DTensor: kfuse trains whole parameters; give it the model without fully_shard, "
                 "distribute_tensor or parallelize_module"
             )
-
-
-def refuse_torchs_fused_sgd(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError for torch's fused SGD over bf16 parameters on the CPU, where this torch does not train them.
-
-    Up to torch 2.13 its kernel changes only the last few elements of a parameter (pytorch issue 191763,
-    aten/src/ATen/native/cpu/FusedSGDKernel.cpp: the vectorised loop stores no parameter). So it is tried.
-    """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for index, group in enumerate(optimizer.param_groups):
-        sixteen_bit = any(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in group["params"])
-        if group.get("fused") and sixteen_bit and not _torchs_fused_sgd_works():
-            raise ValueError(
-                f"parameter group {index} has fused={group['fused']!r}: must be False, as the fused SGD of torch "
-                f"{torch.__version__} leaves bf16 parameters on the CPU untrained; or use kf.FusedSGD"
-            )
-
-
-@cache
-def _torchs_fused_sgd_works() -> bool:
-    param = torch.nn.Parameter(torch.ones(256, dtype=torch.bfloat16))
-    param.grad = torch.ones_like(param)
-    torch.optim.SGD([param], lr=0.5, fused=True).step()
-    return bool((param == 0.5).all())
 
 
 def refuse_own_loop(session: Session, uses_scaler: bool) -> None:
@@ -121,17 +93,6 @@ def refuse_unplanned(session: Session, planned: bool) -> None:
         )
 
 
-def refuse_scaled_local_step() -> None:
-    """Raises RuntimeError for torch's GradScaler in a step in which each worker updates with its own gradients.
-
-    Each worker's scaler would find a scale of its own; the workers' gradients could not be added up any more.
-    """
-    raise RuntimeError(
-        "GradScaler with comm.sync: must be ssgd, as in the other modes each worker would find another scale; autocast "
-        "with bfloat16 needs no scaler"
-    )
-
-
 def _fsdp_classes() -> tuple[type, ...]:
     """None where FSDP was not imported: then no model is sharded."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -139,11 +100,9 @@ def _fsdp_classes() -> tuple[type, ...]:
     return tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))
 
 
-def _ddp_message(what: str) -> str:
-    remedy = _REMEDY.format(inner="model.module")
-    return f"{what} is wrapped in DistributedDataParallel, which reduces gradients itself: {remedy}"
+def _message(what: str, how: str, inner: str) -> str:
+    return f"{what} is {how}, which reduces gradients itself: give kfuse the inner model ({inner}) and do not wrap it"
 
 
-def _fsdp_message(what: str) -> str:
-    remedy = _REMEDY.format(inner="as it was before FSDP or fully_shard")
-    return f"{what} is sharded by FSDP, which reduces gradients itself: {remedy}"
+_DDP = ("wrapped in DistributedDataParallel", "model.module")
+_FSDP = ("sharded by FSDP", "as it was before FSDP or fully_shard")

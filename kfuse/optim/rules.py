@@ -44,9 +44,6 @@ class Rule:
     def lay_out(self, bucket: Bucket, parts: Sequence[Part]) -> None:
         """The bucket's state, or this worker's parts of it, has been laid out."""
 
-    def mend_saved(self, saved: dict[str, Any], options: Options) -> None:
-        """A parameter group as torch's state_dict has it: changes what torch's optimizer would take over wrongly."""
-
     def update(self, updates: FlatUpdates, given: Update) -> None:
         """Updates this worker's parts of all buckets, and shares its shards. Raises CommError."""
 
@@ -98,13 +95,6 @@ class SGDRule(Rule):
         if found_inf is not None and options["dampening"] != 0:
             return bool(found_inf.item())
         return super().skips_first(options, found_inf)
-
-    def mend_saved(self, saved: dict[str, Any], options: Options) -> None:
-        """`fused` is None for 16-bit parameters: torch's SGD takes that setting over as it loads, and its fused kernel
-        leaves them as they are on the CPU (see `refuse_torchs_fused_sgd`).
-        """
-        if any(p.dtype != torch.float32 for p in options["params"]):
-            saved["fused"] = None
 
     def apply(self, piece: Piece, bucket: Bucket, options: Options, given: Update) -> None:
         names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")

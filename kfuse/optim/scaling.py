@@ -128,12 +128,6 @@ def squared_norm_of_shards(engine: Engine) -> Tensor:
     return every.cumsum(0)[-1]
 
 
-def check_clip_norm(clip_norm: float | None) -> None:
-    """Raises ValueError unless positive or None."""
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
-
-
 class NonfiniteWarning:
     """Warns of the first of several steps in a row whose gradients are not finite; on CUDA once that has arrived."""
 

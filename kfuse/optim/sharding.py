@@ -18,7 +18,7 @@ from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
 from kfuse.kernels import BLOCK
-from kfuse.optim.layout import MASTER, BucketState, Held, Part, intersection
+from kfuse.optim.layout import MASTER, BucketState, Part, intersection
 
 
 class ShardsLost(RuntimeError):
@@ -62,11 +62,11 @@ def plan_moves(held: Sequence[Sequence[slice]], wanted: Sequence[Sequence[slice]
 def move(
     group: Group,
     buckets: Sequence[Bucket],
-    held: Sequence[Sequence[Held]],
+    held: Sequence[Sequence[Part]],
     wanted: Sequence[Sequence[Sequence[slice]]],
     names: Sequence[Sequence[str]],
     what: str,
-) -> list[list[Held]]:
+) -> list[list[Part]]:
     """Returns the parts that this worker wants, of each bucket. Every rank of the group calls it.
 
     held: of each bucket what this worker has; it stays. wanted: of each bucket, of each rank. names: of each bucket's
@@ -82,19 +82,18 @@ def move(
             lost.append(f"{bucket.name}, {error}")
     if lost:
         raise ShardsLost(f"comm.state=sharded: no worker has this optimizer state any more: {'; '.join(lost)}")
-    moved: list[list[Held]] = []
+    moved: list[list[Part]] = []
     for bucket, mine, plan, wishes, of_bucket in zip(buckets, held, plans, wanted, names, strict=True):
-        places = [place for place in wishes[group.rank] if place.stop > place.start]
-        tensors: dict[str, list[Tensor]] = {}
+        new = [Part(place) for place in wishes[group.rank] if place.stop > place.start]
+        for part in new:
+            part.make(of_bucket, bucket.device)
         for name in of_bucket:
-            tensors[name] = [torch.zeros(place.stop - place.start, device=bucket.device) for place in places]
-            new = [Held(place, {name: tensor}) for place, tensor in zip(places, tensors[name], strict=True)]
             _exchange(group, plan, mine, new, name, f"{what}, {bucket.name}")
-        moved.append([Held(place, {name: tensors[name][k] for name in of_bucket}) for k, place in enumerate(places)])
+        moved.append(new)
     return moved
 
 
-def _announce(group: Group, held: Sequence[Sequence[Held]], what: str) -> list[list[list[slice]]]:
+def _announce(group: Group, held: Sequence[Sequence[Part]], what: str) -> list[list[list[slice]]]:
     """Of each bucket, of each rank, the places that it holds."""
     rows = [[index, part.place.start, part.place.stop] for index, parts in enumerate(held) for part in parts]
     counts = group.all_gather(torch.tensor([len(rows)], device=group.device), what)
@@ -109,12 +108,12 @@ def _announce(group: Group, held: Sequence[Sequence[Held]], what: str) -> list[l
 
 
 def _exchange(
-    group: Group, plan: Sequence[Move], held: Sequence[Held], new: Sequence[Held], name: str, what: str
+    group: Group, plan: Sequence[Move], held: Sequence[Part], new: Sequence[Part], name: str, what: str
 ) -> None:
     """Fills the tensors of `new` with what the plan brings this rank."""
     rank, ranks = group.rank, range(group.size)
 
-    def at(parts: Sequence[Held], place: slice) -> Tensor:
+    def at(parts: Sequence[Part], place: slice) -> Tensor:
         part = next(p for p in parts if p.place.start <= place.start and place.stop <= p.place.stop)
         return part.cut(name, place)
 
@@ -157,15 +156,11 @@ def regroup(engine: Engine, states: Sequence[BucketState], moments: Sequence[str
         state.others = []
         for part, place in ((state.own, bucket.shard), (state.mirror, bucket.mirrored)):
             part.move_to(place)
-            tensors = {
-                name: t for held_here in new if held_here.place == place for name, t in held_here.tensors.items()
-            }
-            part.master = tensors.pop(MASTER, None)
-            part.moments = tensors
-            if not tensors and state.has_moments:
-                part.moments = {name: torch.zeros(part.width, device=bucket.device) for name in moments}
+            for each in new:
+                part.tensors |= each.tensors if each.place == place else {}
+            part.make(moments if state.has_moments else (), bucket.device)
             if part.master is None and state.param.dtype != torch.float32:
-                part.master = state.param[place].float()
+                part.tensors[MASTER] = state.param[place].float()
 
 
 def hand_over(
@@ -202,7 +197,7 @@ def collect(engine: Engine, states: Sequence[BucketState], rank: int, has_state:
     """
     group, buckets = engine.group, engine.gradient_buckets
     held = [
-        [Held(part.place, {"param": state.param[part.place].float()}) for part in state.parts] if has_state else []
+        [Part(part.place, {"param": state.param[part.place].float()}) for part in state.parts] if has_state else []
         for state in states
     ]
     wanted = [[[slice(0, bucket.body)] if r == rank else [] for r in range(group.size)] for bucket in buckets]
@@ -235,28 +230,14 @@ def hand_overs(group: Group, numel: int, new_ranks: Sequence[int | None], size: 
     return taken
 
 
-def gather(engine: Engine, parts: Sequence[Part], only: int | None) -> list[dict[str, Tensor]]:
+def gather(engine: Engine, states: Sequence[BucketState], only: int | None) -> list[dict[str, Tensor]]:
     """Returns the whole state tensors of each bucket, [body], on the host. Every rank calls it. Raises CommError.
 
-    parts: of each bucket, this worker's own.
     only: the rank that gets them; the others get none. None: every rank does.
     """
     group, gathered = engine.group, list[dict[str, Tensor]]()
-    for bucket, part in zip(engine.gradient_buckets, parts, strict=True):
-        whole: dict[str, Tensor] = {}
-        for name, tensor in part.tensors().items():
-            what = f"optimizer state, {name} of {bucket.name}"
-            wanted = only in (None, group.rank)
-            full = torch.zeros(bucket.body if wanted else 0, device=bucket.device)
-            if only is None:
-                full[part.place] = tensor
-                group.share(full, what, BLOCK).wait()
-            else:
-                sizes = [shard.stop - shard.start for shard in group.shards(bucket.body, BLOCK)]
-                into = sizes if wanted else [0] * group.size
-                cut = [part.width if rank == only else 0 for rank in range(group.size)]
-                group.all_to_all(full, into, tensor, cut, what).wait()
-            if wanted:
-                whole[name] = full.cpu()
-        gathered.append(whole)
+    for bucket, state in zip(engine.gradient_buckets, states, strict=True):  # apart: the device has one whole at a time
+        wanted = [[slice(0, bucket.body)] if only in (None, rank) else [] for rank in range(group.size)]
+        [found] = move(group, [bucket], [[state.own]], [wanted], [list(state.own.tensors)], "optimizer state")
+        gathered.append({name: tensor.cpu() for part in found for name, tensor in part.tensors.items()})
     return gathered

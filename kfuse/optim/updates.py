@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.nn import Parameter
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
 from kfuse.comm.plan import Reduced
-from kfuse.optim.consistency import average
 from kfuse.optim.parameters import without_compiler
 
 
@@ -42,14 +42,13 @@ class Update:
 
 
 class Updates:
-    """Makes the updates of an optimizer's parameters."""
+    """Makes the updates of an optimizer's parameters. Without shards, those about shards do nothing."""
 
     weight_names: tuple[str, ...] = ()
     """Entries of torch's `state` that `weights` returns: they are not averaged twice."""
     engine: Engine
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
-        """opt: whose `param_groups` and `state` are used."""
         self.opt = opt
 
     @property
@@ -71,39 +70,13 @@ class Updates:
         """
         raise NotImplementedError
 
-    def make_state(self, lacking: Sequence[int]) -> None:
-        """Makes the state of these parameters (indices in `engine.params`, perhaps none), as of no update."""
-        raise NotImplementedError
+    def fisher(self) -> Tensor | None:
+        """Trace and largest entry of the diagonal Fisher information by the state: fp32 [2] on the device, without a
+        wait. None before the first update. Raises RuntimeError for a class without `tells_fisher`.
+        """
+        raise RuntimeError(f"{type(self.opt).__name__} does not tell the Fisher information")
 
-    def agree_on_state(self, group: Group) -> None:
-        """As `DistributedOptimizer.agree_on_state`."""
-        params = self.engine.params
-        if group.size == 1 or not params:
-            return
-        mine = torch.tensor([float(bool(self._states_of(p))) for p in params], device=group.device)
-        everywhere = mine.clone()
-        group.all_reduce(everywhere, "which parameters have optimizer state").wait()
-        lacking = ((mine == 0) & (everywhere > 0)).tolist()
-        with torch.no_grad():
-            self.make_state([index for index, lacks in enumerate(lacking) if lacks])
-
-    def _states_of(self, p: Parameter) -> list[Tensor]:
-        """The tensors of a parameter's state, without those that are weights."""
-        state = self.opt.state.get(p, {})
-        names = sorted(name for name in state if name not in self.weight_names)
-        return [state[name] for name in names if isinstance(state[name], Tensor)]
-
-    @torch.no_grad()
-    def average_models(self, group: Group, weights: bool, states: bool) -> None:
-        """As `DistributedOptimizer.average_models`."""
-        if self.engine.options.sharded:
-            raise RuntimeError("opt.average_models: comm.state=sharded has one model only; use comm.state=replicated")
-        values = self.weights() if weights else []
-        if states:
-            values += [value for p in self.engine.params for value in self._states_of(p)]
-        average(group, [*values, *self.engine.averaged.tensors])
-        if weights:
-            self.weights_changed()
+    # -- averages -------------------------------------------------------------------------------------------------
 
     def weights(self) -> list[Tensor]:
         """The tensors that updates change: the parameters, or what they are computed from. Between steps."""
@@ -112,9 +85,47 @@ class Updates:
     def weights_changed(self) -> None:
         """The caller has changed what `weights` returned: parameters that are computed from them follow."""
 
-    def fisher(self) -> Tensor | None:
-        """As `DistributedOptimizer.fisher`."""
-        raise RuntimeError(f"{type(self.opt).__name__} does not tell the Fisher information")
+    @torch.no_grad()
+    def average_models(self, weights: bool = True, states: bool = True) -> None:
+        """Makes parameters, optimizer state and BatchNorm's running statistics the mean of all workers' (local SGD).
+
+        Between steps, on every worker. All of it or nothing is replaced. weights, states: whether parameters and
+        optimizer state are averaged. Raises CommError, and RuntimeError with sharded state.
+        """
+        if self.engine.options.sharded:
+            raise RuntimeError("comm.state=sharded has one model only, so none are averaged; use comm.state=replicated")
+        values = self.weights() if weights else []
+        if states:
+            values += [value for p in self.engine.params for value in self._states_of(p)]
+        _average(self.engine.group, [*values, *self.engine.averaged.tensors])
+        if weights:
+            self.weights_changed()
+
+    @torch.no_grad()
+    def agree_on_state(self) -> None:
+        """Before states are averaged, on every worker: all have state of the same parameters afterwards.
+
+        For after steps in which some workers made no update. What a worker lacks is zeros, as of no update. Raises
+        CommError; calling it again is harmless.
+        """
+        params, group = self.engine.params, self.engine.group
+        if group.size == 1 or not params:
+            return
+        mine = torch.tensor([float(bool(self._states_of(p))) for p in params], device=group.device)
+        everywhere = mine.clone()
+        group.all_reduce(everywhere, "which parameters have optimizer state").wait()
+        lacking = ((mine == 0) & (everywhere > 0)).tolist()
+        self.make_state([index for index, lacks in enumerate(lacking) if lacks])
+
+    def make_state(self, lacking: Sequence[int]) -> None:
+        """Makes the state of these parameters (indices in `engine.params`, perhaps none), as of no update."""
+        raise NotImplementedError
+
+    def _states_of(self, p: Parameter) -> list[Tensor]:
+        """The tensors of a parameter's state, without those that are weights."""
+        state = self.opt.state.get(p, {})
+        names = sorted(name for name in state if name not in self.weight_names)
+        return [state[name] for name in names if isinstance(state[name], Tensor)]
 
     # -- what is compared and saved -------------------------------------------------------------------------------
 
@@ -136,20 +147,6 @@ class Updates:
         state: dict[str, Any] = without_compiler(torch.optim.Optimizer.state_dict)(self.opt)
         return state
 
-    def load_state_dict(self, state: dict[str, Any], whole: bool = False) -> None:
-        """Loads what `state_dict` gave, or torch's optimizer. whole: with sharded state all of it, not this worker's
-        shard alone. Raises ValueError where it does not fit the parameters; then nothing is loaded.
-        """
-        without_compiler(torch.optim.Optimizer.load_state_dict)(self.opt, state)
-
-    def make_room(self, state: dict[str, Any]) -> None:
-        """Makes the state tensors that `state` has and this worker has not, where it knows how.
-
-        So a state that arrives from another worker is written where it stays. It is loaded once all has arrived.
-        """
-
-    # -- sharded state: the rest is for optimizers that can have it -----------------------------------------------
-
     def gathered_state(self, rank: int) -> dict[str, Any]:
         """As `state_dict`, but on the other ranks than this without the shards."""
         return self.state_dict()
@@ -158,16 +155,29 @@ class Updates:
         """Returns what every worker has alike: with sharded state all but the shards. No collective."""
         return self.state_dict()
 
+    def load_state_dict(self, state: dict[str, Any], whole: bool = False) -> None:
+        """Loads what `state_dict` gave, or torch's optimizer. whole: with sharded state all of it, also what other
+        workers are to own, which get it by `regroup`. Raises ValueError where it does not fit the parameters; then
+        nothing is loaded.
+        """
+        without_compiler(torch.optim.Optimizer.load_state_dict)(self.opt, state)
+
     def load_common_state(self, state: dict[str, Any], keeps_shards: bool) -> None:
-        """Takes over another worker's `common_state`. keeps_shards: those of this worker are of the same step."""
+        """Takes over another worker's `common_state`. The shards come by `regroup`.
+
+        keeps_shards: those that this worker has are of the same step.
+        """
         self.load_state_dict(state)
 
-    def show_shards(self) -> bool:
-        """Before buckets are laid out anew: gathers sharded state, from all workers. Returns whether there was any."""
-        return False
+    def make_room(self, state: dict[str, Any]) -> None:
+        """Makes the state tensors that `state` has and this worker has not, where it knows how.
 
-    def hide_shards(self) -> None:
-        """Buckets were not laid out anew: drops what `show_shards` gathered."""
+        So a state that arrives from another worker is written where it stays. It is loaded once all has arrived.
+        """
+
+    def shards_shown(self) -> AbstractContextManager[None]:
+        """Context in which buckets are laid out anew: torch's `state` is whole. A collective with sharded state."""
+        return nullcontext()
 
     def regroup(self, has_state: bool) -> None:
         """After the group has changed, on every worker of the new one: each gets the shards that are its own now.
@@ -181,3 +191,20 @@ class Updates:
 
         new_ranks: of each rank, its rank in the next view, of `size` workers; None: it leaves. Raises CommError.
         """
+
+
+def _average(group: Group, tensors: Sequence[Tensor]) -> None:
+    """Makes these tensors the mean of all workers', in place: all of them or none. Integers are rounded.
+
+    The mean of equal values is that value. Raises CommError.
+    """
+    if group.size == 1 or not tensors:
+        return
+    # The sum of 2 or 4 equal fp32 values is exact in any order; of other numbers only float64 holds it.
+    dtype = torch.float32 if group.size in (2, 4) else torch.float64
+    flat = torch.cat([tensor.detach().reshape(-1).to(group.device, dtype) for tensor in tensors])
+    group.all_reduce(flat, "average of the workers' models").wait()
+    flat.div_(group.size)
+    for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        mean = mean.view(tensor.shape)
+        tensor.copy_(mean if tensor.is_floating_point() else mean.round())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +11,7 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.optim.base import DistributedOptimizer
-from kfuse.optim.refuse import refuse_torchs_fused_sgd
 from kfuse.optim.updates import Update, Updates
-
-_LOG = logging.getLogger("kfuse")
 
 _BEGIN_WITH_ZEROS = tuple(
     getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
@@ -37,8 +32,7 @@ class Optimizer(DistributedOptimizer):
         clip_norm: float | None = None,
         skip_nonfinite: bool | None = None,
     ) -> None:
-        """Raises TypeError for what is not a torch optimizer, is a kfuse one already, or needs a closure or sparse
-        gradients; ValueError for torch's fused SGD over bf16 parameters on the CPU, which does not train them.
+        """Raises TypeError for what is not a torch optimizer, or is a kfuse one already.
 
         clip_norm: limit of the mean gradient's global norm. skip_nonfinite: leaves a step out where a gradient is not
         finite; rank 0 warns either way. None: where that costs no wait.
@@ -49,20 +43,12 @@ class Optimizer(DistributedOptimizer):
         which this worker gives a parameter no gradient.
 
         bf16 parameters are updated as torch does it: in bf16, from gradients that were averaged in fp32 and rounded.
-        There are no fp32 master weights, so an update smaller than the spacing of bf16 numbers is lost; a warning says
-        so. FusedAdamW, FusedSGD and FusedLAMB keep masters.
+        There are no fp32 master weights, so an update smaller than the spacing of bf16 numbers is lost; FusedAdamW,
+        FusedSGD and FusedLAMB keep masters. An optimizer that needs a closure (LBFGS), or sparse gradients
+        (SparseAdam), fails at its first step.
         """
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"kf.Optimizer wraps a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        name = type(optimizer).__name__
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            raise TypeError(f"{name} takes sparse gradients, kfuse reduces dense ones only: use Adam and sparse=False")
-        if _needs_closure(optimizer):
-            raise TypeError(
-                f"{name}.step needs a closure, which it may call several times; kfuse reduces one backward a step: use "
-                "an optimizer whose step() can do without"
-            )
-        refuse_torchs_fused_sgd(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner = optimizer
         self.state = optimizer.state
@@ -72,18 +58,6 @@ class Optimizer(DistributedOptimizer):
             on_gpu = any(devices.of(p.device).asynchronous for group in self.param_groups for p in group["params"])
             skip_nonfinite = updates.skips_on_device or not on_gpu
         self._attach(updates, clip_norm, skip_nonfinite)
-        self._warn_of_bf16(name)
-
-    def _warn_of_bf16(self, name: str) -> None:
-        """Warns on one worker: in an elastic job each is rank 0 of its own group until it joins."""
-        client = self._session.control_client
-        warns = (self._session.group.rank if client is None else client.worker) == 0
-        if warns and any(p.dtype == torch.bfloat16 for p in self.engine.params):
-            _LOG.warning(
-                "bf16 parameters with kf.Optimizer(%s): updates are made in bf16, which loses those below 1/256 of a "
-                "weight; kf.FusedAdamW, FusedSGD and FusedLAMB keep fp32 master weights",
-                name,
-            )
 
     def _share(self) -> None:
         self.inner.param_groups = self.param_groups
@@ -111,7 +85,6 @@ class TorchUpdates(Updates):
         """Also shares the wrapped optimizer's groups and state again, since loading replaces them."""
         self._inner.load_state_dict(state)
         self.opt.param_groups, self.opt.state = self._inner.param_groups, self._inner.state
-        refuse_torchs_fused_sgd(self._inner)
 
     @property
     def skips_on_device(self) -> bool:
@@ -212,10 +185,3 @@ class TorchUpdates(Updates):
         finally:
             for group, rate in zip(self._inner.param_groups, rates, strict=True):
                 group["lr"] = rate
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Its step has an argument without a default, as LBFGS's."""
-    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(each.default is inspect.Parameter.empty and each.kind in positional for each in arguments)

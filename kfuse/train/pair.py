@@ -141,8 +141,8 @@ class PairAveraging(SyncMethod):
         session.apart, self._client.step, self._until = False, None, 0
         self._opt.engine.set_group(session.group)
         self._decisions.use_transport()
-        self._opt.agree_on_state()  # each worker knows of its own steps only
-        self._opt.average_models()
+        self._opt.updates.agree_on_state()  # each worker knows of its own steps only
+        self._opt.updates.average_models()
         self._agree()
         self._apply_all(met.announced)
         at.generation = max(at.generation, met.generation)

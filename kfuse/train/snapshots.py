@@ -17,7 +17,7 @@ from kfuse.comm.group import CommError, Pending
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
 from kfuse.optim.flat_updates import FlatUpdates
-from kfuse.optim.layout import Held
+from kfuse.optim.layout import Part
 from kfuse.train.state import TrainingState
 
 
@@ -26,7 +26,7 @@ class _Snapshot:
     step: int
     common: dict[str, Any]
     """What all workers have alike, on the host."""
-    shards: list[list[Held]]
+    shards: list[list[Part]]
     """Of each bucket: this worker's own, and the one of the worker before."""
     arriving: list[Pending]
     """The messages that bring the latter."""
@@ -71,20 +71,20 @@ class Snapshots:
         copied, arriving = [], list[Pending]()
         for number, (bucket, of_bucket) in enumerate(self._flat.pairs()):
             own = of_bucket.own
-            mine = {name: tensor.clone() for name, tensor in own.tensors().items()}  # updates change it meanwhile
+            mine = {name: tensor.clone() for name, tensor in own.tensors.items()}  # updates change it meanwhile
             before = group.shards(bucket.body, self._opt.engine.shard_unit)[group.rank - 1]
             theirs = {name: torch.empty(before.stop - before.start, device=bucket.device) for name in mine}
             for name, tensor in mine.items():
                 what = f"step {step}, snapshot of bucket {number + 1}, {name}"
                 arriving.append(group.pass_on(theirs[name], tensor, what))
-            copied.append([Held(own.place, mine), Held(before, theirs)])
+            copied.append([Part(own.place, mine), Part(before, theirs)])
         common = snapshot(self._state.capture_common(), "the training state")
         self._newest = _Snapshot(step, common, copied, arriving)
 
     def _keep_complete(self) -> None:
         if self._newest is not None and self._newest.is_complete():
             self._newest.shards = [
-                [Held(part.place, {name: tensor.cpu() for name, tensor in part.tensors.items()}) for part in parts]
+                [Part(part.place, {name: tensor.cpu() for name, tensor in part.tensors.items()}) for part in parts]
                 for parts in self._newest.shards
             ]
             self._complete, self._newest = [*self._complete, self._newest], None

@@ -83,11 +83,11 @@ class TrainingState:
 
     def capture_on_leader(self) -> dict[str, Any]:
         """As `capture`, but rank 0 alone gets the shards of the optimizer's state."""
-        return self.capture(of_optimizer=lambda opt: opt.gathered_state(0))
+        return self.capture(of_optimizer=lambda opt: opt.with_statistics(opt.updates.gathered_state(0)))
 
     def capture_common(self) -> dict[str, Any]:
         """As `capture`, without the shards of the optimizer's state: no collective."""
-        return self.capture(of_optimizer=lambda opt: opt.common_state())
+        return self.capture(of_optimizer=_common_state)
 
     def restore_some(self, state: Mapping[str, Any]) -> None:
         """Loads the parts that `capture` returned with a selection."""
@@ -111,7 +111,7 @@ class TrainingState:
                 part.updates.make_room(state[name])
         kinds = DistributedOptimizer | nn.Module
         own = [name for name, part in self._parts.items() if isinstance(part, kinds)]
-        return self.capture(only=own, of_optimizer=lambda opt: opt.common_state())
+        return self.capture(only=own, of_optimizer=_common_state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Loads what `capture` returned, here or in another process, part by part, in the order of declaration.
@@ -119,14 +119,14 @@ class TrainingState:
         Sharded optimizer state stays whole on this worker; the others get their shards by its `regroup`.
         Raises ValueError as `check` does, and for a part that does not take its state.
         """
-        self._restore(state, lambda opt, of_opt: opt.load_gathered_state(of_opt))
+        self._restore(state, lambda opt, of_opt: opt.updates.load_state_dict(of_opt, whole=True))
 
     def restore_common(self, state: Mapping[str, Any], keeps_shards: bool) -> None:
         """Loads what `capture_common` returned, as `restore` does.
 
         keeps_shards: those of sharded optimizer state that this worker has are of the same step.
         """
-        self._restore(state, lambda opt, of_opt: opt.load_common_state(of_opt, keeps_shards))
+        self._restore(state, lambda opt, of_opt: opt.updates.load_common_state(of_opt, keeps_shards))
 
     def _restore(self, state: Mapping[str, Any], load: Callable[[DistributedOptimizer, dict[str, Any]], None]) -> None:
         self.check(state)
@@ -134,11 +134,17 @@ class TrainingState:
             try:
                 if isinstance(part, DistributedOptimizer):
                     load(part, state[name])
+                    part.load_statistics(state[name])
                 else:
                     part.load_state_dict(state[name])
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ValueError(f"another program's state: its {name} does not fit: {why}") from error
+
+
+def _common_state(opt: DistributedOptimizer) -> dict[str, Any]:
+    """What all workers have alike. No collective."""
+    return opt.with_statistics(opt.updates.common_state())
 
 
 def with_settings(state: Mapping[str, Any], batch_size: int, lr_scale: float, seed: int) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from kfuse.comm.group import CommError
 from kfuse.data.batch import tensors
 from kfuse.data.fetching import Fetcher, Task, TaskPlan, random_key, seed_host
 from kfuse.data.sampler import micro_batch_sizes, worker_range
-from kfuse.determinism import refused_operation
 from kfuse.optim import DistributedOptimizer
 
 
@@ -137,12 +136,7 @@ class Step:
         with self._opt.micro_batch(
             samples, j == self.mine[-1], weight=weight, several_backwards=self._several_backwards
         ) as micro_batch:
-            try:
-                yield batch
-            except RuntimeError as error:
-                if (refused := refused_operation(error)) is not None:
-                    raise RuntimeError(refused) from error
-                raise
+            yield batch
             micro_batch.loss = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
             micro_batch.figures = self.figures
 

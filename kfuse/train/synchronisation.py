@@ -83,7 +83,7 @@ class LocalSGD(SyncMethod):
             if at.drifted >= every or common or over:
                 self.meet(every)
         elif (complete := self._round_is_complete(every)) or ((common or over) and at.drifted):
-            self._opt.average_models(states=False)
+            self._opt.updates.average_models(states=False)
             if complete:
                 self._outer_step()
             at.drifted = 0
@@ -94,8 +94,8 @@ class LocalSGD(SyncMethod):
         """
         if self._progress.drifted:
             if self._progress.uneven:
-                self._opt.agree_on_state()
-            self._opt.average_models()
+                self._opt.updates.agree_on_state()
+            self._opt.updates.average_models()
             if self._round_is_complete(every):
                 self._outer_step()
             self._progress.drifted, self._progress.uneven = 0, False
@@ -163,8 +163,8 @@ class ModelAveraging(SyncMethod):
             # The central model moves last: where a worker is lost before, those that have not ended this stage begin it
             # again, and average once more what is equal by then.
             if self._progress.uneven:
-                self._opt.agree_on_state()
-            self._opt.average_models(weights=False)
+                self._opt.updates.agree_on_state()
+            self._opt.updates.average_models(weights=False)
             self._end_step()
             self.finish()
         self._progress.drifted, self._progress.uneven = 0, False
@@ -180,7 +180,7 @@ class ModelAveraging(SyncMethod):
         if self._centre is None:
             yield
             return
-        self._opt.average_models(weights=False, states=False)
+        self._opt.updates.average_models(weights=False, states=False)
         weights = self._opt.updates.weights()
         own = [weight.clone() for weight in weights]
         self._take(self._centre)

@@ -223,7 +223,7 @@ class Trainer:
         every = self.calls.policy.fisher_every
         if every is None or self.progress.step % every or self.session.group.rank:
             return None
-        return self.opt.fisher()
+        return self.opt.updates.fisher()
 
     def _yielded(self, step: Step) -> Iterator[Step]:
         """Yields the step, once. Raises what ended its body early, RuntimeError if the body has not called opt.step().

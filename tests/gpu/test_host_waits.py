@@ -34,7 +34,7 @@ def test_an_averaging_of_local_sgd_waits_for_its_message(parameters: torch.dtype
     with job(lag=AHEAD, parameters=parameters) as it:
         for _ in range(2):
             assert it.recorder.waits_of(lambda: it.planned_step([range(0, 2), range(2, 4)], local=True)) == []
-            waits = it.recorder.waits_of(it.opt.average_models)
+            waits = it.recorder.waits_of(it.opt.updates.average_models)
             assert len(waits) == 1 and waits[0].startswith("polling"), waits
 
 

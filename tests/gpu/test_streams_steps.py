@@ -122,7 +122,7 @@ def test_local_sgd(schedule: str) -> None:
     with job(schedule=schedule, elastic=True) as it:
         for by_weight in (False, True):
             it.planned_step([range(0, 2), range(2, 4)], by_weight=by_weight, local=True)
-            it.opt.average_models()
+            it.opt.updates.average_models()
 
 
 @pytest.mark.parametrize("tree", ["latency", (3, 0, 0, 3)], ids=str)

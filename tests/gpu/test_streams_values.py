@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import kfuse as kf
 from kfuse.comm import tail
-from kfuse.optim import comparison
+from kfuse.optim import consistency
 
 pytestmark = pytest.mark.full
 
@@ -114,7 +114,7 @@ def test_all_workers_learn_of_a_difference_after_the_same_step(
     """However far their devices are behind, and whoever reads statistics: what follows is a collective."""
     digests = itertools.count()
     monkeypatch.setattr(tail, "digest_from_slots", lambda slots: next(digests))
-    monkeypatch.setattr(comparison, "first_difference", lambda *given: "all")
+    monkeypatch.setattr(consistency, "first_difference", lambda *given: "all")
     with job(lag=lag) as it:
         with pytest.raises(kf.ConsistencyError, match="step 0: "):
             for _ in range(20):

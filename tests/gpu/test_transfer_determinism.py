@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import kfuse as kf
 from kfuse.comm import devices
@@ -133,26 +132,6 @@ def test_a_workspace_that_the_user_set_stays_and_another_one_or_none_too_late_is
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     kf.init(comm_reproducible=True)
     assert gpu.seen["workspace"] == ":16:8" and gpu.seen["algorithms"]
-
-
-class Scatters(nn.Module):
-    """Uses an operation that torch refuses on the CPU too: its deterministic mode asks for accumulate=True."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
-        return self.layer(x)
-
-
-def test_fit_names_a_refused_operation_in_one_line(gpu: StandIn) -> None:
-    torch.use_deterministic_algorithms(True)
-    net = Scatters()
-    opt = kf.Optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match=r"^comm\.reproducible=true: the operation put_ has no deterministic"):
-        kf.fit(net, (torch.randn(8, 4), torch.randint(0, 3, (8,))), opt, batch_size=4)
 
 
 def test_the_built_in_models_use_no_operation_that_is_refused(gpu: StandIn) -> None:
