@@ -14,17 +14,15 @@ class AutoscalePolicy(ConfiguredPolicy):
 
         (R(n + 1) / R(n) - 1) / (1 / n) > threshold              1: it adds as much as each of the others; 0: nothing
 
-    It adds workers one at a time while they pay, and goes back from one that does not. If already the first one does
-    not pay, it tries fewer in the same way. Then it is settled, and asks for nothing. It measures anew when the batch
-    size changes, or the workers otherwise than by its own request (a lost worker).
+    It adds workers one at a time while they pay, and goes back from one that does not. If the first one does not pay,
+    it tries fewer in the same way. Then it is settled. It measures anew when the batch size changes, or the workers
+    otherwise than by its own request (a lost worker).
 
     window: steps whose median time counts; at least 1.
     settle: steps that are left out before, in which a worker that has joined warms up; at least 0.
     threshold: the least scaling efficiency that pays; above 0. The default is the paper's.
     patience_s: seconds of training in which requested workers must have come, else the present ones stay; above 0.
     120 is the default time in which a new worker must be ready (elastic.boot_timeout_s).
-
-    Raises ValueError for an argument out of its range.
     """
 
     owned_fields = ("workers",)

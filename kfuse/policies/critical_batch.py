@@ -22,8 +22,6 @@ class CriticalBatchPolicy(ConfiguredPolicy):
 
     factor: critical batch size over noise scale; finite, above 0. 1 until it is measured.
     every: it decides at steps divisible by this number; at least 1. 20: an interval needs 20 steps after a change.
-
-    Raises ValueError for an argument out of its range.
     """
 
     owned_fields = ("batch_size",)

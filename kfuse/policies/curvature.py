@@ -28,8 +28,6 @@ class CurvaturePolicy(ConfiguredPolicy):
     rise: above 1. 2 is above the noise of v with beta2 = 0.999, a mean over some thousand steps.
     factor: above 0, below 1. 1 / rise would keep learning rate x curvature; the default is that for rise = 2.
     least: the least lr_scale that it asks for; above 0, at most 1.
-
-    Raises ValueError for an argument out of its range.
     """
 
     owned_fields = ("lr_scale",)

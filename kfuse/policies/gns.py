@@ -31,8 +31,6 @@ class GNSPolicy(ConfiguredPolicy):
     micro_batches_per_worker: micro-batches of a step that are the work of one worker; at least 1.
     allow_shrink: whether batch size and worker count may also fall; otherwise they only grow.
     dead_band: part of the batch size by which factor * high must lie below it before it shrinks; at least 0, below 1.
-
-    Raises ValueError for an argument out of its range.
     """
 
     owned_fields = ("batch_size", "workers")

@@ -12,13 +12,10 @@ from numpy.typing import ArrayLike
 from kfuse.policies.signals import ConfiguredPolicy, Decision, Signals, check_positive, check_whole
 from kfuse.policies.step_time import Array, Point, StepTime, fit
 
-_KEPT_TIMES = 20
-"""Step times that are kept of a setting: the newest ones."""
-_LEAST_TIMES = 5
-"""Step times without which a setting is not measured yet."""
+_KEPT_TIMES = 20  # the newest ones of each setting
+_LEAST_TIMES = 5  # with fewer a setting is not measured yet
 _KEPT_SETTINGS = 64
-_CANDIDATES = 64
-"""Batch sizes that are compared for a number of workers."""
+_CANDIDATES = 64  # batch sizes that are compared for a number of workers
 
 
 def efficiency(batch_size: ArrayLike, base_batch_size: float, noise_scale: ArrayLike) -> Array:
@@ -33,8 +30,8 @@ class GoodputPolicy(ConfiguredPolicy):
         throughput(B, n) = B / t(k, n)      samples a second; k = ceil(micro-batches / n) is what a worker has at most
         efficiency(B) = (noise + B0) / (noise + B)      noise: the noise scale; B0: the batch size at first
 
-    t is Pollux' model of a step's time, fitted to the steps so far (`kfuse.policies.step_time`). Measured settings
-    count with their own median time, and the model says how others compare with the present one.
+    t is Pollux' model of a step's time, fitted to the steps so far. Measured settings count with their own median time,
+    and the model says how others compare with the present one.
 
     - A larger batch is judged by the low end of the noise scale's interval, a smaller one by the high end. If that end
       is unknown, the change is not considered.
@@ -49,8 +46,6 @@ class GoodputPolicy(ConfiguredPolicy):
     every: steps between decisions; at least 1. A fit takes some milliseconds.
     margin: the predicted gain in goodput, as a fraction, below which nothing changes; above 0. 0.05 is above the noise
     of the median of twenty step times on a machine that has little else to do.
-
-    Raises ValueError for an argument out of its range.
     """
 
     owned_fields = ("batch_size", "workers")

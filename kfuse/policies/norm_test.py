@@ -24,8 +24,6 @@ class NormTestPolicy(ConfiguredPolicy):
 
     theta: the largest error, over the gradient's norm; finite, above 0. AdAdaGrad's experiments have 0.1 to 0.5.
     every: it decides at steps every, 2 every, ... (not at step 0); at least 1. 20: fewer steps are no mean.
-
-    Raises ValueError for an argument out of its range.
     """
 
     owned_fields = ("batch_size",)

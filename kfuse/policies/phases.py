@@ -30,9 +30,9 @@ class SchedulePolicy(BasePolicy):
 
     A phase applies from its step on, from the first step of its epoch, or from the first step that begins with so many
     samples: the policy asks for it as many steps before as a decision takes (signals.in_force_at). What would start at
-    steps 1 to 3 applies from step 4 on. Phases may follow each other at any distance; those that no step is left for
-    are skipped. How far the steps in between get is reckoned with the batch sizes of the phases, where the batch size
-    is theirs by now, and else with the present one.
+    steps 1 to 3 applies from step 4 on. Phases that no step is left for are skipped. How far the steps in between get
+    is reckoned with the batch sizes of the phases, where the batch size is theirs by now, and else with the present
+    one.
 
     Where the length of an epoch is unknown (signals.epoch_samples) its last step counts as a whole one, so that phases
     by samples may apply too soon, by less than a step's samples for each epoch that ended in the five steps before; and

@@ -40,8 +40,6 @@ class SeesawPolicy(ConfiguredPolicy):
 
     cut: factor of one cut; finite, above 1. The paper's experiments have 1.1; larger ones save fewer steps.
     curve: cosine or quarter_cosine.
-
-    Raises ValueError for an argument out of its range.
     """
 
     owned_fields = ("batch_size", "lr_scale")

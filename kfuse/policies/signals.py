@@ -100,7 +100,7 @@ class Decision:
     """What a policy asks for. A field left at None asks for no change.
 
     Raises TypeError where batch_size, workers or replace is not a whole number, or sync is not a text. Values out of
-    range are no error: `clipped` handles them, since the bounds belong to the run and not to the policy.
+    range are no error: the run's bounds clip them.
     """
 
     batch_size: int | None = None
@@ -144,10 +144,7 @@ class Decision:
         return replace(self, **{name: value for name, value in asked.items() if value is not None})
 
     def changes(self, signals: Signals) -> Decision | None:
-        """Returns the fields that the signals do not show yet, and those that they never show; None if there are none.
-
-        A value out of bounds is compared as it will be clipped: else it would be asked for at every step.
-        """
+        """Returns the fields that the signals do not show, compared as they will be clipped; None if there are none."""
         nearest, _ = self.clipped(signals.bounds)
         scale, now = nearest.lr_scale, signals.lr_scale
         change = replace(
@@ -177,9 +174,8 @@ class Decision:
 class BasePolicy:
     """A policy adapts training while it runs: KungFu's hooks (Mai et al., OSDI 2020) and `decide`.
 
-    Override any hook, `decide`, or both. The hooks run on every worker at the same steps, and may use kfuse's
-    module-level functions (`kf.allreduce`, `kf.resize`, ...). `decide` depends on nothing but the signals so far, and
-    has no side effects outside the policy, so it can be replayed offline.
+    The hooks run on every worker at the same steps, and may use kfuse's module-level functions (`kf.allreduce`,
+    `kf.resize`, ...). `decide` depends on nothing but the signals so far, and has no side effects outside the policy.
     """
 
     fisher_every: int | None = None
@@ -227,8 +223,8 @@ class BasePolicy:
     def state_dict(self) -> dict[str, Any]:
         """Returns what a joining worker or a resumed run needs of this policy.
 
-        That is a copy of the instance attributes that are plain values (None, bool, int, float, str, and lists, tuples
-        and dicts of those). Override it in a policy that keeps its state in attributes of other types.
+        These are the attributes that are plain values (None, bool, int, float, str; lists, tuples, dicts of those).
+        Override it in a policy that keeps its state in attributes of other types.
         """
         state = {}
         for name, value in vars(self).items():
@@ -249,7 +245,7 @@ class NoPolicy(BasePolicy):
 
 
 class ConfiguredPolicy(BasePolicy):
-    """A policy whose arguments are settings, which it never changes.
+    """A policy whose arguments are settings, which it never changes. Raises ValueError for those out of range.
 
     Its state has none of them: a resumed run takes them from its own configuration. Attributes that `BasePolicy`
     declares (`fisher_every`, ...) follow from them, and are left out too. Others are state.

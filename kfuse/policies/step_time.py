@@ -16,10 +16,8 @@ Point = tuple[int, int, float]
 """Micro-batches of the worker that has most, workers, seconds of a step."""
 
 _GAMMAS = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
-_PREFER_NO_OVERLAP = 1e-6
-"""Weight of (gamma - 1)^2 beside the mean squared error of log seconds: where any gamma fits, it is 1."""
-_PREFER_SCALING = 1e-3
-"""Weight of the messages' time over a step's: where measured times do not tell it from computation, it is small."""
+_PREFER_NO_OVERLAP = 1e-6  # of (gamma - 1)^2 beside the mean squared error: where any gamma fits, it is 1
+_PREFER_SCALING = 1e-3  # of the messages' time over a step's: small where times do not tell it from computation
 
 
 @dataclass(frozen=True)
@@ -34,13 +32,10 @@ class StepTime:
     """
 
     constant: float
-    """Seconds of a step's computation without micro-batches."""
     micro_batch: float
-    """Seconds of each micro-batch."""
     sync: float = 0.0
-    """Seconds of the messages between two workers."""
+    """Seconds of the messages between two workers; each further worker adds `more`."""
     more: float = 0.0
-    """Seconds that each further worker adds to them."""
     gamma: float = 1.0
 
     def seconds(self, micro_batches: ArrayLike, workers: ArrayLike) -> Array:

@@ -13,8 +13,6 @@ class SyncSwitchPolicy(ConfiguredPolicy):
     where KungFu's take rank 0's model. It asks once, so a mode that the script sets later stays.
 
     step: the first step with ssgd; at least 1. From 4 on it is that step, below it is step 4: a decision takes so long.
-
-    Raises ValueError for an argument out of its range.
     """
 
     modes = ("sma", "ssgd")

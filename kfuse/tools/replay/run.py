@@ -1,8 +1,4 @@
-"""Runs a policy over a replay's steps, and compares its decisions with those of the recorded run.
-
-The run's own policy follows the recorded steps, and so makes the recorded decisions again. Another policy makes steps
-of its own.
-"""
+"""Runs a policy over a replay's steps, and compares its decisions with those of the recorded run."""
 
 from __future__ import annotations
 

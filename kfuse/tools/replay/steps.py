@@ -31,12 +31,9 @@ _NEEDED = [each.name for each in fields(Signals) if each.name in OTHER_SIGNALS a
 def signals_of(lines: Iterable[Mapping[str, Any]]) -> list[Signals]:
     """Returns the signals of each line of metrics.jsonl, in order. None is unknown.
 
-    A running mean is unknown from the first line on that does not follow the step before: where lines are
-    missing, and in a run that has its earlier steps in another directory. The learning
-    rate is NaN where it was not finite.
-
-    lines: steps ascend, values are of the right types. Raises ValueError where the first line lacks signals: an earlier
-    version of kfuse, or a monitor, has written it.
+    A running mean is unknown from the first line on that does not follow the step before: where lines are missing, or
+    earlier steps are in another directory. The learning rate is NaN where it was not finite. Raises ValueError where
+    the first line lacks signals: an earlier version of kfuse, or a monitor, has written it.
     """
     out: list[Signals] = []
     others: dict[str, Any] = {}
@@ -61,7 +58,6 @@ def signals_of(lines: Iterable[Mapping[str, Any]]) -> list[Signals]:
 
 
 def _tuples(value: Any) -> Any:
-    """Returns a signal's value from its JSON: tuples are lists there."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
@@ -183,7 +179,7 @@ class RecordedSteps:
         self.next_step, self.samples = first.step, first.samples - first.batch_size
 
     def step(self, now: DecidedSettings) -> Signals | None:
-        """Returns the next step's signals, None at the end. What the policy has decided changes nothing."""
+        """Returns the next step's signals, None at the end."""
         if self._line == len(self.recorded.signals):
             return None
         seen = self.recorded.signals[self._line]
@@ -199,12 +195,10 @@ class SimulatedSteps:
     Signals are those of the recorded step at the same progress, but for what the settings decide:
 
     1) S, G2, their means, the noise scale and its interval are per-sample quantities: they are taken as they are.
-       The norm of the mean gradient follows from them: its square is G2 + S / B. A step of one micro-batch measures
-       none of these.
+       The square of the mean gradient's norm is G2 + S / B. A step of one micro-batch measures none of these.
     2) The learning rate is the recorded one, by the factors of the other batch size and lr_scale.
-    3) Figures of workers (throughputs, links, interference, corrupt ones) are kept where the number of workers is the
-       same, step times where the batch size is the same too. Elsewhere they are unknown.
-    4) loss and eval_accuracy are those at this progress.
+    3) Figures of workers are kept where the number of workers is the same, step times where the batch size is the same
+       too. Elsewhere they are unknown.
     """
 
     def __init__(self, recorded: Recorded, bounds: Bounds) -> None:
