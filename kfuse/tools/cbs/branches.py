@@ -83,7 +83,7 @@ class Run:
         config["train"] |= {"epochs": None, "steps": last_step, "target_accuracy": None, "eval_every": last_step}
         config["train"]["save_model"] = False
         config["checkpoint"] |= {"every_steps": None, "resume": str(start)}
-        config["observe"] |= {"progress": False, "tensorboard": False, "ledger": False, "every": 1}
+        config["observe"] |= {"progress": False, "tensorboard": False, "ledger": False}
         if "Torchrun" in config["launcher"]["_target_"]:
             config["launcher"] = {"_target_": "kfuse.elastic.launchers.LocalLauncher"}
             if config["comm"]["schedule"] == "symmetric":  # under torchrun only
