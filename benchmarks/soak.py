@@ -39,9 +39,9 @@ from rich.table import Table
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
-from checkpoint_fuzz import fuzz  # noqa: E402
 from elastic_job import Job, assert_exact, assert_same_steps, compose, override, words  # noqa: E402
 from soak_job import MOST, START, Recorder, Sample, Soak  # noqa: E402
+from test_checkpoint_fuzz import fuzz  # noqa: E402
 from warm import WarmLauncher  # noqa: E402
 
 from kfuse.comm.options import PROPERTIES  # noqa: E402

@@ -351,15 +351,14 @@ def test_loader_processes_read_a_stream_with_the_same_bits(make: Any, workers: i
     def first_column(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         return model(torch.stack([column.float() for column in [*batch, batch[0]][:3]], 1)).square().mean()
 
-    hashes = []
-    for number in (0, workers):
+    def trained(data: Any, **more: int) -> Any:
         model, opt = linear()
-        data = DataLoader(make(), 12, num_workers=number) if workers == 1 else make()
-        more = {} if workers == 1 else {"data_workers": number}
-        summary = kf.fit(model, data, opt, train_steps=15, batch_size=12, batch_micro=3, step_fn=first_column, **more)
-        assert summary is not None
-        hashes.append(summary["params_sha256"])
-    assert hashes[0] == hashes[1]
+        kf.fit(model, data, opt, train_steps=15, batch_size=12, batch_micro=3, step_fn=first_column, **more)  # type: ignore[arg-type]
+        return params_sha256(model)
+
+    alone = trained(make())
+    assert trained(make(), data_workers=workers) == alone
+    assert workers > 1 or trained(DataLoader(make(), 12, num_workers=workers)) == alone
 
 
 def test_a_loop_of_ones_own_takes_a_stream() -> None:
@@ -382,19 +381,17 @@ def pairs(count: int = 48) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_a_data_loader_trains_as_its_data_set_does() -> None:
-    hashes = []
+    hashes = set()
     for data, more in (
         (pairs(), {"batch_size": 12}),
-        (DataLoader(pairs(), batch_size=12, shuffle=True), {}),
         (DataLoader(pairs(), batch_size=5, shuffle=True), {"batch_size": 12}),
-        (DataLoader(pairs(), sampler=RandomSampler(pairs()), batch_size=12), {}),
-        (DataLoader(pairs(), batch_size=12, shuffle=True, num_workers=2, persistent_workers=False), {}),
+        (DataLoader(pairs(), sampler=RandomSampler(pairs()), batch_size=12, num_workers=2), {}),
     ):
         model, opt = linear()
         summary = kf.fit(model, data, opt, train_epochs=2, batch_micro=3, **more)
         assert summary is not None and (summary["steps"], summary["batch_size"]) == (8, 12)
-        hashes.append(summary["params_sha256"])
-    assert len(set(hashes)) == 1
+        hashes.add(summary["params_sha256"])
+    assert len(hashes) == 1
 
 
 def test_collate_fn_makes_the_batches_of_training_and_evaluation() -> None:
@@ -403,18 +400,17 @@ def test_collate_fn_makes_the_batches_of_training_and_evaluation() -> None:
         return x, 2 * y
 
     twice = [(x, 2 * y) for x, y in pairs()]
-    hashes = []
+    hashes = set()
     for data, heldout, collate_fn in (
         (twice, twice, None),
-        (pairs(), pairs(), doubled),
         (DataLoader(pairs(), 32, True, collate_fn=doubled), DataLoader(pairs(), 7, collate_fn=doubled), None),
         (DataLoader(pairs(), 32, True, collate_fn=lambda samples: None), pairs(), doubled),
     ):
         model, opt = linear()
         summary = kf.fit(model, data, opt, heldout=heldout, collate_fn=collate_fn)
         assert summary is not None
-        hashes.append((summary["params_sha256"], summary["eval_loss"]))
-    assert len(set(hashes)) == 1
+        hashes.add((summary["params_sha256"], summary["eval_loss"]))
+    assert len(hashes) == 1
 
 
 def test_what_a_data_loader_holds_is_taken_over() -> None:

@@ -53,19 +53,17 @@ def test_plain_lines_come_at_most_every_two_seconds() -> None:
 
 def test_plain_line_says_what_is_known_and_nothing_else() -> None:
     display, out, clock = plain()
-    display.metrics(metrics(0, loss=None))
-    clock.now = 2.0
-    display.metrics(metrics(100, noise_scale=312.4, noise_scale_low=251.0, noise_scale_high=393.0))
-    clock.now = 4.0
-    display.metrics(metrics(200, noise_scale=312.4))
-    clock.now = 6.0
-    display.metrics(metrics(300, noise_scale_low=251.0))
+    interval = {"noise_scale_low": 251.0, "noise_scale_high": 393.0}
+    for number, more in enumerate(
+        [{"loss": None}, {"noise_scale": 312.4, **interval}, {"noise_scale": 312.4}, {"noise_scale_low": 251.0}]
+    ):
+        clock.now = 2.0 * number
+        display.metrics(metrics(100 * number, **more))
     first, second, third, fourth = out.getvalue().splitlines()
     assert first == "step 0  epoch 0  batch 32  lr 0.001  workers 2"
     assert "  noise scale 312 (251 to 393)  " in second
     assert second.endswith("  1,600 samples/s")  # 100 steps of 32 in 2 s
-    assert "  noise scale 312  " in third
-    assert "  noise scale above 251  " in fourth
+    assert "  noise scale 312  " in third and "  noise scale above 251  " in fourth
 
 
 def test_events_are_one_line_each_and_never_held_back() -> None:

@@ -60,7 +60,7 @@ def test_a_loss_and_resizes(undisturbed: Job, seekable: str, loaders: bool, tmp_
 def test_a_job_that_was_killed_as_a_whole_resumes_in_the_stream(
     undisturbed: Job, seekable: str, tmp_path: Path
 ) -> None:
-    settings = [*TRAINING, f"+data.seekable={seekable}", "workers.count=2", *chaos(tmp_path)]
+    settings = [*TRAINING, f"+data.seekable={seekable}", "workers.count=2", "data.workers=1", *chaos(tmp_path)]
     with command_line(tmp_path / "run", settings) as (process, job):
         wait_until("a checkpoint", lambda: job.metrics and job.metrics[-1]["step"] > 40)
         process.kill()
