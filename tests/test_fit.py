@@ -62,20 +62,6 @@ def test_trains_on_what_users_have(wrap: Any) -> None:
     assert [summary[name] for name in names] == [60, 15, 960, 1, 16, "epochs"]
 
 
-def test_is_the_loop_one_would_write_by_hand() -> None:
-    """One step over all data is the full-batch step, in whatever order the samples came."""
-    x, y = problem()
-    ours, theirs = network(), network()
-    kf.fit(ours, (x, y), kf.FusedSGD(ours.parameters(), lr=0.5), train_epochs=4, batch_size=64, batch_micro=10)
-    plain = torch.optim.SGD(theirs.parameters(), lr=0.5)
-    for _ in range(4):
-        plain.zero_grad()
-        F.cross_entropy(theirs(x), y).backward()
-        plain.step()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
 def test_hooks_run_in_order_and_every_step_is_decided_upon_once() -> None:
     class Hooks(Recorder):
         pass

@@ -128,15 +128,6 @@ def test_a_decay_ends_with_the_run_whatever_the_batch_does(
     assert schedule.factor(progress, 1.0, sizes[-1]) == pytest.approx(0.0, abs=1e-12)
 
 
-@pytest.mark.parametrize("scaling", ["none", "linear", "sqrt"])
-def test_progress_follows_samples(scaling: str) -> None:
-    schedule = LRSchedule(scaling=scaling, base_batch_size=32)
-    progress = 0.0
-    for batch_size in (32, 64, 16, 128):
-        progress = schedule.advance(progress, batch_size, batch_size)
-    assert progress == (32 + 64 + 16 + 128) / 32
-
-
 def test_adascale_progress_follows_the_gain() -> None:
     schedule = LRSchedule(scaling="adascale", base_batch_size=128)
     assert schedule.advance(10.0, 512, 512, mean_grad_sq=1.0, mean_grad_variance=256.0) == pytest.approx(12.0)
