@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,7 +27,6 @@ from kfuse.train.learning_rate import LearningRate
 from kfuse.train.progress import STOP_REASONS
 from kfuse.train.settings import session_facts
 
-_LOG = logging.getLogger("kfuse")
 _NUMBERS = itertools.count(1)  # of this process: a number is never used again, in another training neither
 _KEPT = 64  # more than the steps that any worker can be behind rank 0
 
@@ -210,10 +208,7 @@ class Decisions:
             at.stop = announced.get("stop", at.stop)
 
     def apply(self, announced: Mapping[str, Any], members: Sequence[int] | None = None) -> None:
-        """Applies what rank 0 announced, on every worker, from the next step on.
-
-        members: the workers' numbers as it was made, in rank order; None: the present ones.
-        """
+        """Applies what rank 0 announced, from the next step on. members: the workers then, in rank order; None: now."""
         if not announced:
             return
         at = self._progress
@@ -228,8 +223,7 @@ class Decisions:
             self._report_change(**{name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
         if (topology := announced.get("topology", self.topology)) != self.topology:
             self.topology = topology
-            self._report_change(topology=self.topology)
-            _LOG.info("step %d: transport %s from here on, as decided", at.step, self.topology)
+            self._report_change(topology=topology)
         tree, workers = announced.get("tree", self.tree), self._session.workers
         if isinstance(tree, list) and (len(tree) != len(workers) or list(members or workers) != workers):
             self.report_clipped(f"tree {tree} dropped: the workers have changed since")
@@ -261,10 +255,7 @@ class Decisions:
             self._report_change(tree=self.tree or self._session.comm.tree, why="the workers have changed")
 
     def measure_links(self) -> None:
-        """Between two steps, on every worker: measures the links where the tree needs them; reports new figures.
-
-        Raises CommError if a worker is lost meanwhile.
-        """
+        """Between two steps: measures the links where the tree needs them; reports new figures. Raises CommError."""
         group = self._session.group
         if self.tree == "latency" and group.links is None and group.size > 1 and not self._session.apart:
             measure(group)

@@ -51,14 +51,8 @@ def evaluate_once(training: TrainContext, synchronisation: Synchronisation, step
     if training.heldout is None or at.evaluated == steps:
         return
     with synchronisation.method.shown():
-        result = evaluate(
-            model,
-            training.heldout,
-            training.objective,
-            training.session.group,
-            settings.train_precision,
-            training.metrics,
-        )
+        group, precision = training.session.group, settings.train_precision
+        result = evaluate(model, training.heldout, training.objective, group, precision, training.metrics)
         is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
         if training.scheduler is not None:
             training.scheduler.after("evaluation", result.loss)
@@ -66,10 +60,7 @@ def evaluate_once(training: TrainContext, synchronisation: Synchronisation, step
             training.saved_model.save_best(model)
     target = settings.train_target_accuracy
     if target is not None and result.accuracy is None:
-        raise ValueError(
-            f"target_accuracy={target}: the accuracy is unknown, since the output has no score for each class of "
-            "an integer target"
-        )
+        raise ValueError(f"target_accuracy={target}: the accuracy is unknown: the output has no score for each class")
     training.reporter.event(at.step, "evaluation", **asdict(result))
 
 
@@ -85,8 +76,7 @@ def evaluate(
     """Evaluates the model, in eval mode. Each worker takes every n-th chunk; every worker returns the same numbers.
 
     A chunk's sums come from one worker, so that adding zeros from the others is exact; chunks are summed in order. The
-    random numbers of a chunk are seeded by its place, and the user's generators are restored. Raises ValueError for a
-    metric that is neither [B] nor a scalar.
+    random numbers of a chunk are seeded by its place. Raises ValueError for a metric that is neither [B] nor a scalar.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -153,10 +143,7 @@ def _row(source: str, value: Any, samples: int, weight: float) -> Tensor:
 
 
 def _are_classes(output: object, target: object) -> bool:
-    """Whether `output` has a score for each of several classes, in its last dimension, for each integer target.
-
-    A binary classifier's single score has not: whether 0 or 0.5 divides its classes is the user's to know.
-    """
+    """Whether `output` has a score for each of several classes, in its last dimension, for each integer target."""
     return (
         isinstance(output, Tensor)
         and isinstance(target, Tensor)

@@ -19,7 +19,6 @@ from kfuse.train.context import TrainContext
 from kfuse.train.loss import LossFunction, Metric, Objective, StepFunction, WeightFunction
 from kfuse.train.lr_schedule import Interval, UserSchedule, has_scheduler
 from kfuse.train.output import Output, log_remarks
-from kfuse.train.precision import check_parameters
 from kfuse.train.settings import Settings
 from kfuse.train.step import Step
 from kfuse.train.trainer import Trainer
@@ -226,7 +225,6 @@ def _trainer(
             "a torch scheduler was made for this optimizer: kf.fit would not step it, and in an elastic job a worker "
             "that joins would not have its state: pass it as scheduler= and do not step it yourself"
         )
-    check_parameters(model, values.get("train_precision", "fp32"))
     output = Output(session, values)
     training = TrainContext(
         model,
@@ -246,17 +244,12 @@ def _trainer(
 
 def _log_remarks(given: TrainingData, model: nn.Module, settings: Mapping[str, Any]) -> None:
     """Logs what the user must know of the data, and of a micro-batch that was not given."""
-    session, remarks = current(), given.remarks
+    session, remarks = current(), list(given.remarks)
     several = session.elastic or session.group.size > 1
-    if settings.get("batch_micro") is None and any(isinstance(each, _BatchNorm) for each in model.modules()):
-        remarks = (
-            "BatchNorm normalises over each micro-batch, by default a quarter of the batch: batch_micro=",
-            *remarks,
-        )
     if "batch_size" in given.of_loader and "batch_size" not in settings and several:
-        remarks = (
-            f"batch_size={given.of_loader['batch_size']} of the DataLoader is taken as the global batch, of all "
-            "workers together: pass batch_size= for another",
-            *remarks,
-        )
+        size = given.of_loader["batch_size"]
+        remarks.insert(0, f"batch_size={size} of the DataLoader is taken as the global batch, of all workers together")
+    if settings.get("batch_micro") is None and any(isinstance(each, _BatchNorm) for each in model.modules()):
+        of_batch = "BatchNorm normalises over each micro-batch, by default a quarter of the batch: batch_micro="
+        remarks.insert(0, of_batch)
     log_remarks(remarks)

@@ -28,13 +28,13 @@ def gain(
 ) -> float:
     """The factor by which a batch of `batch_size` may raise the learning rate tuned at `base_batch_size`.
 
-    With s = batch_size / base_batch_size: none is 1, linear s (Goyal et al. 2017), sqrt the root of s,
-    and adascale the gain ratio of Johnson et al. 2020, which lies between 1 and s:
+    With s = batch_size / base_batch_size: none is 1, linear s (Goyal et al. 2017), sqrt the root of s, and adascale the
+    gain ratio of Johnson et al. 2020, which lies between 1 and s:
 
         r = (sigma2 + mu2) / (sigma2 / s + mu2),   sigma2 = S / base_batch_size,   mu2 = G2
 
-    from the running means of S and G2. A negative mean counts as zero, which is harmless here, after
-    averaging. While the means are unknown, or both zero, r is the smallest it could be: min(1, s).
+    from the running means of S and G2; a negative one counts as zero. While they are unknown, or both zero, r is the
+    smallest it could be: min(1, s).
     """
     ratio = batch_size / base_batch_size
     if scaling == "linear":
@@ -143,11 +143,7 @@ class UserSchedule:
     """
 
     def __init__(self, scheduler: Any, interval: str, opt: DistributedOptimizer, evaluates: bool) -> None:
-        """evaluates: training has held-out data.
-
-        Raises TypeError for what is not a scheduler, ValueError for one of another optimizer, an unknown interval, and
-        a ReduceLROnPlateau without held-out data.
-        """
+        """evaluates: training has held-out data. Raises TypeError or ValueError for what cannot be stepped so."""
         if not isinstance(scheduler, LRScheduler):
             raise TypeError(f"scheduler={type(scheduler).__name__}: must be a torch.optim.lr_scheduler.LRScheduler")
         if interval not in get_args(Interval):
@@ -156,10 +152,7 @@ class UserSchedule:
             raise ValueError("scheduler: it belongs to another optimizer than the one given")
         if isinstance(scheduler, ReduceLROnPlateau):
             if not evaluates:
-                raise ValueError(
-                    "scheduler=ReduceLROnPlateau: needs heldout= of kf.fit, whose loss it is stepped with after each "
-                    'evaluation; in a loop of your own change group["lr"], the same on all workers'
-                )
+                raise ValueError("scheduler=ReduceLROnPlateau: needs heldout= of kf.fit, whose loss it is stepped with")
             interval = "evaluation"
         self.scheduler: Any = scheduler
         self.interval = interval

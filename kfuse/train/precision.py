@@ -34,19 +34,6 @@ def cast_parameters(model: nn.Module) -> None:
             module._apply(_in_bf16, recurse=False)  # type: ignore[no-untyped-call]
 
 
-def check_parameters(model: nn.Module, precision: str) -> None:
-    """Raises ValueError for bf16-true where a trained matrix is not bf16: vectors (biases, norms) may be fp32."""
-    if precision != "bf16-true":
-        return
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for name, p in [(name, p) for name, p in trained if p.dim() > 1] or trained:
-        if p.dtype != torch.bfloat16:
-            raise ValueError(
-                f"precision='bf16-true': {name} is {p.dtype}, must be torch.bfloat16: call model.to(torch.bfloat16) "
-                "before making the optimizer"
-            )
-
-
 class Forward:
     """Runs the model and the loss on each micro-batch of kf.fit and the command line."""
 

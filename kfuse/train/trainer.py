@@ -142,7 +142,7 @@ class Trainer:
                     if at.stage == Stage.UPDATE:
                         step = self._next_step()  # its samples, its learning rate
                         yield from self._yielded(step)  # forward, backward (buckets are reduced meanwhile), update
-                        at.once(Stage.UPDATE, partial(self._end_update, step))
+                        self._end_update(step)
                     at.once(Stage.AFTER_STEP, partial(self.calls.hook, "after_step"))
                     at.once(Stage.DECIDE, self._report_and_decide)  # applies what was announced
                     at.once(Stage.AVERAGE, self._synchronise)
@@ -235,7 +235,7 @@ class Trainer:
             yield step
         except GeneratorExit:
             if not sys.is_finalizing() and self._has_stepped(step):
-                self.progress.once(Stage.UPDATE, partial(self._end_update, step))
+                self._end_update(step)
                 self._recovery.keep_ended()
                 self._report_and_decide(lag=0)
             elif not sys.is_finalizing():
@@ -261,10 +261,13 @@ class Trainer:
         """A worker was lost in a step's update, and the others have ended it: as after opt.step()."""
         assert self._newest is not None and self.opt.begun is not None
         self.opt.take_statistics(self.opt.begun)
-        self.progress.once(Stage.UPDATE, partial(self._end_update, self._newest))
+        self._end_update(self._newest)
 
     def _end_update(self, step: Step) -> None:
-        """After opt.step(): keeps the step's settings until its statistics arrive, and updates `Progress`."""
+        """After opt.step(), once: keeps the step's settings until its statistics arrive, and updates `Progress`."""
+        self.progress.once(Stage.UPDATE, partial(self._record_update, step))
+
+    def _record_update(self, step: Step) -> None:
         at, count, rate = self.progress, len(step.samples.indices), self.decisions.rate
         # With fp32's precision, as the next step's tail sends them: the next step's signals have the same bits.
         step_time_s = float(np.float32(time.perf_counter() - step.began))
@@ -360,7 +363,7 @@ class Trainer:
         if not self._body_runs or step is None:
             return self._recovery.snapshot(in_body=False)
         if self._has_stepped(step):
-            self.progress.once(Stage.UPDATE, partial(self._end_update, step))
+            self._end_update(step)
         elif not self.opt.reducer.worker_is_lost:  # then the step comes again, and the state is the one before it
             raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
         return self._recovery.snapshot(in_body=True)

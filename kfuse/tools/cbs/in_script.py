@@ -22,7 +22,6 @@ from kfuse.statistics.step_stats import Statistics
 from kfuse.tools.cbs.estimate import FACTORS, CriticalBatch, Plan, Trace, measure
 from kfuse.train.context import TrainContext
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
-from kfuse.train.precision import check_parameters
 from kfuse.train.settings import Settings
 from kfuse.train.trainer import Trainer
 
@@ -74,7 +73,6 @@ def critical_batch(
     refuse_wrapped(model)
     given = training_data(data, collate_fn, worker_init_fn)
     values = resolved("kf.critical_batch", TrainSettings, {**given.of_loader, **settings})
-    check_parameters(model, values["train_precision"])
     plan = Plan(values["batch_size"], factors, repetitions, samples, tolerance, window)
     of_branch, objective = _settings(plan, given, values), Objective(loss_fn, step_fn, weight_fn)
     with _kept(model, opt) as restore:
