@@ -224,7 +224,7 @@ def train_ddp(job: Job, problem: Problem) -> Course:
     course.start()
     for step in range(samples // count):
         x, y = data.fetch(order[step * count : (step + 1) * count][rank * count // workers :][: count // workers])
-        lr = job.lr * schedule.factor(step, schedule.done(step, step * count), count)
+        lr = job.lr * schedule.shape(step, schedule.done(step, step * count))
         opt.param_groups[0]["lr"] = lr
         problem.loss(ddp(x), y).backward()
         opt.step()

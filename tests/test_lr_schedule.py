@@ -95,13 +95,8 @@ def test_fairscales_figures() -> None:
 )
 def test_warm_up_and_decays_have_known_values(options: Any, steps: tuple[int, ...], expected: list[float]) -> None:
     schedule = LRSchedule(**options)
-    found = [schedule.factor(step, schedule.done(step, step), 1) for step in steps]
+    found = [schedule.shape(step, schedule.done(step, step)) for step in steps]
     assert found == pytest.approx(expected, abs=1e-12)
-
-
-def test_factors_multiply() -> None:
-    schedule = LRSchedule(scaling="linear", warmup_steps=4, base_batch_size=32)
-    assert schedule.factor(1, 0.0, 64, lr_scale=0.5) == pytest.approx((2 / 4) * 2 * 0.5)
 
 
 @given(
@@ -121,18 +116,12 @@ def test_a_decay_ends_with_the_run_whatever_the_batch_does(
     progress, samples, decays = 0.0, 0, []
     for step, size in enumerate(sizes):
         plain = LRSchedule("none", 0, decay, sizes[0], decay_fraction=0.5, **length)
-        decays.append(plain.factor(progress, schedule.done(step, samples), size))
-        progress, samples = schedule.advance(progress, size, size, 1.0, 50.0), samples + size
+        decays.append(plain.shape(progress, schedule.done(step, samples)))
+        progress += schedule.gain(size, 1.0, 50.0) if scaling == "adascale" else size / sizes[0]
+        samples += size
     assert all(before >= after > 0 for before, after in itertools.pairwise(decays))
     assert schedule.done(len(sizes), samples) == 1.0
-    assert schedule.factor(progress, 1.0, sizes[-1]) == pytest.approx(0.0, abs=1e-12)
-
-
-def test_adascale_progress_follows_the_gain() -> None:
-    schedule = LRSchedule(scaling="adascale", base_batch_size=128)
-    assert schedule.advance(10.0, 512, 512, mean_grad_sq=1.0, mean_grad_variance=256.0) == pytest.approx(12.0)
-    assert schedule.advance(10.0, 512, 512) == 11.0
-    assert schedule.factor(10.0, 0.0, 512, 1.0, 1.0, 256.0) == pytest.approx(2.0)
+    assert schedule.shape(progress, 1.0) == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize(

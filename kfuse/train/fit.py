@@ -54,7 +54,6 @@ def fit(
     """Trains `model` on `data`; returns what summary.json holds (None on a worker that left before the end).
 
     All workers start from rank 0's model, optimizer and scheduler. docs/promises.md and docs/data.md have the details.
-
     model: not wrapped (no DistributedDataParallel, no FSDP), on this worker's device. Modules in eval mode stay so.
     data: tensors or arrays (x, y), a dictionary of them, a map-style torch data set, a stream (which needs
         train_steps), or a torch DataLoader of shuffle=True, whose batch_size becomes the global one.
@@ -72,8 +71,8 @@ def fit(
     collate_fn(samples): makes a batch. worker_init_fn(number): called first in each loader process.
     settings: `train_steps=100`, `batch_size=64`, ...: docs/reference.md, and `kfuse --help`: there `batch.size`.
 
-    Raises TypeError for an optimizer that is not kfuse's, data of an unknown kind or an unknown setting, ValueError for
-    what is out of range, for settings that exclude each other, and for a model that cannot be trained so.
+    Raises TypeError for arguments of an unknown kind and unknown settings, ValueError for what is out of range, for
+    settings that exclude each other, and for a model that cannot be trained so.
     """
     if hook is not None and not isinstance(hook, Hook):
         raise TypeError(f"kf.fit takes kf.Hook(policy), not {type(hook).__name__}")

@@ -30,7 +30,7 @@ class LearningRate:
         """steps: optimizer steps before the one that it is for."""
         at = self._progress
         done = self._schedule.done(at.counted(self._settings, steps), at.samples)
-        return self._schedule.factor(at.schedule, done, at.batch_size, lr_scale, *at.means)
+        return self._schedule.shape(at.schedule, done) * self._schedule.gain(at.batch_size, *at.means) * lr_scale
 
     def refusal(self, lr_scale: float) -> str | None:
         """Returns why the optimizer's rates cannot have this factor; None if they can. A rate of 0 can have any.
@@ -71,9 +71,11 @@ class LearningRate:
     def count_update(self, samples: int) -> None:
         """The step's update, with `samples` samples, is made: the schedule advances."""
         at = self._progress
-        # Apart, each worker has statistics of its own; but all must be over at one step.
-        means = (None, None) if at.is_apart else at.means
-        at.schedule = self._schedule.advance(at.schedule, samples, at.batch_size, *means)
+        if self._schedule.scaling == "adascale":
+            # Apart, each worker has statistics of its own; but all must be over at one step.
+            at.schedule += self._schedule.gain(at.batch_size, *((None, None) if at.is_apart else at.means))
+        else:
+            at.schedule += samples / self._schedule.base_batch_size
 
     def done(self, samples: int) -> float | None:
         """Returns the part of the run that is over after the step under way, whose update is counted, and so many

@@ -94,37 +94,16 @@ class LRSchedule:
         pairs = [(at, length) for at, length in ((steps, self.steps), (samples, self.samples)) if length is not None]
         return min(1.0, max((at / length if length else 1.0 for at, length in pairs), default=0.0))
 
-    def factor(
-        self,
-        progress: float,
-        done: float,
-        batch_size: int,
-        lr_scale: float = 1.0,
-        mean_grad_sq: float | None = None,
-        mean_grad_variance: float | None = None,
-    ) -> float:
-        """The factor on the learning rate of the step that starts at `progress`, when `done` of the run is over."""
+    def shape(self, progress: float, done: float) -> float:
+        """Warm-up and decay in the step that starts at `progress`, when `done` of the run is over."""
         warmup = (progress + 1) / self.warmup_steps if progress + 1 < self.warmup_steps else 1.0
-        return min(warmup, self._decay(done)) * self.gain(batch_size, mean_grad_sq, mean_grad_variance) * lr_scale
+        return min(warmup, self._decay(done))
 
     def gain(
         self, batch_size: int, mean_grad_sq: float | None = None, mean_grad_variance: float | None = None
     ) -> float:
-        """The part of `factor` that follows the batch size."""
+        """As `gain`, for this schedule's scaling and base batch size."""
         return gain(self.scaling, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
-
-    def advance(
-        self,
-        progress: float,
-        samples: int,
-        batch_size: int,
-        mean_grad_sq: float | None = None,
-        mean_grad_variance: float | None = None,
-    ) -> float:
-        """Progress after a step that used `samples`. Pass the rest as to its `factor`."""
-        if self.scaling != "adascale":
-            return progress + samples / self.base_batch_size
-        return progress + self.gain(batch_size, mean_grad_sq, mean_grad_variance)
 
     def _decay(self, done: float) -> float:
         """In [0, 1]."""

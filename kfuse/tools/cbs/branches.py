@@ -116,7 +116,7 @@ class Start:
             raise ConfigError(f"{config_path(run.path)}: lr: {error}") from error
         done = schedule.done(at["schedule"] if lr["scaling"] == "adascale" else self.step, at["samples"])
         means = at["mean_grad_sq"], at["mean_grad_variance"]
-        factor = schedule.factor(at["schedule"], done, self.batch_size, at["lr_scale"], *means)
+        factor = schedule.shape(at["schedule"], done) * schedule.gain(self.batch_size, *means) * at["lr_scale"]
         self.lr: float = lr["base"] * factor
         """The run's learning rate at the checkpoint; 0 at the end of a decay."""
         # The branches' own schedule multiplies by gain(f, batch size): at k = 1 the rate is the checkpoint's.
