@@ -171,25 +171,6 @@ def test_a_folder_of_checkpoints_that_are_all_damaged_is_said(tmp_path: Path, ca
     assert f"checkpoint rejected {path}: " in caplog.text
 
 
-def test_two_loaders_in_turn_keep_their_own_records(tmp_path: Path) -> None:
-    nets = [network(), network()]
-    opts = [kf.FusedAdamW(net.parameters(), lr=0.01) for net in nets]
-    loaders = [
-        iter(kf.DataLoader(problem(), nets[i], opts[i], batch_size=8 * (i + 1), run_dir=tmp_path / str(i)))
-        for i in (0, 1)
-    ]
-    running = [True, True]
-    while any(running):
-        for i in (0, 1):
-            step = next(loaders[i], None)
-            running[i] = step is not None
-            if step is not None:
-                make_step(step, nets[i], opts[i])
-    for i in (0, 1):
-        assert {line["batch_size"] for line in read_lines(tmp_path / str(i) / "metrics.jsonl")} == {8 * (i + 1)}
-        assert json.loads((tmp_path / str(i) / "summary.json").read_text())["samples"] == 64
-
-
 @pytest.mark.parametrize(("error", "why"), [(Interrupted, "failed"), (KeyboardInterrupt, "interrupted")])
 def test_a_training_that_fails_leaves_its_reason(tmp_path: Path, error: type[BaseException], why: str) -> None:
     class Failing(kf.BasePolicy):

@@ -30,14 +30,6 @@ Throughput = dict[int, tuple[float, int]]
 """Worker: (mean micro-batches of the first size a second, steps it was measured in)."""
 
 
-def running_mean(mean: float, value: float, steps: int, decay: float) -> float:
-    """The exponentially weighted mean with one more value. `mean` is that of `steps` values before it.
-
-    Of the first 1 / (1 - decay) values it is the plain mean.
-    """
-    return mean + max(1 - decay, 1 / (steps + 1)) * (value - mean)
-
-
 def measured(known: Mapping[int, tuple[float, int]], workers: Sequence[int], seconds: Sequence[float]) -> Throughput:
     """The means after another step, in which worker `workers[r]` took `seconds[r]` for a micro-batch (0: unknown)."""
     out: Throughput = {}
@@ -45,7 +37,8 @@ def measured(known: Mapping[int, tuple[float, int]], workers: Sequence[int], sec
     for worker, time, ratio in zip(workers, seconds, relative, strict=True):
         mean, steps = known.get(worker, (0.0, 0))
         if time > 0:
-            out[worker] = (running_mean(mean, 1 / time, steps, DECAY), steps + 1)
+            share = max(1 - DECAY, 1 / (steps + 1))  # of the first steps it is the plain mean
+            out[worker] = (mean + share * (1 / time - mean), steps + 1)
         elif ratio is not None and ratio < 1:
             out[worker] = (mean + _IDLE_RECOVERY * (mean / ratio - mean), steps)
         elif steps:
