@@ -138,15 +138,6 @@ def test_workers_that_do_not_pay_are_given_back_and_not_tried_again() -> None:
         assert decided(policy, seen(policy, 8, 1, 0.09)) is None
 
 
-def test_the_next_workers_are_tried_while_they_pay() -> None:
-    """Perfect scaling, up to the bound: 1, 2, 4, 8; never more than twice as many as were tried."""
-    policy, workers, tried = GoodputPolicy(every=10), 1, [1]
-    while decision := decided(policy, seen(policy, 64 // workers, workers, 0.64 / workers)):
-        workers = decision.workers or workers
-        tried.append(workers)
-    assert tried == [1, 2, 4, 8]
-
-
 def simulate(policy: GoodputPolicy, true: StepTime, noise: float, steps: int) -> list[tuple[int, int]]:
     """(batch size, workers) of each step in a run with these step times, from 64 and 1 on."""
     batch_size, workers, run = 64, 1, []

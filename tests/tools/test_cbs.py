@@ -83,27 +83,23 @@ PROBLEMS = {
 }
 
 
-def covered(problem: Quadratic, plan: Plan, seeds: int) -> tuple[float, float]:
-    """The share of measurements whose interval has the truth in it, and of those that have an upper end."""
+@pytest.mark.parametrize(
+    ("name", "seeds", "least", "most"),
+    [
+        ("sqrt, much noise", 10, 0.9, 1.0),
+        *(pytest.param(name, 200, 0.91, 0.99, marks=pytest.mark.full) for name in PROBLEMS),
+    ],
+)
+def test_the_interval_covers_the_truth_as_often_as_it_promises(
+    name: str, seeds: int, least: float, most: float
+) -> None:
+    """That of the exact recursion. 95 % are promised: of 200 seeds 0.91 to 0.99 is within 2.6 standard errors."""
+    problem, plan = PROBLEMS[name]
     truth = problem.truth(plan, plan.factors)
     found = [problem.measured(plan, seed) for seed in range(seeds)]
     inside = [each.low <= truth <= (math.inf if each.high is None else each.high) for each in found]
-    return sum(inside) / seeds, sum(each.high is not None for each in found) / seeds
-
-
-def test_the_interval_has_the_exact_recursions_critical_batch_in_9_of_10_seeds() -> None:
-    problem, plan = PROBLEMS["sqrt, much noise"]
-    inside, bounded = covered(problem, plan, 10)
-    assert inside >= 0.9
-    assert bounded >= 0.9, "an interval without an upper end covers everything"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_the_interval_covers_the_truth_as_often_as_it_promises(name: str) -> None:
-    """95 % are promised: of 200 seeds 0.91 to 0.99 is within 2.6 standard errors."""
-    inside, _ = covered(*PROBLEMS[name], 200)
-    assert 0.91 <= inside <= 0.99
+    assert least <= sum(inside) / seeds <= most
+    assert seeds > 10 or sum(each.high is not None for each in found) >= 9, "without an upper end all is covered"
 
 
 def test_fiellers_interval_is_the_set_that_the_test_does_not_refuse() -> None:
