@@ -1,6 +1,6 @@
 """What deaths and resizes cost: kfuse beside torchrun's restart and torchft, the same model, data and step.
 
-    python benchmarks/elastic.py --json benchmarks/results/elastic.json --plot benchmarks/results/elastic.png
+    python benchmarks/elastic.py --json benchmarks/results/elastic.json
 
 Two workers on this machine (gloo, one thread each) train an MLP on digits. A worker of random rank is killed (SIGKILL)
 every few seconds, once all are back; each worker writes a line to a log as it completes a step, and everything is read
@@ -208,7 +208,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4, help="turns that each system has (default 4)")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between kills at least (default 5)")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
-    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     warn_if_busy()
     if args.rounds < 1 or args.kills < args.rounds or args.kills % args.rounds:
@@ -222,7 +221,7 @@ def main() -> int:
                 directory = Path(folder, f"{name}-{turn}")
                 measure(name, directory, args.kills // args.rounds, args.every, results[name], chance)
                 bar.advance(task)
-    report(results, args.every, BACK_S, args.json, args.plot)
+    report(results, args.every, BACK_S, args.json)
     return 0
 
 

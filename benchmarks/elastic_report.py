@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -77,9 +76,7 @@ def summarize(result: Result, back_s: float) -> dict[str, Any]:
 _PARTS = ("boot", "join", "regroup", "transfer")
 
 
-def report(
-    results: Mapping[str, Result], every_s: float, back_s: float, file: Path | None, picture: Path | None
-) -> None:
+def report(results: Mapping[str, Result], every_s: float, back_s: float, file: Path | None) -> None:
     figures = {name: summarize(result, back_s) for name, result in results.items()}
     table = Table(title=f"A worker of two killed every {every_s:g} s; median (p95) over the kills")
     table.add_column("", no_wrap=True)
@@ -90,8 +87,6 @@ def report(
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     measured = {name: asdict(result) for name, result in results.items()}
     write(file, ["torch", "torchft-nightly"], figures=figures, measured=measured)
-    if picture is not None:
-        _plot(measured, picture)
 
 
 def _cell(value: Any) -> str:
@@ -100,40 +95,3 @@ def _cell(value: Any) -> str:
     if value is None or value["n"] == 0:
         return "-"
     return f"{value['median']:.3f} ({value['p95']:.3f})"
-
-
-def _plot(measured: Mapping[str, Any], picture: Path) -> None:
-    """Samples gained over the time under kills, beside what each system makes undisturbed.
-
-    `measured`: as in the result file. From a kill to the next step nothing is gained; from there to the next kill the
-    episode's gain is drawn as a straight line.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    for name, result in measured.items():
-        time, made = 0.0, 0
-        seconds, samples = [0.0], [0.0]
-        for episode in result["episodes"]:
-            seconds += [time + episode["recovery_s"], time + episode["seconds"]]
-            samples += [made / 1e6, (made + episode["samples"]) / 1e6]
-            time, made = time + episode["seconds"], made + episode["samples"]
-        (line,) = axes.plot(seconds, samples, label=name)
-        undisturbed = statistics.median(result["samples_per_second"]) * time / 1e6
-        axes.plot([0.0, time], [0.0, undisturbed], color=line.get_color(), linestyle=":", linewidth=1)
-    axes.plot([], [], color="grey", linestyle=":", linewidth=1, label="the same undisturbed, always two workers")
-    axes.set_title(
-        "Samples trained on while one of two workers is killed every few seconds\n"
-        "With steps of 3 ms one worker alone is faster than two together: so a line may rise above its dotted one",
-        fontsize=9,
-    )
-    axes.set_xlabel("seconds under kills")
-    axes.set_ylabel("samples gained, millions")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(picture, dpi=120)
-
-
-if __name__ == "__main__":  # elastic_report.py RESULTS.json PICTURE.png: draws the picture of results that are there
-    _plot(json.loads(Path(sys.argv[1]).read_text())["measured"], Path(sys.argv[2]))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -21,7 +20,6 @@ from typing import Any
 
 HERE = Path(__file__).parent
 KEPT_LINES = 40
-OLDEST_PYTHON = (3, 11)
 ABSENT = 3  # a part's exit status, as in gpu_workers, which needs torch
 PATIENCE_ON_CPU = 3
 """On a CPU each part may take so many times its limit. On one GPU all limits together are below nine minutes."""
@@ -54,16 +52,13 @@ class Outcome:
 
 
 def main() -> int:
-    """Runs all parts. Returns the exit status: 1 where a part failed, 2 where something that all need is missing."""
+    """Runs all parts. Returns the exit status: 1 where a part failed, 2 where torch sees no GPU."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     options = parser.parse_args()
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every part's process inherits it
-    missing = missing_packages(options.device)
-    if missing:
-        parser.exit(2, "".join(f"{parser.prog}: {line}\n" for line in missing))
     import torch
     from machine import machine, versions
 
@@ -91,18 +86,6 @@ def main() -> int:
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\nAll of it is in {path}")
     return int(any(outcome.status in ("failed", "timed out") for outcome in outcomes))
-
-
-def missing_packages(device: str) -> list[str]:
-    """What all parts need and is not here: a line each, with the remedy."""
-    missing = []
-    if sys.version_info < OLDEST_PYTHON:
-        found = ".".join(map(str, sys.version_info[:2]))
-        missing.append(f"Python {found} is too old: 3.11 or later is needed (PYTHON=/path/to/python benchmarks/gpu.sh)")
-    for package in ("torch", "numpy", "triton") if device == "cuda" else ("torch", "numpy"):
-        if importlib.util.find_spec(package) is None:
-            missing.append(f"no {package} in {sys.executable}: pip install {package}")
-    return missing
 
 
 def parts(device: str, gpus: int, folder: Path) -> list[Part]:

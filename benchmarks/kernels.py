@@ -1,7 +1,7 @@
 """The kernels beside their peers and the hardware's limit: the time a copy takes for the same bytes.
 
     python benchmarks/kernels.py                     two sizes on a CPU, in a few minutes; all of them on a GPU
-    python benchmarks/kernels.py --full --json out.json --plot out.png
+    python benchmarks/kernels.py --full --json out.json
 
 Every contestant's result is checked against float64 first. Then they take turns in blocks, in an order shuffled anew
 each round, with a plain copy among them; ratios are formed within a round, and reported are their medians. A block runs
@@ -17,10 +17,9 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from kernels_cases import CASES, Buffers, Case, ends
@@ -55,27 +54,24 @@ def main() -> None:
     left_out: list[str] = []
     cases = [(k, s, d) for s in options.sizes for d in options.dtypes for k in options.kernels]
     started = time.monotonic()
-    with _Progress(len(cases)) as progress:
-        for kernel, layout, dtype in cases:
-            name = f"{kernel} {dtype} {layout.name}"
-            progress.begin(name)
-            begun = time.monotonic()
-            if options.limit_s is not None and begun - started > options.limit_s:
-                left_out.append(f"{name}: not begun within {options.limit_s:.0f} s (--limit-s)")
-                progress.end(name, "left out")
-                continue
-            try:
-                case = CASES[kernel](layout, DTYPES[dtype], device)
-                measured = _measure(case, DTYPES[dtype], device, options)
-            except (torch.OutOfMemoryError, MemoryError) as error:
-                left_out.append(f"{name}: {str(error).splitlines()[0]}")
-                progress.end(name, "left out")
-                continue
-            finally:
-                torch.compiler.reset()  # else its limit on recompiling one function would be met
-                gc.collect()
-            results.append({"kernel": kernel, "dtype": dtype, "size": layout.name, **measured})
-            progress.end(name, f"{in_words(results[-1])}  ({time.monotonic() - begun:.0f} s)")
+    for number, (kernel, layout, dtype) in enumerate(cases, 1):
+        name = f"{kernel} {dtype} {layout.name}"
+        begun = time.monotonic()
+        if options.limit_s is not None and begun - started > options.limit_s:
+            left_out.append(f"{name}: not begun within {options.limit_s:.0f} s (--limit-s)")
+            continue
+        try:
+            case = CASES[kernel](layout, DTYPES[dtype], device)
+            measured = _measure(case, DTYPES[dtype], device, options)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            left_out.append(f"{name}: {str(error).splitlines()[0]}")
+            continue
+        finally:
+            torch.compiler.reset()  # else its limit on recompiling one function would be met
+            gc.collect()
+        results.append({"kernel": kernel, "dtype": dtype, "size": layout.name, **measured})
+        said = f"{name}: {in_words(results[-1])}  ({time.monotonic() - begun:.0f} s)"
+        print(f"[{number}/{len(cases)}] {said}", file=sys.stderr, flush=True)
     results.sort(key=lambda result: (options.kernels.index(result["kernel"]), options.dtypes.index(result["dtype"])))
     wrong = report(results, left_out, options)
     sys.exit(1 if wrong else 0)
@@ -201,55 +197,8 @@ def _cuda_seconds(run: Callable[[int], Any], first: int, count: int) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-class _Progress:
-    """On stderr: a line for each result as it comes, and below them a bar where stderr is a terminal.
-
-    Without rich, which a bare GPU machine may lack, there is no bar.
-    """
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> _Progress:
-        with suppress(ImportError):
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            console = Console(stderr=True, highlight=False)
-            if console.is_terminal:
-                columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-                self._bar = Progress(*columns, console=console, transient=True)
-                self._task = self._bar.add_task("starting", total=self._total)
-                self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def begin(self, name: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, description=name)
-
-    def end(self, name: str, result: str) -> None:
-        self._done += 1
-        line = f"[{self._done}/{self._total}] {name}: {result}"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._done)
-            self._bar.console.print(line, markup=False, soft_wrap=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def _arguments() -> argparse.Namespace:
-    parser = _Parser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--full", action="store_true", help="on a CPU, all sizes and the models")
     parser.add_argument("--sizes", help=f"MB of fp32 parameters, or {', '.join(MODELS)}; comma-separated")
@@ -261,7 +210,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--block-ms", type=float, default=10.0, help="a contestant's turn lasts about this long")
     parser.add_argument("--limit-s", type=float, help="begin no further case after this many seconds")
     parser.add_argument("--json", type=Path, help="write settings, machine and all measurements here")
-    parser.add_argument("--plot", type=Path, help="write a picture here: fraction of the copy's speed over size")
     options = parser.parse_args()
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -1,10 +1,9 @@
-"""What the kernel benchmark says: one table, a JSON file, and a picture."""
+"""What the kernel benchmark says: one table and a JSON file."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -37,8 +36,6 @@ def report(results: list[Result], left_out: list[str], options: argparse.Namespa
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-    if options.plot is not None:
-        _plot(results, options)
     return any(result["wrong"] for result in results)
 
 
@@ -105,35 +102,3 @@ def _print(results: list[Result], left_out: list[str], options: argparse.Namespa
 
 def _name(result: Result) -> str:
     return f"{result['kernel']} {result['dtype']} {result['size']}"
-
-
-def _plot(results: list[Result], options: argparse.Namespace) -> None:
-    """A panel a kernel: share of the copy's speed over size, the contestants beside each other."""
-    from matplotlib.figure import Figure
-
-    panels = list(dict.fromkeys((result["kernel"], result["dtype"]) for result in results))
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.4 * columns, 3.2 * rows))
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    names = [name for name in ("kfuse", *options.peers) if any(name in r["seconds"] for r in results)]
-    for panel, axis in zip(panels, axes.flat, strict=False):
-        mine = [r for r in results if (r["kernel"], r["dtype"]) == panel]
-        sizes = [r["size"] for r in mine]
-        for name in names:
-            shares = [r["summary"][name]["of_copy"] if name in r["summary"] else float("nan") for r in mine]
-            bold = {"linewidth": 2.5, "zorder": 3} if name == "kfuse" else {"linewidth": 1.2}
-            axis.plot(range(len(sizes)), shares, marker="o", markersize=4, label=name, **bold)
-        axis.axhline(1.0, color="grey", linestyle=":", linewidth=1)
-        axis.set_xticks(range(len(sizes)), sizes, rotation=30, fontsize=8)
-        axis.set_title(" ".join(panel), fontsize=10)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.set_axis_off()
-    axes[0][0].set_ylim(bottom=0)  # of all panels; only now is their range known
-    for row in axes:
-        row[0].set_ylabel("share of copy's speed")
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, bbox_to_anchor=(0.5, -0.03))
-    figure.tight_layout()
-    Path(options.plot).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.plot, dpi=130, bbox_inches="tight")

@@ -1,6 +1,6 @@
 """The noise scale of the normalisation layers beside the whole model's, while a GPT trains on text.
 
-    python benchmarks/norm_noise.py --json benchmarks/results/norm_noise.json --plot benchmarks/results/norm_noise.png
+    python benchmarks/norm_noise.py --json benchmarks/results/norm_noise.json
 
 One process, several micro-batches a step. The model's noise scale is the engine's, from the micro-batches' gradients;
 that of the layers comes from each example's gradient in kf.nn.LayerNorm's backward. Both are running ratios with the
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -78,7 +77,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     if min(args.micro_batches) < 2 or args.steps <= BURN_IN:
         parser.error(f"allowed are micro-batches of 2 or more, and more than {BURN_IN} steps")
@@ -103,27 +101,7 @@ def main() -> int:
         )
     Console().print(table)
     write(args.json, ["torch", "numpy"], ratio=figures, courses=courses)
-    if args.plot is not None:
-        plot(courses, args.plot)
     return 0
-
-
-def plot(courses: dict[int, list[dict[str, Any]]], picture: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5 * len(courses), 4), layout="constrained")
-    axes = figure.subplots(1, len(courses), squeeze=False)
-    for axis, (size, course) in zip(axes[0], courses.items(), strict=True):
-        for name, label in (("model", "whole model"), ("layers", "normalisation layers")):
-            known = [c for c in course if c[name]]
-            steps = [c["step"] for c in known]
-            [line] = axis.plot(steps, [c[name] for c in known], label=label)
-            low, high = ([c[f"{name}_{end}"] for c in known] for end in ("low", "high"))
-            axis.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
-        axis.set(title=f"{MICRO_BATCHES} micro-batches of {size}", xlabel="step", yscale="log")
-        axis.legend()
-    axes[0][0].set_ylabel("noise scale, sequences (with its interval)")
-    figure.savefig(picture, dpi=120)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The cost model against measurements: fitted with 2 and 3 workers, tested with 4, on loopback and on links of a rate.
 
-    python benchmarks/scale.py --json benchmarks/results/scale.json --plot benchmarks/results/scale.png
+    python benchmarks/scale.py --json benchmarks/results/scale.json
 
 Needs root (links.py). On each link, workers send messages of two sizes (for the fit), and make whole steps of each
 schedule, in an order shuffled anew each round. Gradients are set by hand, so that a step is pack, messages, reduce,
@@ -18,7 +18,6 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +67,6 @@ def main() -> None:
     """Measures, fits, predicts, prints, and writes what is asked for."""
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     warn_if_busy()
     measured = {
@@ -80,8 +78,6 @@ def main() -> None:
     curves = _extrapolate()
     extrapolated = {"extrapolation (not measured)": {"elements": EXTRAPOLATED, "seconds": curves}}
     write(arguments.json, ["torch"], benchmark="scale", links=results, **extrapolated)
-    if arguments.plot is not None:
-        _plot(results, curves, arguments.plot)
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -214,49 +210,6 @@ def _print(results: Mapping[str, Any]) -> None:
             known = "fitted with" if row["workers"] in FITTED else "predicted"
             times = f"measured {1e3 * row['measured_s']:8.2f} ms, model {1e3 * row['predicted_s']:8.2f} ms"
             print(f"  {row['workers']} workers ({known:11}) {row['program']:20} {times}, {100 * error:+.0f} %")
-
-
-def _plot(results: Mapping[str, Any], curves: Mapping[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5))
-    (left, right) = figure.subplots(1, 2)
-    colours = dict(zip(PROGRAMS, ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True))
-    for (link, result), marker in zip(results.items(), "osD", strict=True):
-        scale = 1e9 / (4 * result["elements"])
-        for name, colour in colours.items():
-            rows = [row for row in result["steps"] if row["program"] == name]
-            at = [row["workers"] for row in rows]
-            left.plot(at, [scale * row["predicted_s"] for row in rows], color=colour, lw=1)
-            left.plot(at, [scale * row["measured_s"] for row in rows], marker, color=colour, ms=5)
-        left.plot([], [], marker, color="grey", label=f"measured, {link}")
-    left.plot([], [], "-", color="grey", label="model, fitted at 2 and 3 workers")
-    left.set(
-        xlabel="workers",
-        ylabel="seconds a step, for each GB of gradients",
-        yscale="log",
-        title="Measured on one machine",
-    )
-    left.set_xticks(WORKERS)
-    for (link, programs), style in zip(curves.items(), ("-", "--", ":"), strict=True):
-        for name, curve in programs.items():
-            scale = 1e9 / (4 * EXTRAPOLATED)
-            right.plot(list(curve), [scale * seconds for seconds in curve.values()], style, color=colours[name], lw=1.2)
-        right.plot([], [], style, color="grey", label=link)
-    rows = [row for row in results["2 Gbit/s"]["steps"] if row["program"] in colours]
-    scale = 1e9 / (4 * results["2 Gbit/s"]["elements"])
-    for row in rows:
-        right.plot(row["workers"], scale * row["measured_s"], "s", color=colours[row["program"]], ms=4)
-    right.plot([], [], "s", color="grey", label="measured, 2 Gbit/s")
-    right.set(xlabel="workers", xscale="log", yscale="log", title="EXTRAPOLATION from published figures, not measured")
-    for name, colour in colours.items():
-        right.plot([], [], color=colour, label=name)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
 if __name__ == "__main__":

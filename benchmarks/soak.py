@@ -1,6 +1,6 @@
 """One job that is struck a few hundred times, ends with the bits of an undisturbed run, and leaks nothing on the way.
 
-    python benchmarks/soak.py --events 200 --seed 0 --json benchmarks/results/soak.json --picture soak.png
+    python benchmarks/soak.py --events 200 --seed 0 --json benchmarks/results/soak.json
     python benchmarks/soak.py --checkpoints 50 --seed 0
 
 Events, seeded, at random moments, over 1 to 4 workers: SIGKILL, an exception at whatever line the worker is, os._exit,
@@ -108,27 +108,6 @@ def verdicts(samples: list[Sample]) -> dict[str, dict[str, Any]]:
     return result
 
 
-def picture(samples: list[Sample], spare_from: int, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 9), layout="constrained")
-    axes = figure.subplots(4, 1, sharex=True)
-    at = [sample.event for sample in samples]
-    for axis, name, label in zip(
-        axes, ("fds", "threads", "rss_mib"), ("file descriptors", "threads", "memory, MiB"), strict=False
-    ):
-        for who in ("supervisor", "witness"):
-            axis.plot(at, [getattr(sample, who)[name] for sample in samples], label=who, linewidth=1)
-        axis.set_ylabel(label)
-        axis.axvline(spare_from, color="grey", linestyle=":", linewidth=1)
-    axes[0].legend(title="witness: the oldest worker", loc="upper right")
-    axes[3].step(at, [sample.members for sample in samples], label="workers in the view", linewidth=1)
-    axes[3].plot(at, [sample.keys for sample in samples], label="keys in the store", linewidth=1)
-    axes[3].set_xlabel("event")
-    axes[3].legend(loc="upper right")
-    figure.savefig(path, dpi=120)
-
-
 def soak(args: argparse.Namespace, console: Console) -> int:
     spare_from = min(20, args.events // 10)
     with tempfile.TemporaryDirectory() as name, Progress(*COLUMNS, console=console) as bar:
@@ -170,8 +149,6 @@ def soak(args: argparse.Namespace, console: Console) -> int:
         for error in errors:
             if "struck by the soak" not in error:
                 console.print(error, markup=False, highlight=False)
-    if args.picture:
-        picture(events.samples, spare_from, args.picture)
     write(
         args.json,
         PACKAGES,
@@ -215,7 +192,6 @@ def main() -> int:
     parser.add_argument("--checkpoints", type=int, metavar="KILLS", help="instead: kill a job that writes checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.03, help="seconds that a step takes at least (default 0.03)")
-    parser.add_argument("--picture", type=Path, help="a PNG, SVG or PDF of what is held after each event")
     args = parser.parse_args()
     if args.events < 20:
         parser.error(f"--events {args.events}: allowed is 20 or more")
