@@ -14,12 +14,11 @@ import torch
 from elastic_job import read_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from policy_signals import BOUNDS, signals
 
 import kfuse as kf
 from kfuse.policies import BasePolicy, GNSPolicy, SchedulePolicy
-from kfuse.policies.signals import Bounds, Decision
+from kfuse.policies.signals import Decision
 from kfuse.statistics.noise_scale import NoiseScale
 from kfuse.tools.replay.steps import signals_of
 from kfuse.train.progress import Progress
@@ -36,12 +35,6 @@ def test_decision_clipped_says_so() -> None:
         decision, [note] = Decision(lr_scale=scale).clipped(BOUNDS)
         assert decision.is_empty and note.startswith(f"lr_scale {scale} dropped: it must be ")
     assert Decision(lr_scale=3.4e38).clipped(BOUNDS)[1] == Decision(lr_scale=1.18e-38).clipped(BOUNDS)[1] == []
-
-
-def test_decision_merged() -> None:
-    first, second = Decision(batch_size=8, workers=2), Decision(workers=3, sync="local:4")
-    assert first.merged(second) == Decision(batch_size=8, workers=3, sync="local:4")
-    assert first.merged(Decision()) == first and not first.is_empty and Decision().is_empty
 
 
 def test_decision_changes_what_the_signals_do_not_show() -> None:
@@ -67,12 +60,6 @@ def test_decision_takes_whole_numbers_of_any_kind() -> None:
         Decision(workers=1.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Decision sync=4: must be one of ssgd, local:N, sma, pair, or None"):
         Decision(sync=4)  # type: ignore[arg-type]
-
-
-def test_bounds_are_checked() -> None:
-    for values in ((0, 8, 1, 1), (8, 4, 1, 1), (1, 8, 0, 1), (1, 8, 3, 2)):
-        with pytest.raises(ValueError, match="must be 1 <= min <= max"):
-            Bounds(*values)
 
 
 # BasePolicy
@@ -261,10 +248,6 @@ def test_how_long_an_epoch_is_is_told_where_all_so_far_were_as_long() -> None:
         at = Progress(8, epoch=0 if length is None else 2, cursor=300, samples=samples)
         at.began_with = {"dataset size": length}
         assert at.epoch_samples == told
-
-
-def test_schedule_takes_hydra_configs() -> None:
-    assert SchedulePolicy(OmegaConf.create([{"step": 5, "workers": 2}])).decide(signals(step=5)) == Decision(workers=2)
 
 
 def test_schedule_phases_are_checked() -> None:
