@@ -11,99 +11,60 @@ The gradient reduction itself yields the gradient noise scale and variance; poli
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kfuse import interrupt
-from kfuse.version import __version__
-
-interrupt.begin_command()
+from kfuse.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from kfuse import nn
-    from kfuse.api import (
-        allgather,
-        allreduce,
-        barrier,
-        broadcast,
-        grad_noise_scale,
-        grad_norm,
-        grad_variance,
-        load_state_dict,
-        local_rank,
-        peer_latencies,
-        rank,
-        resize,
-        set_batch_size,
-        set_lr,
-        set_sync,
-        set_topology,
-        set_tree,
-        size,
-        state_dict,
-    )
-    from kfuse.comm.group import CommError
-    from kfuse.comm.options import CommOptions
-    from kfuse.integrations.ddp import ddp_hook
-    from kfuse.integrations.fsdp import fsdp_monitor
-    from kfuse.integrations.log import log_to
-    from kfuse.integrations.plain import monitor
-    from kfuse.membership import Session
-    from kfuse.optim import ConsistencyError, FusedAdamW, FusedLAMB, FusedSGD, Optimizer
-    from kfuse.policies import GNSPolicy, SchedulePolicy
-    from kfuse.policies.signals import BasePolicy, Bounds, Decision, NoPolicy, Signals
-    from kfuse.session import init
-    from kfuse.statistics.step_stats import StepStats
-    from kfuse.tools.cbs.in_script import critical_batch
-    from kfuse.train.fit import DataLoader, Hook, fit
+    from kfuse import nn as nn
+    from kfuse.api import allgather as allgather
+    from kfuse.api import allreduce as allreduce
+    from kfuse.api import barrier as barrier
+    from kfuse.api import broadcast as broadcast
+    from kfuse.api import grad_noise_scale as grad_noise_scale
+    from kfuse.api import grad_norm as grad_norm
+    from kfuse.api import grad_variance as grad_variance
+    from kfuse.api import load_state_dict as load_state_dict
+    from kfuse.api import local_rank as local_rank
+    from kfuse.api import peer_latencies as peer_latencies
+    from kfuse.api import rank as rank
+    from kfuse.api import resize as resize
+    from kfuse.api import set_batch_size as set_batch_size
+    from kfuse.api import set_lr as set_lr
+    from kfuse.api import set_sync as set_sync
+    from kfuse.api import set_topology as set_topology
+    from kfuse.api import set_tree as set_tree
+    from kfuse.api import size as size
+    from kfuse.api import state_dict as state_dict
+    from kfuse.comm.group import CommError as CommError
+    from kfuse.comm.options import CommOptions as CommOptions
+    from kfuse.integrations.ddp import ddp_hook as ddp_hook
+    from kfuse.integrations.fsdp import fsdp_monitor as fsdp_monitor
+    from kfuse.integrations.log import log_to as log_to
+    from kfuse.integrations.plain import monitor as monitor
+    from kfuse.membership import Session as Session
+    from kfuse.optim import ConsistencyError as ConsistencyError
+    from kfuse.optim import FusedAdamW as FusedAdamW
+    from kfuse.optim import FusedLAMB as FusedLAMB
+    from kfuse.optim import FusedSGD as FusedSGD
+    from kfuse.optim import Optimizer as Optimizer
+    from kfuse.policies import GNSPolicy as GNSPolicy
+    from kfuse.policies import SchedulePolicy as SchedulePolicy
+    from kfuse.policies.signals import BasePolicy as BasePolicy
+    from kfuse.policies.signals import Bounds as Bounds
+    from kfuse.policies.signals import Decision as Decision
+    from kfuse.policies.signals import NoPolicy as NoPolicy
+    from kfuse.policies.signals import Signals as Signals
+    from kfuse.session import init as init
+    from kfuse.statistics.step_stats import StepStats as StepStats
+    from kfuse.tools.cbs.in_script import critical_batch as critical_batch
+    from kfuse.train.fit import DataLoader as DataLoader
+    from kfuse.train.fit import Hook as Hook
+    from kfuse.train.fit import fit as fit
 
-__all__ = [
-    "BasePolicy",
-    "Bounds",
-    "CommError",
-    "CommOptions",
-    "ConsistencyError",
-    "DataLoader",
-    "Decision",
-    "FusedAdamW",
-    "FusedLAMB",
-    "FusedSGD",
-    "GNSPolicy",
-    "Hook",
-    "NoPolicy",
-    "Optimizer",
-    "SchedulePolicy",
-    "Session",
-    "Signals",
-    "StepStats",
-    "__version__",
-    "allgather",
-    "allreduce",
-    "barrier",
-    "broadcast",
-    "critical_batch",
-    "ddp_hook",
-    "fit",
-    "fsdp_monitor",
-    "grad_noise_scale",
-    "grad_norm",
-    "grad_variance",
-    "init",
-    "load_state_dict",
-    "local_rank",
-    "log_to",
-    "monitor",
-    "nn",
-    "peer_latencies",
-    "rank",
-    "resize",
-    "set_batch_size",
-    "set_lr",
-    "set_sync",
-    "set_topology",
-    "set_tree",
-    "size",
-    "state_dict",
-]
-
-_ELSEWHERE = {
+_PUBLIC = {
+    "kfuse.api": (
+        "allgather allreduce barrier broadcast grad_noise_scale grad_norm grad_variance load_state_dict local_rank "
+        "peer_latencies rank resize set_batch_size set_lr set_sync set_topology set_tree size state_dict"
+    ),
     "kfuse.comm.group": "CommError",
     "kfuse.comm.options": "CommOptions",
     "kfuse.integrations.ddp": "ddp_hook",
@@ -119,20 +80,20 @@ _ELSEWHERE = {
     "kfuse.tools.cbs.in_script": "critical_batch",
     "kfuse.train.fit": "DataLoader Hook fit",
 }
-"""The public names by module; the others are functions of kfuse.api."""
-_MODULES = {name: module for module, names in _ELSEWHERE.items() for name in names.split()}
+"""The public names by module: each is imported, and torch with it, when it is first used."""
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
+
+__all__ = sorted(["__version__", "nn", *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name, and torch with it, when it is first used."""
-    if name not in __all__:
-        raise AttributeError(f"module 'kfuse' has no attribute {name!r}")
     if name == "nn":
         return importlib.import_module("kfuse.nn")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES.get(name, "kfuse.api")), name)
+    if name not in _MODULES:
+        raise AttributeError(f"module 'kfuse' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    """Returns the public names."""
     return __all__

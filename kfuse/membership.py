@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.options import CommOptions
@@ -28,22 +28,11 @@ class ViewChanged(CommError):
     """A worker of this group was lost, and the supervisor has formed another view."""
 
 
-_Given = ParamSpec("_Given")
-
-
-class _Listeners(Generic[_Given]):
-    """Bound methods that are called together, in the order of registration, until their objects are deleted."""
-
-    def __init__(self) -> None:
-        self._methods: list[weakref.WeakMethod[Callable[_Given, None]]] = []
-
-    def add(self, method: Callable[_Given, None]) -> None:
-        self._methods = [*(known for known in self._methods if known() is not None), weakref.WeakMethod(method)]
-
-    def call(self, *given: _Given.args, **named: _Given.kwargs) -> None:
-        for known in self._methods:
-            if (method := known()) is not None:
-                method(*given, **named)
+def _call(listeners: list[weakref.WeakMethod[Callable[..., None]]], *arguments: Any) -> None:
+    """Calls these methods, in the order of registration, but for those of deleted objects."""
+    for listener in listeners:
+        if (method := listener()) is not None:
+            method(*arguments)
 
 
 class Session:
@@ -58,8 +47,8 @@ class Session:
         """
         self.group, self.comm, self.control_client, self._record = group, comm, control, record
         self.view: View | None = None
-        self._listeners: _Listeners[[Group]] = _Listeners()
-        self._leave_takers: _Listeners[[Sequence[int | None], int]] = _Listeners()
+        self._listeners: list[weakref.WeakMethod[Callable[..., None]]] = []
+        self._leave_takers: list[weakref.WeakMethod[Callable[..., None]]] = []
         self.lanes_used = self._optimizers_made = 0
         """How many of the group's lanes (`Group.lane`) this worker's optimizers use."""
         self.lost = False
@@ -103,14 +92,14 @@ class Session:
 
     def on_group_change(self, listener: Callable[[Group], None]) -> None:
         """Calls `listener`, a bound method, with each new group, until its object is deleted."""
-        self._listeners.add(listener)
+        self._listeners.append(weakref.WeakMethod(listener))
 
     def on_planned_change(self, listener: Callable[[Sequence[int | None], int], None]) -> None:
         """Calls `listener`, a bound method, before a planned change of the view, while the group still has all workers.
 
         Its arguments: of each rank of the group, its rank in the next view (None: it leaves), and that view's size.
         """
-        self._leave_takers.add(listener)
+        self._leave_takers.append(weakref.WeakMethod(listener))
 
     def new_lane(self) -> int:
         """The lane of a new optimizer; the same on every rank, if all make the same optimizers in the same order.
@@ -194,7 +183,8 @@ class Session:
         if view.recovers:
             old.abort()
         else:
-            self._take_leave(view)
+            if self.view is not None:  # what leaving workers have alone goes to those that stay
+                _call(self._leave_takers, [view.rank_of(member.worker) for member in self.view.members], view.size)
             old.finish()
         if rank is None:
             client.send("left")  # until then it is in each view that recovers from a loss
@@ -213,24 +203,15 @@ class Session:
         old.retire()
         self.view, self.apart = view, False
         self.log_view()
-        self._listeners.call(group)
-        client.forget(view.generation)
+        _call(self._listeners, group)
         client.send("joined", generation=view.generation)
         return True
 
-    def _take_leave(self, view: View) -> None:
-        """Before a planned change to `view`: what leaving workers have alone goes to those that stay."""
-        if self.view is not None:
-            new_ranks = [view.rank_of(member.worker) for member in self.view.members]
-            self._leave_takers.call(new_ranks, view.size)
-
     def log_view(self) -> None:
         """Logs one line about the active view, on rank 0."""
-        if self.view is not None and self.group.rank == 0:
-            name, view = self.comm.transport(), self.view
-            _LOG.info(
-                "view %d (%s): workers %d, configured transport %s", view.generation, view.reason, view.size, name
-            )
+        if (view := self.view) is not None and self.group.rank == 0:
+            told = (view.generation, view.reason, view.size, self.comm.transport())
+            _LOG.info("view %d (%s): workers %d, configured transport %s", *told)
 
     def check(self) -> None:
         """Raises ViewChanged if the supervisor has formed a view after a lost worker, ControlError if it is lost."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,19 +9,17 @@ import kfuse as kf
 
 
 class Failing(kf.BasePolicy):
-    """Raises an error in `where` at steps 5 to `last`, on rank `rank` alone, or on all (-1). how="hang": hangs instead.
+    """Raises an error in `where` at steps 5 to `last`, on rank `rank` alone, or on all (-1).
 
     Its hooks have collectives before and after that place.
     """
 
-    def __init__(self, where: str, last: int = 5, rank: int = -1, how: str = "raise") -> None:
-        self._where, self._last, self._rank, self._how = where, last, rank, how
+    def __init__(self, where: str, last: int = 5, rank: int = -1) -> None:
+        self._where, self._last, self._rank = where, last, rank
         self.step = -1
 
     def _strikes(self, where: str, now: bool) -> None:
         if where == self._where and now and self._rank in (-1, kf.rank()):
-            if self._how == "hang":
-                time.sleep(1000)
             raise KeyError(f"struck in {where}")
 
     @property

@@ -98,7 +98,7 @@ def supported() -> list[Case]:
 class Supervised:
     """In place of the connection to a supervisor, which has nothing to say."""
 
-    worker, silence_s, step, doing, stop = 0, 10.0, None, None, None
+    worker, silence_s, step, stop = 0, 10.0, None, None
 
     def __init__(self) -> None:
         self.job: dict[str, Any] = {"run_dir": "."}

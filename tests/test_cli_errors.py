@@ -62,8 +62,8 @@ WRONG = [
     ("model._target_=mistaken.Frozen", ["model._target_=mistaken.Frozen", "no parameters"]),
     ("data._target_=mistaken.load", ["mistaken.load", "the disk is gone"]),
     ("policy._target_=builtins.dict", ["policy._target_=builtins.dict", "BasePolicy"]),
-    ("optimizer._target_=torch.optim.LBFGS", ["torch.optim.LBFGS", "several times a step"]),
-    ("comm.schedule=torch.nn.Linear", ["comm.schedule=torch.nn.Linear", "plan, launch, wait"]),
+    ("optimizer._target_=torch.optim.LBFGS", ["torch.optim.LBFGS", "steps once"]),
+    ("comm.schedule=torch.nn.Lineer", ["comm.schedule=torch.nn.Lineer", "did you mean Linear?"]),
     # Unknown keys, options and flags.
     ("batch.sise=8", ["batch.sise", "did you mean batch.size?"]),
     ("size=8", ["size", "did you mean batch.size?"]),
@@ -74,7 +74,6 @@ WRONG = [
     ("batch.size=8,16", ["batch.size=8,16", "-m"]),
     # Sweeps: no run starts where one of them is wrong.
     ("-m batch.size=8,abc", ["batch.size=abc", "a whole number"]),
-    ("-m 'seed=range(0)'", ["a sweep over nothing"]),
 ]
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -185,12 +183,8 @@ def test_optimizer_of_ones_own_gets_parameters_rate_and_clipping(workplace: Path
         (group,) = opt.param_groups
         assert group["lr"] == 0.25 and group["params"] == list(model.parameters())
         assert opt.clip_norm == 0.5 and opt.skip_nonfinite
-    for overrides, said in (
-        (["optimizer._target_=users_own.NoRate"], "optimizer: NoRate must take an argument lr; it has momentum"),
-        (["optimizer._target_=users_own.Anything", "+optimizer.momentun=0.9"], "optimizer: .*momentun=0.9.*unexpected"),
-    ):
-        with pytest.raises(ConfigError, match=f"^{said}"):
-            validate(compose("optimizer=torch", *overrides))
+    with pytest.raises(ConfigError, match=r"^optimizer: NoRate must take an argument lr; it has momentum"):
+        validate(compose("optimizer=torch", "optimizer._target_=users_own.NoRate"))
 
 
 # -- the command line ----------------------------------------------------------------------------------------------
@@ -221,22 +215,19 @@ def test_home_directory_is_found_wherever_a_path_is_taken(
     (home / "options" / "model" / "mine.yaml").write_text("_target_: users_own.Net\nwidth: 7\n")
     (home / "book.txt").write_text("What is written here is enough for a block or two. " * 40)
     (home / "train.py").touch()
-    (home / "options" / "data").mkdir()
-    (home / "options" / "data" / "book.yaml").write_text("_target_: kfuse.data.load_text\npath: ~/book.txt\n")
     (home / "options" / "manifest.json").touch()  # so that it looks like a checkpoint
     monkeypatch.setenv("HOME", str(home))
     text = ["model=gpt", "data=text"]
     for number, arguments in enumerate(
         [
             ["--config-dir", "~/options", "model=mine"],
-            ["--config-dir=~/options", "model=gpt", "data=book"],
             [*text, "data.path='~/book.txt'"],
             ["checkpoint.resume=~/options"],
         ]
     ):
         assert command(monkeypatch, *arguments, f"hydra.run.dir='~/run{number}'") == 0, capsys.readouterr().err
     assert command(monkeypatch, "-m", *text, "data.path=~/book.txt,~/../home/book.txt", "hydra.sweep.dir=~/sweep") == 0
-    made = [f"run{number}" for number in range(4)] + ["sweep/0", "sweep/1"]
+    made = [f"run{number}" for number in range(3)] + ["sweep/0", "sweep/1"]
     assert [run_dir for _, run_dir in runs] == [home / name for name in made]
     assert runs[0][0].model == {"_target_": "users_own.Net", "width": 7}
     assert {cfg.data.path for cfg, _ in runs if "path" in cfg.data} == {f"{home}/book.txt", f"{home}/../home/book.txt"}
@@ -245,24 +236,12 @@ def test_home_directory_is_found_wherever_a_path_is_taken(
     assert (args.run_dir, args.token_file, args.script) == (home / "run", home / "token", home / "train.py")
 
 
-def test_a_model_that_needs_other_data_chooses_them_and_says_so(
-    workplace: Path,
-    runs: list[tuple[DictConfig, Path]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_model_that_needs_other_data_chooses_them(
+    workplace: Path, runs: list[tuple[DictConfig, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (workplace / "book.txt").write_text("What is written here is enough for a block or two. " * 40)
-    chosen = "kfuse: model=gpt without data=... trains on data=text"
-    for arguments, said in [
-        (["model=gpt"], f"{chosen}; a file of your own: data.path=FILE\n"),
-        (["model=gpt", "data.path=book.txt"], f"{chosen}\n"),
-        (["model=gpt", "data=text"], ""),
-        (["model=convnet"], ""),
-    ]:
+    for arguments in (["model=gpt"], ["model=gpt", "data=text"], ["model=convnet"]):
         assert command(monkeypatch, *arguments, f"hydra.run.dir=run{len(runs)}") == 0
-        assert capsys.readouterr().out == said
-    loaders = [cfg.data._target_.rpartition(".")[2] for cfg, _ in runs]
-    assert loaders == ["load_text", "load_text", "load_text", "load_digits"]
+    assert [cfg.data._target_.rpartition(".")[2] for cfg, _ in runs] == ["load_text", "load_text", "load_digits"]
 
 
 def test_run_directory_is_used_once(
@@ -373,41 +352,3 @@ def test_version_is_ours(tmp_path: Path) -> None:
     for module, program in (("kfuse", "kfuse"), ("kfuse.cli.kfuse_run", "kfuse-run")):
         done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=tmp_path, timeout=60, **PIPES)
         assert (done.returncode, done.stdout, done.stderr) == (0, f"{program} {kfuse.__version__}\n", "")
-
-
-def heed_interrupts() -> None:
-    """In a child: as from a terminal. A shell starts background jobs, these tests perhaps, with SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-# A module that never ends to be imported, in the place of one that takes a while.
-@pytest.mark.parametrize(
-    ("module", "slow"),
-    [("kfuse", "torch"), ("kfuse", "rich"), ("kfuse.cli.kfuse_run", "rich"), ("kfuse.cli.worker", "torch")],
-)
-@pytest.mark.full
-def test_interrupt_while_importing_is_quiet(module: str, slow: str, tmp_path: Path) -> None:
-    (tmp_path / f"{slow}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
-    path = os.pathsep.join([str(tmp_path), str(Path(kfuse.__file__).parents[1])])
-    with subprocess.Popen(
-        [sys.executable, "-m", module],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=tmp_path,
-        preexec_fn=heed_interrupts,
-        **PIPES,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "importing\n"
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60) == ("", "")
-        assert process.returncode == 130
-
-
-@pytest.mark.full
-def test_interrupt_raises_as_usual_where_kfuse_is_a_library() -> None:
-    program = """
-import signal
-import kfuse
-assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, preexec_fn=heed_interrupts)

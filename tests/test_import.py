@@ -82,14 +82,12 @@ validate(config)
 """
 
 IMPORT_ALONE = """
-import gc
 import sys
 import numpy, torch
 
 before = set(sys.modules)
 import kfuse
 
-assert gc.isenabled() and gc.get_freeze_count() == 0
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(*sorted(new - set(sys.stdlib_module_names) - {"kfuse", "torch", "numpy"}))
 """
@@ -124,18 +122,9 @@ def test_a_worker_boots_without_torchs_compiler_and_scipy() -> None:
     run(CHECK + OURS + SLOW)
 
 
-@pytest.mark.full
-def test_a_command_collects_garbage_again_but_not_among_what_it_imported(tmp_path: Path) -> None:
-    told = "raise RuntimeError(f'{gc.isenabled()}, {gc.get_freeze_count() > 100_000}')"
-    (tmp_path / "own.py").write_text(f"import gc\n{told}\n")
-    command = [sys.executable, "-m", "kfuse", "model._target_=own.Net"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stderr.endswith("importing own failed: RuntimeError: True, True\n")
-
-
 def test_kfuse_alone_loads_nothing_and_a_name_what_it_needs() -> None:
     listing = "import sys, kfuse\n{}\nprint(*(name for name in sys.modules if name.startswith(('kfuse.', 'torch'))))"
-    assert run(listing.format("")).split() == ["kfuse.interrupt", "kfuse.version"]
+    assert run(listing.format("")).split() == ["kfuse.version"]
     loaded = run(listing.format("kfuse.Optimizer")).split()
     parsing = {f"kfuse.settings.{name}" for name in ("instantiate", "messages", "schema")}
     assert not {"kfuse.data", "kfuse.tools", "kfuse.cli", *parsing} & set(loaded)

@@ -52,13 +52,6 @@ def test_the_error_is_told_once_and_ends_the_job(where: str, rank: int, more: li
     assert not (tmp_path / "run" / "checkpoints" / "step-00000006").exists()
 
 
-@pytest.mark.full
-def test_a_method_that_hangs_is_named(tmp_path: Path) -> None:
-    done = job(tmp_path, "comm.timeout_s=2", "elastic.max_failures=2", where="after_step", how="hang", rank=1)
-    assert done.error is not None
-    assert re.search(r"; worker 1 is in the policy's Failing\.after_step for \d+ s$", done.error), done.error
-
-
 def fit(policy: kf.BasePolicy, **arguments: Any) -> dict[str, Any] | None:
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 1)

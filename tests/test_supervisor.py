@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import pytest
 from supervised import Stage, play
 
 from kfuse.elastic.supervisor import Elasticity
 
 TWO = Elasticity(2, 1, 3)
+BEGINS = {"step": 0, "training": 1, "goes_back": False, "restarts": False}
+
+Script = Callable[[Stage], Awaitable[None]]
+
+
+def job(elasticity: Elasticity, error: str | None = None, **events: int) -> Callable[[Script], Callable[[], None]]:
+    """A test: the script acts for the workers. The job ends with this error, after so many events of these kinds."""
+
+    def decorate(script: Script) -> Callable[[], None]:
+        def test() -> None:
+            stage, found = play(elasticity, script)
+            assert found == error
+            assert {kind: len(stage.events(kind)) for kind in events} == events
+
+        return test
+
+    return decorate
+
+
+# -- silence, and stops -----------------------------------------------------------------------------------------------
 
 
 def test_an_interpreter_that_takes_long_to_end_is_no_failure() -> None:
@@ -69,191 +91,85 @@ def test_the_same_signal_within_a_second_counts_once(reasons: tuple[str, ...], s
     assert error is None and stage.supervisor.job.stopping == reasons[0]
 
 
-def test_workers_that_do_not_stop_are_killed() -> None:
-    async def script(stage: Stage) -> None:
-        await stage.train(0, 1)
-        stage.supervisor.stop("terminated")
-        for _ in range(19):
-            for number in (0, 1):
-                await stage.says(number, "alive")
-            await stage.settle(1)
-        assert not stage.workers[0].killed
-        await stage.settle(2)
-        assert stage.workers[0].killed and stage.workers[1].killed
-
-    play(TWO, script)
+@job(TWO)
+async def test_workers_that_do_not_stop_are_killed(stage: Stage) -> None:
+    await stage.train(0, 1)
+    stage.supervisor.stop("terminated")
+    for _ in range(19):
+        for number in (0, 1):
+            await stage.says(number, "alive")
+        await stage.settle(1)
+    assert not stage.workers[0].killed
+    await stage.settle(2)
+    assert stage.workers[0].killed and stage.workers[1].killed
 
 
-def test_all_lost_without_checkpoints_is_one_clear_line() -> None:
-    async def script(stage: Stage) -> None:
-        await stage.train(0, 1)
-        for worker in stage.workers:
-            worker.end(-9)
-
-    _, error = play(TWO, script)
-    assert error == "no worker is left: the last one was ended by SIGKILL; with checkpoints, training would go on"
+# -- all are lost -----------------------------------------------------------------------------------------------------
 
 
-def test_newcomers_alone_have_nothing_to_go_on_with() -> None:
+@job(TWO, "no worker is left: the last one was ended by SIGKILL")
+async def test_all_lost_without_checkpoints_is_one_clear_line(stage: Stage) -> None:
+    await stage.train(0, 1)
+    for worker in stage.workers:
+        worker.end(-9)
+
+
+@job(Elasticity(1, 1, 2), "the workers that had the training's state are lost")
+async def test_newcomers_alone_have_nothing_to_go_on_with(stage: Stage) -> None:
     """The only worker with the state is lost as it hands it over, and there are no checkpoints."""
-
-    async def script(stage: Stage) -> None:
-        await stage.train(0)
-        await stage.supervisor.views.resize(2)
-        await stage.boot(1)
-        await stage.join(0, 1)
-        stage.workers[0].end(-9)
-        await stage.settle()
-        await stage.join(1)
-        start = {"step": 0, "training": 1, "goes_back": False, "restarts": False}
-        await stage.says(1, "record", kind="start", data=start)
-
-    _, error = play(Elasticity(1, 1, 2), script)
-    assert error == "the workers that had the training's state are lost; with checkpoints, training would go on"
+    await stage.train(0)
+    await stage.supervisor.views.resize(2)
+    await stage.boot(1)
+    await stage.join(0, 1)
+    stage.workers[0].end(-9)
+    await stage.settle()
+    await stage.join(1)
+    await stage.says(1, "record", kind="start", data=BEGINS)
 
 
-@pytest.mark.parametrize("booted", [True, False])
-def test_a_newcomer_that_comes_too_late_is_sent_away(booted: bool) -> None:
-    """The others never come to its view, and their end is its end. No failure is reported."""
-
-    async def script(stage: Stage) -> None:
-        await stage.train(0)
-        await stage.supervisor.views.resize(2)
-        if booted:
-            await stage.boot(1)
-        await stage.end_well(0)
-
-    stage, error = play(Elasticity(1, 1, 2), script)
-    assert error is None and stage.workers[1].killed and not stage.events("failure")
-    assert len(stage.events("ready")) == booted
+@job(Elasticity(1, 1, 3, restart=True))
+async def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(stage: Stage) -> None:
+    await stage.train(0)
+    await stage.supervisor.views.resize(3)
+    await stage.supervisor.views.resize(1)
+    await stage.boot(1, 2)
+    stage.workers[0].end(-9)
+    await stage.settle()
+    assert stage.workers[1].view == [1]
+    await stage.join(1)
+    await stage.end_well(1)
 
 
-def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart() -> None:
-    async def script(stage: Stage) -> None:
-        await stage.train(0)
-        await stage.supervisor.views.resize(3)
-        await stage.supervisor.views.resize(1)
-        await stage.boot(1, 2)
-        stage.workers[0].end(-9)
-        await stage.settle()
-        assert stage.workers[1].view == [1]
-        await stage.join(1)
-        await stage.end_well(1)
-
-    _, error = play(Elasticity(1, 1, 3, restart=True), script)
-    assert error is None
+@job(Elasticity(3, 1, 3, restart=True), failure=4)
+async def test_a_worker_that_dies_as_the_job_starts_anew_is_replaced(stage: Stage) -> None:
+    await stage.train(0, 1, 2)
+    for worker in stage.workers:
+        worker.end(-9)
+    await stage.settle()
+    stage.workers[3].end(-9)
+    await stage.settle()
+    await stage.boot(4, 5, 6)
+    assert stage.workers[4].view == [4, 5, 6]
+    await stage.join(4, 5, 6)
+    await stage.end_well(4, 5, 6)
 
 
-def test_a_replacement_that_dies_as_it_boots_is_tried_again() -> None:
-    async def script(stage: Stage) -> None:
-        await stage.train(0, 1)
-        await stage.supervisor.views.replace(1)
-        stage.workers[2].end(-9)
-        await stage.settle()
-        await stage.boot(3)
-        assert stage.workers[0].view == [0, 3]
-        await stage.join(0, 3)
-        await stage.says(1, "left")
-        stage.workers[1].end(0)
-        await stage.end_well(0, 3)
-
-    stage, error = play(TWO, script)
-    assert error is None and len(stage.events("failure")) == 1
+# -- crash loops ------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_dies_as_the_job_starts_anew_is_replaced() -> None:
-    async def script(stage: Stage) -> None:
-        await stage.train(0, 1, 2)
-        for worker in stage.workers:
-            worker.end(-9)
-        await stage.settle()
-        stage.workers[3].end(-9)
-        await stage.settle()
-        await stage.boot(4, 5, 6)
-        assert stage.workers[4].view == [4, 5, 6]
-        await stage.join(4, 5, 6)
-        await stage.end_well(4, 5, 6)
-
-    stage, error = play(Elasticity(3, 1, 3, restart=True), script)
-    assert error is None and len(stage.events("failure")) == 4
-
-
-def test_workers_lost_together_are_one_loss() -> None:
+@job(Elasticity(4, 1, 4, max_failures=3), failure=3)
+async def test_workers_lost_together_are_one_loss(stage: Stage) -> None:
     """As with the host they were on: counted one by one, these three would end the job."""
-
-    async def script(stage: Stage) -> None:
-        await stage.train(0, 1, 2, 3)
-        for worker in stage.workers[1:]:
-            worker.end(-9)
-        await stage.settle()
-        assert stage.workers[0].view == [0]
-        await stage.join(0)
-        await stage.boot(4, 5, 6)
-        assert stage.workers[0].view == [0, 4, 5, 6]
-        await stage.join(0, 4, 5, 6)
-        await stage.end_well(0, 4, 5, 6)
-
-    stage, error = play(Elasticity(4, 1, 4, max_failures=3), script)
-    assert error is None and len(stage.events("failure")) == 3
-
-
-def test_the_others_go_on_without_a_script_that_ends_before_it_joins() -> None:
-    async def script(stage: Stage) -> None:
-        stage.workers[1].end(0)
-        await stage.settle()
-        await stage.train(0)
-        await stage.end_well(0)
-
-    stage, error = play(Elasticity(2, 1, 2, script=True), script)
-    assert error is None and len(stage.workers) == 2, "none is started in its place"
-    [left] = stage.events("quit")
-    assert (left["worker"], left["pid"]) == (1, None) and "before it used kf.fit" in left["how"]
-
-
-def test_a_script_that_fails_after_its_training_has_failed() -> None:
-    async def script(stage: Stage) -> None:
-        await stage.train(0, 1)
-        await stage.says(0, "record", kind="summary", data={})
-        stage.workers[1].end(1, "Traceback (most recent call last):", '  File "a.py", line 1', "ValueError: in the end")
-        await stage.settle()
-        stage.workers[0].end(0)
-
-    stage, error = play(Elasticity(2, 1, 2, script=True), script)
-    assert error == "worker 1 ended with exit status 1 after training had ended: ValueError: in the end"
-    assert len(stage.workers) == 2, "what was trained is not trained again"
-
-
-def test_where_a_worker_cannot_be_started_the_others_go_on() -> None:
-    async def script(stage: Stage) -> None:
-        await stage.train(0)
-        stage.starts_fail = True
-        await stage.supervisor.views.resize(3)
-        await stage.end_well(0)
-
-    stage, error = play(Elasticity(1, 1, 3), script)
-    assert error is None
-    [clipped] = stage.events("clipped")
-    assert clipped["note"] == "workers 3 clipped to 1: the launcher cannot start another: no machine has room"
-
-
-def test_where_no_worker_can_be_started_the_job_ends_in_one_line() -> None:
-    _, error = play(TWO, lambda stage: stage.settle(), starts_fail=True)
-    assert error == "the launcher cannot start workers: no machine has room"
-
-
-def test_newcomers_that_cannot_boot_do_not_end_the_training() -> None:
-    async def script(stage: Stage) -> None:
-        await stage.train(0)
-        await stage.supervisor.views.resize(2)
-        for number in (1, 2, 3):
-            stage.workers[number].end(-9)
-            await stage.settle()
-        await stage.end_well(0)
-
-    stage, error = play(Elasticity(1, 1, 2, max_failures=3), script)
-    assert error is None and len(stage.workers) == 4 and len(stage.events("failure")) == 3
-    [left] = stage.events("quit")
-    assert left["how"].endswith("as others did before they could join: no other is started")
+    await stage.train(0, 1, 2, 3)
+    for worker in stage.workers[1:]:
+        worker.end(-9)
+    await stage.settle()
+    assert stage.workers[0].view == [0]
+    await stage.join(0)
+    await stage.boot(4, 5, 6)
+    assert stage.workers[0].view == [0, 4, 5, 6]
+    await stage.join(0, 4, 5, 6)
+    await stage.end_well(0, 4, 5, 6)
 
 
 @pytest.mark.parametrize("progress", [True, False])
@@ -274,3 +190,126 @@ def test_workers_lost_again_and_again_end_the_job_unless_steps_are_made_between(
 
     _, error = play(Elasticity(2, 1, 2, max_failures=3), script)
     assert error == (None if progress else "3 workers were lost in a row, the last one was ended by SIGKILL")
+
+
+@job(Elasticity(2, 1, 2, max_failures=2), "workers lose contact again and again: a message was late")
+async def test_workers_that_lose_contact_without_progress_end_the_job(stage: Stage) -> None:
+    await stage.train(0, 1)
+    for generation in (1, 2):
+        await stage.says(1, "broken", generation=generation, why="a message was late")
+        await stage.settle()
+        await stage.join(0, 1)
+
+
+# -- workers that come, leave, or cannot be started -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("booted", [True, False])
+def test_a_newcomer_that_comes_too_late_is_sent_away(booted: bool) -> None:
+    """The others never come to its view, and their end is its end. No failure is reported."""
+
+    async def script(stage: Stage) -> None:
+        await stage.train(0)
+        await stage.supervisor.views.resize(2)
+        if booted:
+            await stage.boot(1)
+        await stage.end_well(0)
+
+    stage, error = play(Elasticity(1, 1, 2), script)
+    assert error is None and stage.workers[1].killed and not stage.events("failure")
+    assert len(stage.events("ready")) == booted
+
+
+@job(TWO, failure=1)
+async def test_a_replacement_that_dies_as_it_boots_is_tried_again(stage: Stage) -> None:
+    await stage.train(0, 1)
+    await stage.supervisor.views.replace(1)
+    stage.workers[2].end(-9)
+    await stage.settle()
+    await stage.boot(3)
+    assert stage.workers[0].view == [0, 3]
+    await stage.join(0, 3)
+    await stage.says(1, "left")
+    stage.workers[1].end(0)
+    await stage.end_well(0, 3)
+
+
+@job(Elasticity(1, 1, 2, max_failures=3), failure=3, quit=1)
+async def test_newcomers_that_cannot_boot_do_not_end_the_training(stage: Stage) -> None:
+    await stage.train(0)
+    await stage.supervisor.views.resize(2)
+    for number in (1, 2, 3):
+        stage.workers[number].end(-9)
+        await stage.settle()
+    assert len(stage.workers) == 4
+    await stage.end_well(0)
+
+
+@job(Elasticity(1, 1, 3), clipped=1)
+async def test_where_a_worker_cannot_be_started_the_others_go_on(stage: Stage) -> None:
+    await stage.train(0)
+    stage.starts_fail = True
+    await stage.supervisor.views.resize(3)
+    await stage.end_well(0)
+
+
+def test_where_no_worker_can_be_started_the_job_ends_in_one_line() -> None:
+    _, error = play(TWO, lambda stage: stage.settle(), starts_fail=True)
+    assert error == "the launcher cannot start workers: no machine has room"
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_worker_that_is_to_leave_is_in_the_view_that_recovers(generation: int) -> None:
+    """It has lost contact itself, in the view before or on its way out of it. Then it leaves all the same."""
+
+    async def script(stage: Stage) -> None:
+        await stage.train(0, 1, 2)
+        await stage.supervisor.views.resize(2)
+        assert stage.workers[2].view == [0, 1]
+        await stage.says(2, "broken", generation=generation, why="")
+        await stage.settle()
+        assert stage.workers[2].view == [0, 1, 2]
+        await stage.join(0, 1, 2)
+        assert stage.workers[2].view == [0, 1]
+        await stage.end_well(0, 1, 2)
+
+    assert play(Elasticity(3, 1, 4), script)[1] is None
+
+
+@job(Elasticity(3, 1, 4))
+async def test_one_that_has_left_is_in_no_view(stage: Stage) -> None:
+    """Also where its word of it comes after a view that recovers was formed with it."""
+    await stage.train(0, 1, 2)
+    await stage.supervisor.views.resize(2)
+    stage.workers[0].end(-9)
+    await stage.settle()
+    assert stage.workers[1].view == [1, 2]
+    await stage.says(2, "left")
+    assert stage.workers[1].view == [1]
+    await stage.join(1)
+    await stage.end_well(1, 2)
+
+
+# -- scripts that end early or badly ----------------------------------------------------------------------------------
+
+
+@job(Elasticity(2, 1, 2, script=True), quit=1)
+async def test_the_others_go_on_without_a_script_that_ends_before_it_joins(stage: Stage) -> None:
+    stage.workers[1].end(0)
+    await stage.settle()
+    await stage.train(0)
+    assert len(stage.workers) == 2, "none is started in its place"
+    await stage.end_well(0)
+
+
+@job(
+    Elasticity(2, 1, 2, script=True),
+    "worker 1 ended with exit status 1 after training had ended: ValueError: in the end",
+)
+async def test_a_script_that_fails_after_its_training_has_failed(stage: Stage) -> None:
+    await stage.train(0, 1)
+    await stage.says(0, "record", kind="summary", data={})
+    stage.workers[1].end(1, "Traceback (most recent call last):", '  File "a.py", line 1', "ValueError: in the end")
+    await stage.settle()
+    stage.workers[0].end(0)
+    assert len(stage.workers) == 2, "what was trained is not trained again"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import io
 import os
 import re
 import sys
@@ -13,7 +11,7 @@ import traceback
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -22,7 +20,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from kfuse import interrupt
 from kfuse.cli.check import prepare, validate
 from kfuse.cli.output import survive_closed_output
 from kfuse.elastic.protocol import STOP_STATUS
@@ -86,12 +83,7 @@ def _main(fixed: bool = False) -> int:
         argv = _with_home(sys.argv[1:])
         args, sweep = _parse(argv), None
         if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
-            if args.experimental_rerun is not None:
-                raise ConfigError("--experimental-rerun: not supported; give the overrides again")
-            _check_directories(args.overrides)
             jobs = _jobs(args)
-            if not jobs:
-                raise ConfigError(f"{' '.join(args.overrides)}: a sweep over nothing; must have at least one value")
             if _is_sweep(args):
                 sweep = Sweep(jobs)
             if fixed and len(jobs) > 1:
@@ -103,7 +95,7 @@ def _main(fixed: bool = False) -> int:
         sys.argv[1:] = [*flags, *args.overrides]
         return _run_hydra(sweep)
     except KeyboardInterrupt:
-        return interrupt.STATUS
+        return STOP_STATUS["interrupted"]
     except Exception as error:  # of Hydra: `_job` handles the errors of a run
         return _refuse(str(error) if isinstance(error, ConfigError) else explain(error))
 
@@ -111,8 +103,6 @@ def _main(fixed: bool = False) -> int:
 def _tool(name: str, words: list[str]) -> int:
     """Runs a command of `_TOOLS`. Returns the exit status."""
     tool: Any = importlib.import_module(_TOOLS[name])
-    interrupt.resume_collection()
-    interrupt.raise_again()
     if {"-h", "--help"} & {*words}:
         print(tool.USAGE)
         return 0
@@ -121,7 +111,7 @@ def _tool(name: str, words: list[str]) -> int:
     except ConfigError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
-        return interrupt.STATUS
+        return STOP_STATUS["interrupted"]
 
 
 def _tool_arguments(name: str, words: list[str]) -> tuple[Any, ...]:
@@ -133,10 +123,9 @@ def _tool_arguments(name: str, words: list[str]) -> tuple[Any, ...]:
     if name in ("cbs", "plan"):
         return (words,)
     try:
-        args, plain = _parse(words), _parse([])
-        for flag, value in vars(args).items():
-            if value != getattr(plain, flag) and flag not in ("overrides", "config_dir", "config_name"):
-                raise ConfigError(f"kfuse {name} takes overrides only, not --{flag.replace('_', '-')}")
+        args = _parse(words)
+        if args.multirun:
+            raise ConfigError(f"kfuse {name} takes overrides only, not --multirun")
         if name == "replay":
             return args.overrides, partial(_compose, args)
         return (OmegaConf.to_container(_check(args, args.overrides, fixed=False), resolve=True),)
@@ -153,17 +142,15 @@ def _refuse(message: str) -> int:
     return USAGE_ERROR
 
 
+def _raise_config_error(message: str) -> NoReturn:
+    raise ConfigError(message)
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
     parser.allow_abbrev = False
-    if "-help" in argv:  # argparse reads it as -h with a value
-        raise ConfigError(explain_flags(["-help"]))
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            args, unknown = parser.parse_known_intermixed_args(argv)
-    except SystemExit:
-        raise ConfigError(printed.getvalue().strip().splitlines()[-1].partition("error: ")[2]) from None
+    parser.error = _raise_config_error  # type: ignore[method-assign]
+    args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         raise ConfigError(explain_flags([word for word in unknown if word.startswith("-")]))
     return args
@@ -205,14 +192,6 @@ def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> DictC
     return cfg
 
 
-def _check_directories(overrides: list[str]) -> None:
-    """Raises ConfigError for a run's or a sweep's directory without a name."""
-    for override in OverridesParser.create().parse_overrides(overrides):
-        key = override.get_key_element()
-        if key in ("hydra.run.dir", "hydra.sweep.dir") and not override.is_delete() and override.value() in ("", None):
-            raise ConfigError(f"{override.input_line}: must be a directory")
-
-
 def _run_hydra(sweep: Sweep | None) -> int:
     """Runs the jobs of `sys.argv` through Hydra. Returns the exit status, the largest of a sweep's."""
     statuses = [0]
@@ -234,7 +213,7 @@ def _run_hydra(sweep: Sweep | None) -> int:
     try:
         job()
     except KeyboardInterrupt:
-        statuses.append(interrupt.STATUS)
+        statuses.append(STOP_STATUS["interrupted"])
     finally:
         if sweep is not None:
             sweep.finish()
@@ -247,7 +226,6 @@ def _job(cfg: DictConfig, run_dir: Path) -> tuple[int, str | None]:
     OmegaConf.resolve(cfg)
     try:
         _claim(run_dir, cfg)
-        _name_chosen_data(cfg)
         from kfuse.cli.run import run  # not before it is needed: `--help` is quick
 
         return run(cfg, run_dir), None
@@ -260,16 +238,6 @@ def _job(cfg: DictConfig, run_dir: Path) -> tuple[int, str | None]:
         # If it reached Hydra, Hydra would print its own message and not run the rest of a sweep.
         traceback.print_exc()
         return 1, why
-
-
-def _name_chosen_data(cfg: DictConfig) -> None:
-    """Says so where the model's option has chosen the data (as configs/model/gpt.yaml does), not the command line."""
-    context = HydraConfig.get()
-    data, model = (context.runtime.choices[group] for group in ("data", "model"))
-    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(context.overrides.task)}
-    if data != "digits" and "data" not in given:
-        own = "; a file of your own: data.path=FILE" if cfg.data.get("path", "") is None else ""
-        print(f"kfuse: model={model} without data=... trains on data={data}{own}")
 
 
 def _claim(run_dir: Path, cfg: DictConfig) -> None:

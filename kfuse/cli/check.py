@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from kfuse import interrupt
 from kfuse.settings import rules, schema
 from kfuse.settings.instantiate import CLASS_GROUPS, LOADING
 from kfuse.settings.messages import explain
@@ -24,12 +22,10 @@ def prepare(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Completes what Hydra has composed of these overrides, in place.
 
     1) Removes the arguments of a class that the command line replaces with another (`model._target_=my.Net`).
-    2) Replaces a `~` that starts a text of an option file by the home directory.
-    3) Makes `comm._target_`, a transport's class, the schedule.
-    4) Fills in what follows from other settings where it is null, for those who read the configuration.
+    2) Makes `comm._target_`, a transport's class, the schedule.
+    3) Fills in what follows from other settings where it is null, for those who read the configuration.
     """
     _drop_replaced_arguments(cfg, overrides)
-    _expand_home(cfg)
     with open_dict(cfg.comm):
         cfg.comm.schedule = cfg.comm.pop("_target_", None) or cfg.comm.schedule
     if cfg.workers.max is None:
@@ -53,18 +49,6 @@ def _drop_replaced_arguments(cfg: DictConfig, overrides: Sequence[str]) -> None:
                 cfg[group] = {name: cfg[group][name] for name in cfg[group] if name in kept}
 
 
-def _expand_home(cfg: DictConfig | ListConfig) -> None:
-    """For values from option files: in those of the command line a `~` without quotes is no value to Hydra."""
-    for key in range(len(cfg)) if isinstance(cfg, ListConfig) else list(cfg):
-        if OmegaConf.is_interpolation(cfg, key) or OmegaConf.is_missing(cfg, key):
-            continue
-        value = cfg[key]
-        if isinstance(value, DictConfig | ListConfig):
-            _expand_home(value)
-        elif isinstance(value, str) and value.split("/")[0] == "~":
-            cfg[key] = os.path.expanduser(value)
-
-
 def validate(cfg: DictConfig) -> bool:
     """Raises ConfigError, which names the key, its value and what it must be, if the configuration cannot run.
 
@@ -85,8 +69,6 @@ def validate(cfg: DictConfig) -> bool:
     from kfuse.elastic.launchers import TorchrunLauncher
     from kfuse.train.settings import Settings
 
-    interrupt.resume_collection()
-    interrupt.raise_again()
     classes.check_transport(settings["comm_schedule"])
     optimizer = classes.check_optimizer(config["optimizer"], settings["lr_base"])
     policy = classes.make_policy(config["policy"])

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kfuse import interrupt
 from kfuse.cli.output import survive_closed_output
 from kfuse.cli.run import supervise
 from kfuse.comm import devices
@@ -46,7 +45,6 @@ _LEAST_TOKEN = 16
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status, as `--help` describes it."""
-    interrupt.resume_collection()
     survive_closed_output()
     args = _parse(sys.argv[1:] if argv is None else argv)
     if args.join is not None:
@@ -78,7 +76,6 @@ def _refuse(message: str) -> int:
 
 def _join(args: argparse.Namespace) -> int:
     host, port = args.join
-    interrupt.raise_again()
     try:
         asyncio.run(offer(host, port, args.token, args.slots))
     except AgentError as error:

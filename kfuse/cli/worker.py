@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 
-from kfuse import interrupt, session
+from kfuse import session
 from kfuse.comm.options import CommOptions
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.optim import ConsistencyError
@@ -16,7 +16,6 @@ from kfuse.train.build import build_trainer, set_threads
 
 def main() -> int:
     """Returns the exit status; 0: trained, or left as planned. The supervisor shows other errors' traceback."""
-    interrupt.resume_collection()
     # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -18,7 +18,7 @@ from kfuse.elastic.protocol import View
 
 _SUPERVISOR_LOST_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
 _STUCK_S = 60.0  # without the interpreter's lock, after which the process is ended
-_MOST_WAITING = 100_000  # messages that the connection does not take; what cannot be dropped waits beyond it
+_MOST_WAITING = 100_000  # messages; beyond it only records of steps are dropped
 _POLL_S = 0.01
 
 T = TypeVar("T")
@@ -49,10 +49,7 @@ class ControlClient:
     silence_s: float
     """Seconds without a heartbeat after which the supervisor kills a worker."""
     step: int | None = None
-    """Steps made so far, for the heartbeats to tell; None: they need not (see `kfuse.elastic.meetings`)."""
-    doing: tuple[str, float] | None = None
-    """What runs that is not kfuse's own, and may hang, and when it began (time.monotonic), for the heartbeats to tell;
-    None: nothing that is known."""
+    """Steps made so far, which heartbeats report while workers are at steps of their own; else None."""
     stop: str | None = None
     """Why the supervisor asks to stop; None if it does not."""
 
@@ -61,7 +58,7 @@ class ControlClient:
         host, _, port = os.environ[protocol.ENV_CONTROL].rpartition(":")
         self.worker = int(os.environ[protocol.ENV_WORKER])
         self._changed = threading.Condition()
-        self._views: dict[int, View] = {}
+        self._view: View | None = None  # the newest one; it is planned only once all are in the one before
         self._over = False
         self._announced: dict[int, dict[str, Any]] = {}
         self._decisions: dict[tuple[int, int], dict[str, Any]] = {}  # by the worker that sent it, and its number
@@ -146,32 +143,29 @@ class ControlClient:
 
     def await_first_view(self) -> View:
         """The first view that contains this worker. No time limit: the others may train for long before."""
-        return self._await(lambda: self._views[max(self._views)] if self._views else None, None, "the first view")
+        return self._await(lambda: self._view, None, "the first view")
 
     def await_view(self, generation: int, timeout_s: float) -> View:
         """The view of this generation, or a later one that replaced it. Raises ControlError after the timeout."""
-        find = lambda: self.recovery(generation) or self._views.get(generation)  # noqa: E731
-        return self._await(find, timeout_s, f"view {generation}")
+        return self._await(lambda: self._newer(generation - 1), timeout_s, f"view {generation}")
 
     def await_recovery(self, after: int, timeout_s: float) -> View:
-        """The newest view that recovers from a worker lost in generation `after`. Raises ControlError."""
+        """The view that recovers from a worker lost in generation `after`. Raises ControlError."""
         return self._await(lambda: self.recovery(after), timeout_s, f"a view after {after} to recover with")
 
     def recovery(self, after: int) -> View | None:
-        """The newest view with `recovers` and a generation above `after`, if there is one."""
-        views = list(self._views.values())  # in one step: the receiver's thread may add another
-        found = [view for view in views if view.recovers and view.generation > after]
-        return max(found, key=lambda view: view.generation, default=None)
+        """The newest view, if it recovers from a lost worker and its generation is above `after`."""
+        view = self._newer(after)
+        return view if view is not None and view.recovers else None
+
+    def _newer(self, after: int) -> View | None:
+        view = self._view
+        return view if view is not None and view.generation > after else None
 
     def proposed(self, current: int) -> int:
         """The generation to switch to, 0 if there is none newer than `current`."""
-        newest = max(self._views, default=0)
-        return newest if newest > current else 0
-
-    def forget(self, before: int) -> None:
-        """Drops the views of generations before this one."""
-        with self._changed:
-            self._views = {g: view for g, view in self._views.items() if g >= before}
+        view = self._newer(current)
+        return 0 if view is None else view.generation
 
     def await_over(self, current: int) -> bool:
         """Waits until the job is over: True. False if the supervisor forms a recovering view first."""
@@ -248,8 +242,7 @@ class ControlClient:
                 with self._changed:
                     match message.pop("type"):
                         case "view":
-                            view = View.from_json(message["view"])
-                            self._views[view.generation] = view
+                            self._view = View.from_json(message["view"])
                         case "stop":
                             self.stop = message["reason"]
                         case "over":
@@ -283,12 +276,8 @@ class ControlClient:
         """
         while not self._closing.wait(protocol.HEARTBEAT_S):
             faulthandler.dump_traceback_later(_STUCK_S, exit=True)
-            step, doing = self.step, self.doing
-            told: dict[str, Any] = {} if step is None else {"step": step}
-            if doing is not None:
-                told |= {"doing": doing[0], "for_s": time.monotonic() - doing[1]}
             try:
-                self._socket.sendall(protocol.encode({"type": "alive", **told}))
+                self._socket.sendall(protocol.encode({"type": "alive", "step": self.step}))
                 with self._changed:
                     self._flush()
             except (OSError, ControlError):

@@ -66,12 +66,12 @@ class Job:
         """The newest view, proposed or active."""
         self.training = 0
         """Which training is under way, from 1; 0 before the first one."""
-        self.done = False
+        self.trained = False
         """The summary of that training has arrived."""
+        self.done = False
+        """That training is over: its summary has arrived, or all scripts have left it."""
         self.stopping: str | None = None
         """Why the job was asked to stop."""
-        self.outcome: str | None = None
-        """NOT_TRAINED or LOOP_LEFT where all scripts have ended before a training did."""
         self.late_failure: JobFailed | None = None
         """A script that failed when its training was over."""
         self.over = asyncio.Event()
@@ -95,22 +95,17 @@ class Job:
         task.add_done_callback(finished)
         return task
 
-    def end_with_last_worker(self) -> None:
-        """All workers have ended, and what each end means has been decided."""
-        if not (self.done or self.stopping):
-            self.outcome = NOT_TRAINED if self.training == 0 else LOOP_LEFT
-        self.end(self.late_failure)
+    @property
+    def outcome(self) -> str | None:
+        """How a job that did not fail has ended: the stop reason, NOT_TRAINED, LOOP_LEFT; None: by training's end."""
+        if self.stopping or self.trained:
+            return self.stopping
+        return LOOP_LEFT if self.training else NOT_TRAINED
 
     @property
     def takes_newcomers(self) -> bool:
         """Whether a new worker can join: it would run a script from its start, so only during the first training."""
         return self.training <= 1 and not (self.done or self.over.is_set())
-
-    @property
-    def advice(self) -> str:
-        """For the end of a message about a job that lost all its workers: what would have saved it; or ""."""
-        may = not (self.elasticity.script or self.elasticity.restart)
-        return "; with checkpoints, training would go on" if may else ""
 
 
 class Recorder(Protocol):

@@ -57,13 +57,11 @@ class Worker:
     leaving: bool = False
     """Another worker is to take its place."""
     said_goodbye: bool = False
-    """It has said its last word; its process is ending, and sends no heartbeats any more."""
+    """Its process is ending, and sends no heartbeats any more."""
     ended_loop: int = 0
     """The newest training whose loop has ended on this worker, whether or not the training is over."""
     failed_at: int | None = None
     """The step at which an exception ended its training loop."""
-    doing: tuple[str, float] | None = None
-    """What ran on it by its last heartbeat, that is not kfuse's own, and for how many seconds; None: nothing known."""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     """The last lines that it printed."""
     killed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -117,14 +115,11 @@ class Processes:
         self.gpus: int = getattr(launcher, "gpus", 0)
         """How many GPUs the machine of all workers has. 0: none, or the launcher gives each worker its own."""
         self.awaits_gpu = False
-        """A worker is to be started as soon as another one, which is on its way out, has left its GPU."""
+        """A worker is to be started as soon as one that ends has left its GPU."""
         self._starting = asyncio.Lock()
-        self._undecided = 0
-        """How many workers have ended and are still being handled by `ended`."""
-        self._waiting_reported = False
+        self._undecided = 0  # how many workers have ended and are still being handled by `ended`
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ends: set[asyncio.Task[int]] = set()
-        """Each waits for the end of a worker's process, which may come late, or never: it may hang in a driver."""
+        self._ends: set[asyncio.Task[int]] = set()  # of processes: one may come late, or never, from a cut-off host
 
     def alive(self) -> list[Worker]:
         """Workers that have not ended, in any state."""
@@ -182,13 +177,7 @@ class Processes:
 
     async def _watch(self, worker: Worker) -> None:
         """Passes on what a worker prints until it ends."""
-
-        async def wait() -> int:
-            status = await worker.process.wait()
-            worker.gpu = None
-            return status
-
-        lines, end = asyncio.create_task(self._pass_on(worker)), asyncio.create_task(wait())
+        lines, end = asyncio.create_task(self._pass_on(worker)), asyncio.create_task(self._end_of(worker))
         killed = asyncio.create_task(worker.killed.wait())
         self._ends.add(end)
         end.add_done_callback(self._ends.discard)
@@ -211,6 +200,11 @@ class Processes:
         lines.cancel()
         self.end_if_none_left()
 
+    async def _end_of(self, worker: Worker) -> int:
+        status = await worker.process.wait()
+        worker.gpu = None
+        return status
+
     async def _pass_on(self, worker: Worker) -> None:
         async for line in worker.process.lines():
             worker.lines.append(line)
@@ -219,13 +213,12 @@ class Processes:
     def end_if_none_left(self) -> None:
         """Ends the job when no worker is left, none is being started, and each one's end has been decided on."""
         if not (self.alive() or self._undecided or self._starting.locked()):
-            self._job.end_with_last_worker()
+            self._job.end(self._job.late_failure)
 
     def check_heartbeats(self, late_s: float) -> None:
         """Kills workers that send no heartbeat, or are not ready in time. Their end is then handled like any other.
 
-        late_s: seconds since the last call in which this process could not receive; perhaps the workers were stopped
-        too.
+        late_s: seconds since the last call in which this process was stopped, and the workers perhaps too.
         """
         elasticity, now = self._job.elasticity, asyncio.get_running_loop().time()
         for worker in self.alive():
@@ -239,17 +232,6 @@ class Processes:
                 if not worker.connections and elasticity.script:
                     worker.why = f"did not call kf.init, kf.fit or kf.DataLoader within {silent:.0f} s"
                 worker.kill()
-        if self._job.view is None and not self._waiting_reported:
-            self._report_waiting(now)
-
-    def _report_waiting(self, now: float) -> None:
-        """Reports, once, which workers are not ready: a script may take any time to begin its training; others wait."""
-        ready = [worker.number for worker in self.alive() if worker.state is State.READY]
-        late = [worker for worker in self.alive() if worker.state is State.BOOTING and worker.process.running]
-        since = min((worker.started_at for worker in late), default=now)
-        if ready and now - since > self._job.elasticity.boot_timeout_s:
-            self._waiting_reported = True
-            self._records.event("waiting", workers=ready, late=[worker.number for worker in late])
 
     def kill_all(self) -> None:
         """Kills all workers."""

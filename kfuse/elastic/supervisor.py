@@ -86,7 +86,7 @@ class Supervisor:
             await over
             if job.error is not None:
                 raise job.error
-            return job.stopping or job.outcome
+            return job.outcome
         finally:
             watching.cancel()
             over.cancel()
@@ -209,8 +209,7 @@ class Supervisor:
                         other.send("decision", worker=worker.number, **decided)
             case "meet":
                 self._meetings.stand(worker, message)
-            case "alive":  # a heartbeat; doing, for_s: code that is not kfuse's, and for how long
-                worker.doing = (message["doing"], message["for_s"]) if "doing" in message else None
+            case "alive":  # a heartbeat
                 self._meetings.moved(worker, message.get("step"))
             case "goodbye":  # nothing follows, and no heartbeat is due any more
                 worker.said_goodbye = True
@@ -220,7 +219,7 @@ class Supervisor:
             return
         self.records.add(kind, data)
         if kind == "summary":
-            self.job.done = True
+            self.job.trained = self.job.done = True
             for worker in self.processes.alive():
                 if worker.joined:
                     worker.send("over")
@@ -237,13 +236,13 @@ class Supervisor:
         if training <= job.training:
             if self.records.furthest < 0 or job.elasticity.restart:
                 return True
-            job.end(JobFailed(f"the workers that had the training's state are lost{job.advice}"))
+            job.end(JobFailed("the workers that had the training's state are lost"))
             return False
         again, job.training = job.training > 0, training
         if job.elasticity.script:
             job.elasticity = replace(job.elasticity, restart=restarts and not again)
         if again:
-            job.done, job.outcome = False, None
+            job.trained = job.done = False
             self.records.begin_training()
             for worker in self.processes.alive():
                 if not worker.joined:  # it would run the script from its start, and train the first one

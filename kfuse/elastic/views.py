@@ -11,18 +11,16 @@ import logging
 import os
 import socket
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kfuse.elastic.job import Job, JobFailed, Records
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker
-from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED, Member, View
+from kfuse.elastic.protocol import Member, View
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _log = logging.getLogger("kfuse")
-
-_HANGS_S = 1.0  # in code that mostly takes milliseconds
 
 
 @dataclass
@@ -46,9 +44,6 @@ class Views:
 
         Each view has its own, in this process: so no lost worker takes it down, and no old key is left in it."""
         self._asked = job.wanted
-        self._not_replaced: set[int] = set()
-        self._quit_events: list[dict[str, Any]] = []
-        """Events about workers whose scripts have ended or left the loop. Written if the others continue."""
         self._since_step, self._since_boot = _Row(), _Row()
         self._progress = 0
         """`Records.progress` when the last lost worker was counted."""
@@ -76,21 +71,17 @@ class Views:
     async def replace(self, number: int) -> None:
         """Starts a worker in the place of member `number`, which leaves when the new one is ready.
 
-        Where no GPU is free for it nothing happens, which an event records.
+        Nothing happens where no GPU is free: the new worker starts beside the other one.
         """
-        for worker in self._processes.members():
-            if worker.number == number and not worker.leaving and self._job.takes_newcomers:
-                if self._processes.gpus and self._processes.free_gpu() is None:
-                    if number not in self._not_replaced:  # a policy may ask at every step
-                        self._not_replaced.add(number)
-                        why = f"the new one starts beside it, and all {self._processes.gpus} GPUs are in use"
-                        self._records.event("clipped", note=f"worker {number} is not replaced: {why}")
-                    return
-                worker.leaving = True
-                _log.info("replacement asked for worker %d", number)
-                self._records.event("decision", replace=number)
-                await self.add_up_to(self._job.wanted)
-                self.propose()
+        worker = next((member for member in self._processes.members() if member.number == number), None)
+        no_gpu = self._processes.gpus and self._processes.free_gpu() is None
+        if worker is None or worker.leaving or no_gpu or not self._job.takes_newcomers:
+            return
+        worker.leaving = True
+        _log.info("replacement asked for worker %d", number)
+        self._records.event("decision", replace=number)
+        await self.add_up_to(self._job.wanted)
+        self.propose()
 
     async def add_up_to(self, target: int) -> None:
         """Starts what is missing. If the launcher cannot start a worker, the job goes on with those it has."""
@@ -111,7 +102,7 @@ class Views:
         self._records.event("clipped", note=f"workers {asked} clipped to {allowed}: {why}")
 
     def continue_without(self, worker: Worker, how: str) -> None:
-        """The job continues without this worker, and starts no other. The event is written if the others continue."""
+        """The job continues without this worker, and starts no other."""
         members = [member for member in self._processes.members() if not self.out_of_loop(member)]
         leaving = [member for member in members if member.leaving]
         if leaving and not worker.joined:
@@ -119,13 +110,7 @@ class Views:
         else:
             self._job.wanted = max(1, len(members), self._job.wanted - 1)
         rank = self._processes.rank_of(worker)
-        self._quit_events.append({"worker": worker.number, "pid": worker.pid, "rank": rank, "how": how})
-
-    def write_quit_events(self) -> None:
-        """Writes the events that `continue_without` has kept."""
-        events, self._quit_events = self._quit_events, []
-        for fields in events:
-            self._records.event("quit", **fields)
+        self._records.event("quit", worker=worker.number, pid=worker.pid, rank=rank, how=how)
 
     def out_of_loop(self, worker: Worker) -> bool:
         """Whether its training loop has ended, by an error or not."""
@@ -166,7 +151,6 @@ class Views:
             self._announce(members, reason, recovers=True)
 
     def _announce(self, workers: list[Worker], reason: str, recovers: bool = False) -> None:
-        self.write_quit_events()
         generation = 1 if self._job.view is None else self._job.view.generation + 1
         leaving = [worker for worker in self._processes.members() if worker not in workers]
         members = tuple(Member(worker.number, worker.pid or 0, worker.host) for worker in workers)
@@ -238,9 +222,7 @@ class Views:
         self._forget_before_progress()
         self._since_step.lost += 1
         if self._since_step.lost >= job.elasticity.max_failures:
-            found = [(each.number, *each.doing) for each in self._processes.alive() if each.doing is not None]
-            hangs = [f"; worker {number} is in {what} for {s:.0f} s" for number, what, s in found if s >= _HANGS_S]
-            job.end(JobFailed(f"workers lose contact again and again: {why}{''.join(hangs)}"))
+            job.end(JobFailed(f"workers lose contact again and again: {why}"))
             return
         _log.info("contact lost in view %d: %s", generation, why)
         for member in () if job.done else filter(self.out_of_loop, self._processes.members()):
@@ -278,7 +260,6 @@ class Views:
         self.continue_without(worker, "ended with exit status 0 before training did")
         if not self._processes.members():
             self._training_is_left()
-            self._job.outcome = NOT_TRAINED if self._job.training == 0 else LOOP_LEFT
         self.recover("quit")
 
     def _report_failure(self, worker: Worker, status: int | None) -> tuple[str, str]:
@@ -327,8 +308,7 @@ class Views:
         elif row.lost >= limits.max_failures:
             job.end(JobFailed(f"{row.lost} workers were lost in a row, the last one {how}{cause}"))
         elif last and not limits.restart:
-            died = bool(worker.why) or status is None or status < 0
-            job.end(JobFailed(f"no worker is left: the last one {how}{job.advice if died else ''}{cause}"))
+            job.end(JobFailed(f"no worker is left: the last one {how}{cause}"))
         else:
             if rank is not None or leaving:
                 self.recover()
@@ -342,7 +322,6 @@ class Views:
         row.lost += 1
         if (error and error in row.errors) or row.lost >= self._job.elasticity.max_failures:
             self.continue_without(worker, f"{how}, as others did before they could join: no other is started")
-            self.write_quit_events()
         else:
             row.errors.add(error)
             await self.add_up_to(self._job.wanted)

@@ -70,20 +70,13 @@ class PolicyCalls:
             self._call(name, method)
 
     def _call(self, method: str, act: Callable[[], Returned]) -> Returned:
-        """Calls it, and reports an error of it. Meanwhile heartbeats tell the supervisor where this worker is."""
-        client = self._session.control_client
-        before = None if client is None else client.doing
-        if client is not None:
-            client.doing = f"the policy's {self._name(method)}", time.monotonic()
+        """Calls it, and reports an error of it."""
         try:
             return act()
         except (CommError, ControlError):  # of a hook's collective: a worker, or the supervisor, is lost
             raise
         except Exception as error:
             self._end(method, error)
-        finally:
-            if client is not None:
-                client.doing = before
 
     def _end(self, method: str, error: Exception) -> NoReturn:
         """Reports the error with its traceback, once, and raises it. A supervisor ends all workers."""

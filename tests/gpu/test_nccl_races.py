@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from gpu.stand_in import nccl_stood_in
 
 from kfuse.comm.group import CommError
 from kfuse.comm.nccl import NcclGroup
-from kfuse.elastic.client import ControlClient
 
 DEVICE = torch.device("cpu")
 LOST = "a worker was lost"
@@ -61,21 +59,3 @@ def test_it_is_ended_at_the_end_of_its_view(group: NcclGroup, monkeypatch: pytes
     group.finish()
     with pytest.raises(CommError, match=LOST):
         group.settle()
-
-
-def test_a_view_that_arrives_while_views_are_looked_at_is_no_error() -> None:
-    """Else the group's thread would take it for a loss, and end a healthy group."""
-    client: Any = ControlClient.__new__(ControlClient)
-
-    class Looked:
-        """Another thread adds a view meanwhile."""
-
-        generation = 1
-
-        @property
-        def recovers(self) -> bool:
-            client._views[2] = SimpleNamespace(generation=2, recovers=False)
-            return True
-
-    client._views = {1: Looked()}
-    assert client.recovery(0) is client._views[1]

@@ -11,16 +11,13 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess
 from kfuse.elastic.protocol import HEARTBEAT_S, MAX_LINE, decode, send, set_acknowledgement_timeout
 from kfuse.elastic.server import Server
-
-if TYPE_CHECKING:
-    from kfuse.elastic.launchers.base import WorkerProcess
 
 _CONNECT_S = 60.0
 _SILENCE_S = 10.0  # without acknowledgements, after which a connection counts as lost
@@ -40,45 +37,45 @@ async def offer(
     kill_with_agent: if this process ends, the kernel sends its workers SIGKILL; else SIGTERM. only: number of the one
     process that this agent is for; None: it is for any. Raises AgentError; then all of its workers have ended.
     """
-    reader, writer = await _connect(host, port)
+    reader, writer = await _connect(host, port, token=token, slots=slots, host=socket.gethostname(), only=only)
     agent, why = _Agent(writer, kill_with_agent), ""
-    heartbeats: asyncio.Task[None] | None = None
+    heartbeats = asyncio.create_task(_send_heartbeats(writer))
     try:
-        send(writer, "hello", token=token, slots=slots, host=socket.gethostname(), only=only)
-        if not await reader.readline():
-            raise AgentError(f"the supervisor at {host}:{port} refused this host: is the token its own?")
-        heartbeats = asyncio.create_task(_send_heartbeats(writer))  # not before: the hello is one line
-        while line := await reader.readline():
-            message = decode(line)
-            if message["type"] == "over":
-                return
-            await agent.handle(message)
-        await agent.ended(_SUPERVISOR_LOST_S)
-    except (OSError, ValueError) as error:
-        why = f": {error}"
+        try:
+            while line := await reader.readline():
+                message = decode(line)
+                if message["type"] == "over":
+                    return
+                await agent.handle(message)
+        except (OSError, ValueError) as error:
+            why = f": {error}"
         await agent.ended(_SUPERVISOR_LOST_S)
     finally:
-        if heartbeats is not None:
-            heartbeats.cancel()
+        heartbeats.cancel()
         for process in agent.processes.values():
             process.kill()
         writer.close()
     raise AgentError(f"the supervisor at {host}:{port} is gone{why}")
 
 
-async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Tries again for `_CONNECT_S`: hosts come up in any order. Raises AgentError."""
+async def _connect(address: str, port: int, **hello: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that the supervisor has accepted. Tries again for `_CONNECT_S`: hosts come up in any order.
+
+    Raises AgentError.
+    """
     deadline = asyncio.get_running_loop().time() + _CONNECT_S
     while True:
         try:
-            reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE)
-            break
+            reader, writer = await asyncio.open_connection(address, port, limit=MAX_LINE)
+            set_acknowledgement_timeout(writer.get_extra_info("socket"), _SILENCE_S)
+            send(writer, "hello", **hello)
+            if await reader.readline():
+                return reader, writer
+            raise AgentError(f"the supervisor at {address}:{port} refused this host: is the token its own?")
         except OSError as error:
             if asyncio.get_running_loop().time() > deadline:
-                raise AgentError(f"no supervisor at {host}:{port} within {_CONNECT_S:.0f} s: {error}") from error
+                raise AgentError(f"no supervisor at {address}:{port} within {_CONNECT_S:.0f} s: {error}") from error
             await asyncio.sleep(0.2)
-    set_acknowledgement_timeout(writer.get_extra_info("socket"), _SILENCE_S)
-    return reader, writer
 
 
 async def _send_heartbeats(writer: asyncio.StreamWriter) -> None:
@@ -86,22 +83,6 @@ async def _send_heartbeats(writer: asyncio.StreamWriter) -> None:
     while not writer.is_closing():
         send(writer, "alive")
         await asyncio.sleep(HEARTBEAT_S)
-
-
-async def follow(process: WorkerProcess, pass_on: Callable[[str], Awaitable[None]]) -> int:
-    """Passes on what a worker prints. Returns its exit status once it has ended and its output has been read."""
-
-    async def read() -> None:
-        async for line in process.lines():
-            await pass_on(line)
-
-    reading = asyncio.create_task(read())
-    try:
-        status = await process.wait()
-        await asyncio.wait([reading], timeout=_LAST_OUTPUT_S)
-    finally:
-        reading.cancel()
-    return status
 
 
 class _Agent:
@@ -116,7 +97,7 @@ class _Agent:
     async def handle(self, message: dict[str, Any]) -> None:
         """Handles a message of the supervisor: start or kill a worker."""
         number = message.get("worker")
-        if message["type"] == "start" and isinstance(number, int):
+        if message["type"] == "start" and number is not None:
             folder = message["folder"] if os.path.isdir(message["folder"]) else None
             try:
                 process = await self._launcher.start(message["env"], message["command"], folder, message["share"])
@@ -132,14 +113,18 @@ class _Agent:
             self.processes[number].kill()
 
     async def _watch(self, number: int, process: LocalProcess) -> None:
-        async def pass_on(line: str) -> None:
+        reading = asyncio.create_task(self._pass_on(number, process))
+        status = await process.wait()
+        await asyncio.wait([reading], timeout=_LAST_OUTPUT_S)  # what it started may hold the pipe open
+        reading.cancel()
+        del self.processes[number]
+        send(self._writer, "ended", worker=number, status=status)
+
+    async def _pass_on(self, number: int, process: LocalProcess) -> None:
+        async for line in process.lines():
             send(self._writer, "line", worker=number, text=line)
             with contextlib.suppress(OSError):
                 await self._writer.drain()
-
-        status = await follow(process, pass_on)
-        del self.processes[number]
-        send(self._writer, "ended", worker=number, status=status)
 
     async def ended(self, timeout_s: float) -> None:
         """Returns when all workers have ended, or after the timeout."""

@@ -25,7 +25,6 @@ _log = logging.getLogger("kfuse")
 
 _CONNECT_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 20.0
-_PATIENCE_S = 10.0
 _LAST_WORDS_S = 1.0
 
 
@@ -121,10 +120,6 @@ class RayLauncher(HostsLauncher):
         run = actor.run.remote(self._host, self._port, self._token, process.number).future()
         running, ended = asyncio.wrap_future(run), asyncio.ensure_future(process.wait())
         try:
-            await asyncio.wait([running, ended], timeout=_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
-            if not (process.running or process.ended):
-                room = f"cpus={self._cpus}, gpus={self._needed_gpus}"
-                process.printed(f"ray: a worker waits for a node with room for it ({room})")
             await asyncio.wait([running, ended], return_when=asyncio.FIRST_COMPLETED)
             if process.cause:  # its actor is lost, and Ray may know more of it
                 await asyncio.wait([running], timeout=_LAST_WORDS_S)

@@ -16,7 +16,6 @@ from typing import Any
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from kfuse import interrupt
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, steps_in
 from kfuse.cli.run import supervise
 from kfuse.elastic.job import Elasticity
@@ -185,7 +184,7 @@ class Start:
             launcher = instantiate.build(config["launcher"])
             elasticity = Elasticity.of(flat(config), restart=False)
             status = supervise(launcher, {**config, "run_dir": str(folder.absolute())}, recorder, elasticity)
-        if status in (*STOP_STATUS.values(), interrupt.STATUS):
+        if status in STOP_STATUS.values():
             raise KeyboardInterrupt
         if status:
             raise BranchError(f"a branch with batches of {batch_size} has failed: {folder / 'output.log'}")
