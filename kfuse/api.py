@@ -54,14 +54,9 @@ def allreduce(value: Tensor | Number, op: str = "sum") -> Tensor | float:
     if op not in ("sum", "avg", "min", "max"):
         raise ValueError(f"kf.allreduce op={op!r}: must be one of sum, avg, min, max")
     group = _group()
-    if isinstance(value, Tensor):
-        total = value.detach().to(group.device, copy=True).contiguous()
-    else:
-        total = torch.tensor(float(value), dtype=torch.float64, device=group.device)
+    total = _copy(value, group)
     group.all_reduce(total, f"kf.allreduce ({op})", op).wait()
-    if op == "avg":
-        total = total / group.size
-    return total.to(value.device) if isinstance(value, Tensor) else float(total)
+    return _like(value, total / group.size if op == "avg" else total)
 
 
 def broadcast(value: Tensor | Number, source: int = 0) -> Tensor | float:
@@ -69,21 +64,16 @@ def broadcast(value: Tensor | Number, source: int = 0) -> Tensor | float:
     group = _group()
     if not 0 <= source < group.size:
         raise ValueError(f"kf.broadcast source={source}: must be a rank from 0 to {group.size - 1}")
-    if isinstance(value, Tensor):
-        out = value.detach().to(group.device, copy=True).contiguous()
-    else:
-        out = torch.tensor(float(value), dtype=torch.float64, device=group.device)
+    out = _copy(value, group)
     group.broadcast(out, "kf.broadcast", source).wait()
-    return out.to(value.device) if isinstance(value, Tensor) else float(out)
+    return _like(value, out)
 
 
 def allgather(value: Tensor | Number) -> list[Tensor] | list[float]:
     """Every worker's value, in rank order; tensors must have one shape and dtype on all workers. Raises CommError."""
     group = _group()
-    if isinstance(value, Tensor):
-        return [t.to(value.device) for t in group.all_gather(value.detach().to(group.device), "kf.allgather")]
-    number = torch.tensor([float(value)], dtype=torch.float64, device=group.device)
-    return [float(t) for t in group.all_gather(number, "kf.allgather")]
+    found: list[Any] = [_like(value, each) for each in group.all_gather(_copy(value, group), "kf.allgather")]
+    return found
 
 
 def barrier() -> None:
@@ -107,6 +97,17 @@ def grad_variance() -> float:
 def grad_norm() -> float:
     """Norm of the mean gradient, before clipping, of the newest step that has arrived; NaN while unknown."""
     return _latest("grad_norm")
+
+
+def _copy(value: Tensor | Number, group: Group) -> Tensor:
+    """The value on the group's device, in memory of its own; a number as fp64."""
+    if isinstance(value, Tensor):
+        return value.detach().to(group.device, copy=True).contiguous()
+    return torch.tensor(float(value), dtype=torch.float64, device=group.device)
+
+
+def _like(value: Tensor | Number, result: Tensor) -> Tensor | float:
+    return result.to(value.device) if isinstance(value, Tensor) else float(result)
 
 
 def _joined() -> Session:
@@ -136,9 +137,8 @@ def _latest(name: str) -> float:
 def peer_latencies() -> list[float]:
     """Measures all links between the workers: by rank, seconds that a short message from here takes; 0.0 to itself.
 
-    Every worker must call it at the same point, between steps: in a policy's hooks, for example. It takes some
-    milliseconds a worker, more on slow links. Policies then see all of it in `Signals`, throughputs too. Raises
-    CommError, RuntimeError with comm.sync=pair.
+    Every worker must call it between the same steps. It takes some milliseconds a worker, more on slow links. Policies
+    then see latencies and throughputs in `Signals`. Raises CommError, RuntimeError with comm.sync=pair.
     """
     from kfuse.comm.latency import measure
 
@@ -188,8 +188,6 @@ def set_tree(shape: str | Sequence[int]) -> None:
     of the measured links), or a list: each rank's parent, the root's being itself. A list is dropped when the workers
     change. Raises ValueError for another name, and for a list that is no tree of the present workers.
     """
-    if shape is None:  # `request` takes it for no request
-        raise ValueError("kf.set_tree(None): must be the name of a shape, or a list with each rank's parent")
     _in_training("kf.set_tree").decisions.request(tree=shape)
 
 

@@ -6,32 +6,21 @@ import logging
 import sys
 from collections.abc import Callable
 
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "off": logging.CRITICAL + 1,
-}
-
 
 def set_up_logging(level: str, process: str, write: Callable[[str], None] | None = None) -> None:
     """Writes each record of the logger "kfuse" from `level` on as one line: time, level, process, text.
 
-    level: a key of LEVELS; "off" writes none. process: how the lines name this process, for example "worker 0".
-    write: takes a line without its end; None: lines go to standard error. A second call replaces the first one's
-    handler. Records go to the root logger's handlers instead if it has any, for example where a script has called
-    `logging.basicConfig`: no record is written twice. A level that the script has set on the logger is kept.
-
-    Only the processes of the commands `kfuse` and `kfuse-run` call this, never `import kfuse`.
-    Raises KeyError for an unknown level.
+    level: of observe.log_level. process: how the lines name this process, for example "worker 0". write: takes a line
+    without its end; None: lines go to standard error. A second call replaces the first one's handler. Records go to
+    the root logger's handlers instead if it has any, for example where a script has called `logging.basicConfig`. A
+    level that the script has set on the logger is kept. Only the processes of kfuse's commands call this.
     """
     logger = logging.getLogger("kfuse")
     ours = [handler for handler in logger.handlers if isinstance(handler, _LineHandler)]
     for handler in ours:
         logger.removeHandler(handler)
     if ours or logger.level == logging.NOTSET:
-        logger.setLevel(LEVELS[level])
+        logger.setLevel(logging.CRITICAL + 1 if level == "off" else level.upper())
     logger.addHandler(_LineHandler(process, write))
 
 

@@ -127,9 +127,9 @@ class Session:
         Only rank 0's requests are sent; other ranks' are dropped, as are those of a job without a supervisor.
         """
         if self.group.rank == 0:
-            self._send(what, **fields)
+            self.send(what, **fields)
 
-    def _send(self, message: str, **fields: Any) -> None:
+    def send(self, message: str, **fields: Any) -> None:
         """Sends the supervisor, if there is one, a message. If it is lost, `check` raises at the next step boundary."""
         if self.control_client is not None:
             from kfuse.elastic.client import ControlError
@@ -140,18 +140,13 @@ class Session:
     # -- views ----------------------------------------------------------------------------------------------------
 
     def ensure_joined(self) -> None:
-        """Joins the others, if a supervisor started this worker and it has not joined yet."""
-        if self.control_client is not None and self.view is None:
-            self.join()
-
-    def join(self) -> None:
-        """Tells the supervisor that this worker is ready, and waits for the first view that contains it.
+        """If a supervisor started this worker: reports that it is ready, and waits for the first view with it.
 
         Whatever takes time (imports, data, model, optimizer) is best done before: others may be training.
         """
-        client = self._client()
-        client.send("ready")
-        self._enter(client.await_first_view(), new=True)
+        if (client := self.control_client) is not None and self.view is None:
+            client.send("ready")
+            self._enter(client.await_first_view(), new=True)
 
     def switch(self, generation: int) -> bool:
         """Moves to the view of `generation`, at the same step boundary on every worker; False if this one leaves.
@@ -240,14 +235,6 @@ class Session:
         assert met is not None
         return met
 
-    def announce(self, announcement: dict[str, Any]) -> None:
-        """Sends all workers, this one too, what the leader announces, by the supervisor: `ControlClient.announced`."""
-        self._send("announce", announcement=announcement)
-
-    def publish(self, number: int, decision: dict[str, Any]) -> None:
-        """Sends all other workers, by the supervisor, a decision of rank 0."""
-        self._send("decision", number=number, decision=decision)
-
     def published(self, worker: int, number: int) -> dict[str, Any]:
         """The decision that `worker` has published. Raises TimeoutError, and ControlError if the supervisor is lost."""
         return self._client().decision(worker, number, self.group.timeout_s)
@@ -263,9 +250,9 @@ class Session:
     def give_up(self, why: str, event: dict[str, Any] | None = None, lines: Sequence[str] = ()) -> None:
         """Tells the supervisor, if there is one, that the job must end: no other worker could go on either.
 
-        event, lines: which it is to record and to show. Where several workers give up, only the first one's are.
+        event, lines: to record and to show; of several workers that give up, only the first one's are.
         """
-        self._send("fatal", why=why, event=event, lines=list(lines))
+        self.send("fatal", why=why, event=event, lines=list(lines))
 
     def begin_training(self) -> None:
         """A training starts. Raises RuntimeError if another one is under way in an elastic job."""
@@ -281,7 +268,7 @@ class Session:
         """Tells the supervisor that this worker's training loop has ended, at this step if by an error."""
         self.in_training = False
         if not sys.is_finalizing():
-            self._send("loop_ended", training=self.training, failed_at=failed_at)
+            self.send("loop_ended", training=self.training, failed_at=failed_at)
 
     @property
     def is_recorded(self) -> bool:
@@ -292,7 +279,7 @@ class Session:
         """Sends a record to the process that keeps the run directory: the supervisor, or rank 0 under torchrun."""
         if self._record is not None:
             self._record(kind, data)
-        self._send("record", kind=kind, data=data)
+        self.send("record", kind=kind, data=data)
 
 
 def measure_links(group: Group, comm: CommOptions) -> None:

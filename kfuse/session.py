@@ -22,6 +22,7 @@ from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import Group, drop_retired
 from kfuse.comm.options import CommOptions
 from kfuse.comm.settings import CommSettings
+from kfuse.logs import set_up_logging
 from kfuse.membership import Record, Session, measure_links
 from kfuse.settings import rules
 from kfuse.settings.tree import by_key, resolved
@@ -38,11 +39,10 @@ _current: Session | None = None
 def init(**settings: Unpack[CommSettings]) -> Session:
     """Joins the other workers and returns the session; a second call returns the first one's.
 
-    settings: `comm_reproducible=True`, ...: docs/reference.md lists them, and `kfuse --help` too, where it is called
-    `comm.reproducible`. With it torch is set to one CPU thread, since a matrix product's bits depend on the number of
-    threads. The first optimizer calls this function, if nothing has before.
-    Raises ConfigError (a ValueError) for settings that are not allowed, RuntimeError if a session exists with others,
-    DeviceError for a GPU that is not there, ControlError or CommError if joining fails.
+    settings: `comm_reproducible=True`, ...: docs/reference.md lists them. With this one torch is set to one CPU thread,
+    since a matrix product's bits depend on the number of threads. The first optimizer calls this function, if nothing
+    has before. Raises ConfigError (a ValueError) for settings that are not allowed, RuntimeError if a session exists
+    with others, DeviceError for a GPU that is not there, ControlError or CommError if joining fails.
     """
     values = resolved("kf.init", CommSettings, settings)
     comm_options, timeout_s = CommOptions.of(values), values["comm_timeout_s"]
@@ -68,11 +68,10 @@ def init(**settings: Unpack[CommSettings]) -> Session:
     rendezvous = Rendezvous.of_torch() or Rendezvous.of_environment()
     if rendezvous is not None and rendezvous.size > 1:
         return join_fixed_group(rendezvous, comm_options, timeout_s)
-    return _alone(comm_options, timeout_s)
+    return _use(Session(Group(device=_take_device(comm_options), timeout_s=timeout_s), comm_options))
 
 
 def _use(session: Session) -> Session:
-    """Makes `session` this process's, and returns it."""
     global _current
     _current = session
     return session
@@ -102,11 +101,6 @@ def reset() -> None:
     _current = None
 
 
-def _alone(comm: CommOptions, timeout_s: float) -> Session:
-    """Returns the session of the only worker of a job."""
-    return _use(Session(Group(device=_take_device(comm), timeout_s=timeout_s), comm))
-
-
 def connect_to_supervisor(client: ControlClient, comm: CommOptions, timeout_s: float) -> Session:
     """The session of a worker that a supervisor started. Its group has this worker only, until `join`.
 
@@ -114,8 +108,6 @@ def connect_to_supervisor(client: ControlClient, comm: CommOptions, timeout_s: f
     """
     rules.check(by_key(comm.named()) | {"job": "elastic"})
     if "observe" in client.job:
-        from kfuse.logs import set_up_logging  # in the commands' processes only
-
         set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")
     _leave_sigterm_to_the_supervisor()
     made = _use(Session(Group(device=_take_device(comm), timeout_s=timeout_s), comm, client))
@@ -144,10 +136,9 @@ def join_fixed_group(
 
 
 def _close_at_exit(made: Session, rendezvous: Rendezvous | None = None) -> None:
-    """Closes the session's groups when this process, and not a child that was forked, is about to end.
+    """Closes the session's groups when this process, and not a forked child, is about to end.
 
-    rendezvous: of a job of fixed size. Its workers wait until all are done, `_CLOSE_S` at most; one that has failed
-    does not wait.
+    rendezvous: of a job of fixed size, whose workers wait for each other, unless one has failed.
     """
     process = os.getpid()
 
@@ -178,10 +169,9 @@ def _take_device(comm: CommOptions) -> torch.device:
 
 
 def _choose_device() -> torch.device:
-    """The GPU that LOCAL_RANK names, among those that this process sees; the CPU where it sees none.
+    """The GPU that LOCAL_RANK, set by a launcher, names among those that this process sees; without it the current one.
 
-    The launcher has set LOCAL_RANK. A process that was started plainly has the GPU that is current in it.
-    Raises DeviceError for a GPU that is not there: NCCL refuses two workers on one.
+    The CPU where it sees none. Raises DeviceError for a GPU that is not there: NCCL refuses two workers on one.
     """
     gpus, given = devices.count(), os.environ.get("LOCAL_RANK")
     if gpus == 0:

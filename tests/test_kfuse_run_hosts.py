@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_job import DEADLINE_S, is_alive, read_lines, wait_until
+from elastic_job import DEADLINE_S, assert_none_left, read_lines, wait_until
 
 from kfuse.cli import kfuse_run
 
@@ -67,112 +67,92 @@ def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def summary(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return found
-
-
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(run_dir / "events.jsonl") if event["kind"] == kind]
 
 
-def wait_for_views(count: int, run_dir: Path, *processes: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
+def params(run_dir: Path) -> str:
+    found: str = json.loads((run_dir / "summary.json").read_text())["params_sha256"]
+    return found
+
+
+def wait_for_views(count: int, run_dir: Path, *processes: subprocess.Popen[bytes]) -> list[int]:
+    """The processes of the first view's workers, once there are so many views."""
+
     def there() -> bool:
         assert all(process.poll() is None for process in processes), "a host's process has ended"
         return len(events(run_dir, "view")) >= count
 
     wait_until(f"{count} views", there)
-    return events(run_dir, "view")
+    return [worker["pid"] for worker in events(run_dir, "view")[0]["workers"]]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-def test_hosts_share_a_job_and_the_loss_of_one_is_survived(tmp_path: Path) -> None:
-    """Three workers on two hosts; one's agent is killed, and its workers with it: the bits are those of one worker."""
+@pytest.fixture
+def meeting(tmp_path: Path) -> list[str]:
+    """Where hosts meet, and the job's secret; the script is beside it."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    token, go_on = tmp_path / "token", tmp_path / "go-on"
-    token.write_text(TOKEN + "\n")
-    token.chmod(0o600)
-    job = [str(tmp_path / "train.py"), str(go_on)]
-    meeting = [f"127.0.0.1:{free_port()}", "--token-file", str(token), "--slots"]
-    run_dir = tmp_path / "run"
+    for name, secret in (("token", TOKEN + "\n"), ("wrong", TOKEN[::-1])):
+        (tmp_path / name).write_text(secret)
+        (tmp_path / name).chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    return [address, "--token-file", str(tmp_path / "token"), "--slots"]
+
+
+def test_hosts_share_a_job_and_the_loss_of_one_is_survived(meeting: list[str], tmp_path: Path) -> None:
+    """Three workers on two hosts; one's agent is killed, and its workers with it: the bits are those of one worker.
+
+    A host without the job's secret is refused.
+    """
+    job, run_dir = [str(tmp_path / "train.py"), str(tmp_path / "go-on")], tmp_path / "run"
     settings = ["--run-dir", str(run_dir), "--workers", "3", "--observe-progress=false", "--elastic-replace=false"]
     with (
         started(tmp_path / "first.log", "--listen", *meeting, "1", *settings, *job) as first,
+        started(tmp_path / "stranger.log", "--join", meeting[0], "--token-file", str(tmp_path / "wrong")) as stranger,
         started(tmp_path / "other.log", "--join", *meeting, "2") as other,
     ):
-        [view] = wait_for_views(1, run_dir, first, other)
-        pids = [worker["pid"] for worker in view["workers"]]
+        assert stranger.wait(DEADLINE_S) == 1
+        assert "refused this host" in (tmp_path / "stranger.log").read_text()
+        pids = wait_for_views(1, run_dir, first, other)
         parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
         assert sorted(parents.values()) == sorted([first.pid, other.pid, other.pid])
         other.kill()
-        for pid in (pid for pid in pids if parents[pid] == other.pid):
-            wait_until(f"worker {pid} to end with its agent", lambda pid=pid: not is_alive(pid))
+        assert_none_left([pid for pid in pids if parents[pid] == other.pid])
         wait_for_views(2, run_dir, first)
-        go_on.touch()
+        (tmp_path / "go-on").touch()
         assert first.wait(DEADLINE_S) == 0, (tmp_path / "first.log").read_text()
     assert len(events(run_dir, "failure")) == 2
-    with started(
-        tmp_path / "alone.log", "--run-dir", str(tmp_path / "alone"), "--observe-progress=false", *job
-    ) as alone:
+    with started(tmp_path / "alone.log", "--run-dir", str(tmp_path / "alone"), *job) as alone:
         assert alone.wait(DEADLINE_S) == 0
-    assert summary(run_dir)["params_sha256"] == summary(tmp_path / "alone")["params_sha256"]
+    assert params(run_dir) == params(tmp_path / "alone")
 
 
-def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    token, run_dir, address = tmp_path / "token", tmp_path / "run", f"127.0.0.1:{free_port()}"
-    token.write_text(TOKEN)
-    token.chmod(0o600)
-    meeting = [address, "--token-file", str(token), "--slots", "1"]
+def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(meeting: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
     job = ["--run-dir", str(run_dir), "--workers", "2", str(tmp_path / "train.py"), str(tmp_path / "never")]
     with (
-        started(tmp_path / "first.log", "--listen", *meeting, *job) as first,
-        started(tmp_path / "other.log", "--join", *meeting) as other,
+        started(tmp_path / "first.log", "--listen", *meeting, "1", *job) as first,
+        started(tmp_path / "other.log", "--join", *meeting, "1") as other,
     ):
-        [view] = wait_for_views(1, run_dir, first, other)
-        pids = [worker["pid"] for worker in view["workers"]]
+        pids = wait_for_views(1, run_dir, first, other)
         os.kill(first.pid, signal.SIGKILL)
         assert other.wait(DEADLINE_S) == 1
         said = (tmp_path / "other.log").read_text().splitlines()[-1]
-        assert said.startswith(f"kfuse-run: error: the supervisor at {address} is gone")
-        wait_until("all workers to end", lambda: not any(map(is_alive, pids)))
-
-
-def test_without_the_token_a_host_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import time; time.sleep(60)")
-    right, wrong, port = tmp_path / "right", tmp_path / "wrong", free_port()
-    right.write_text(TOKEN)
-    wrong.write_text(TOKEN[::-1])
-    right.chmod(0o600)
-    wrong.chmod(0o600)
-    listen = ["--listen", f"127.0.0.1:{port}", "--token-file", str(right), "--run-dir", str(tmp_path / "run")]
-    with (
-        started(tmp_path / "first.log", *listen, str(tmp_path / "train.py")),
-        started(tmp_path / "other.log", "--join", f"127.0.0.1:{port}", "--token-file", str(wrong)) as other,
-    ):
-        assert other.wait(DEADLINE_S) == 1
-    assert "refused this host" in (tmp_path / "other.log").read_text()
+        assert said.startswith(f"kfuse-run: error: the supervisor at {meeting[0]} is gone")
+        assert_none_left(pids)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--listen", "here", "train.py"], "argument --listen: here: must be HOST:PORT"),
-        (["--listen", "127.0.0.1:70000", "train.py"], "must be HOST:PORT"),
+        (["--listen", "127.0.0.1:70000", "train.py"], "argument --listen: 127.0.0.1:70000: must be HOST:PORT"),
         (["--listen", "127.0.0.1:0", "train.py"], "--token-file: needed with --listen and --join"),
         (["--join", "127.0.0.1:1", "--token-file", "absent"], "--token-file absent: cannot be read"),
         (["--join", "127.0.0.1:1", "--token-file", "short"], "must hold a secret of at least 16 characters"),
         (["--join", "127.0.0.1:1", "--token-file", "open"], "--token-file open: must be readable by its owner alone"),
-        (["--join", "127.0.0.1:1", "--token-file", "token", "train.py"], "--join: the supervisor has the script"),
-        (["--slots", "0", "train.py"], "--slots 0: must be at least 1"),
-        ([], "a Python script is needed"),
         (["--workers", "3", "--max-workers", "2", "train.py"], "workers.max=2"),
         (["absent.py"], "absent.py: no such file"),
+        (["--run-dir", "used", "train.py"], "--run-dir used: holds a run already"),
     ],
 )
 def test_wrong_arguments_end_in_one_line(
@@ -184,11 +164,15 @@ def test_wrong_arguments_end_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
-    for name, secret, mode in (("short", "secret", 0o600), ("open", TOKEN, 0o640), ("token", TOKEN, 0o600)):
+    Path("used").mkdir()
+    Path("used/metrics.jsonl").touch()
+    for name, secret, mode in (("short", "secret", 0o600), ("open", TOKEN, 0o640)):
         Path(name).write_text(secret)
         Path(name).chmod(mode)
-    with pytest.raises(SystemExit) as stop:
-        kfuse_run.main(arguments)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-    assert not Path("runs").exists()
+    before = sorted(tmp_path.rglob("*"))
+    try:
+        status: Any = kfuse_run.main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2 and message in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(tmp_path.rglob("*")) == before

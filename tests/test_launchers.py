@@ -6,103 +6,85 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from elastic_job import assert_none_left
 
 from kfuse.elastic.launchers import LocalLauncher
-from kfuse.elastic.launchers.hosts import follow
 from kfuse.elastic.launchers.local import LocalProcess
 
-DEADLINE_S = 60.0
 
-
-def python(script: str) -> LocalLauncher:
-    return LocalLauncher([sys.executable, "-c", script])
-
-
-def run(act: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(act(), DEADLINE_S))
+def python(script: str, share: int | None = None) -> LocalLauncher:
+    return LocalLauncher([sys.executable, "-c", script], share=share)
 
 
 async def heard(process: LocalProcess) -> tuple[int, list[str]]:
+    """Its exit status, and the lines that it had printed a second after its end."""
     lines: list[str] = []
 
-    async def say(line: str) -> None:
-        lines.append(line)
+    async def read() -> None:
+        async for line in process.lines():
+            lines.append(line)
 
-    return await follow(process, say), lines
+    reading = asyncio.create_task(read())
+    status = await process.wait()
+    await asyncio.wait([reading], timeout=1)
+    reading.cancel()
+    return status, lines
+
+
+def ran(script: str, share: int | None = None) -> tuple[int, list[str]]:
+    async def act() -> tuple[int, list[str]]:
+        return await heard(await python(script, share).start({}))
+
+    return asyncio.run(asyncio.wait_for(act(), 60))
 
 
 def test_a_free_slot_is_used_again() -> None:
     """By LOCAL_RANK a worker finds its GPU: a successor takes over that of who is gone."""
-    script = "import os, time; print(os.environ['LOCAL_RANK'], flush=True); time.sleep(1000)"
 
-    async def act() -> None:
-        launcher = python(script)
-        slots = []
-        first, second = await launcher.start({}), await launcher.start({})
-        for process in (first, second):
-            slots.append(await anext(process.lines()))
-        first.kill()
-        assert await first.wait() == -signal.SIGKILL
-        third = await launcher.start({})
-        slots.append(await anext(third.lines()))
-        for process in (second, third):
+    async def act() -> list[str]:
+        launcher = python("import os, time; print(os.environ['LOCAL_RANK'], flush=True); time.sleep(1000)")
+        processes = [await launcher.start({}), await launcher.start({})]
+        slots = [await anext(process.lines()) for process in processes]
+        processes[0].kill()
+        assert await processes[0].wait() == -signal.SIGKILL
+        processes.append(await launcher.start({}))
+        slots.append(await anext(processes[2].lines()))
+        for process in processes[1:]:
             process.kill()
             await process.wait()
-        assert slots == ["0", "1", "0"]
+        return slots
 
-    run(act)
+    assert asyncio.run(asyncio.wait_for(act(), 60)) == ["0", "1", "0"]
 
 
-def test_a_child_that_holds_the_pipe_hides_no_death(tmp_path: Path) -> None:
-    """Not even one in a session of its own, which outlives its parent."""
-    child = f"import os, time; open({str(tmp_path / 'child')!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
-    script = f"""
+CHILD = """
 import os, subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session=True)
-while not os.path.exists({str(tmp_path / "child")!r}) or not open({str(tmp_path / "child")!r}).read():
-    time.sleep(0.01)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session={apart})
+open({file!r}, "w").write(str(child.pid))
 print("last words", flush=True)
 os.kill(os.getpid(), 9)
 """
 
-    async def act() -> None:
-        assert await heard(await python(script).start({})) == (-signal.SIGKILL, ["last words"])
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_child_that_holds_the_pipe_hides_no_death_and_ends_too(apart: bool, tmp_path: Path) -> None:
+    """But for one in a session of its own, which outlives its parent."""
     try:
-        run(act)
+        said = ran(CHILD.format(apart=apart, file=str(tmp_path / "child")))
+        assert said == (-signal.SIGKILL, ["last words"])
     finally:
         pid = int((tmp_path / "child").read_text())
-        os.kill(pid, signal.SIGKILL)
+        if apart:
+            os.kill(pid, signal.SIGKILL)
     assert_none_left([pid])
 
 
-def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
-    script = f"""
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
-"""
-
-    async def act() -> None:
-        assert await heard(await python(script).start({})) == (0, [])
-
-    run(act)
-    assert_none_left([int((tmp_path / "child").read_text())])
-
-
 def test_a_line_without_an_end_is_dropped_and_the_rest_is_heard() -> None:
-    async def act() -> None:
-        status, lines = await heard(await python("print('x' * 3 * 2**20); print('after it')").start({}))
-        assert status == 0
-        assert lines[-1] == "after it"
-        assert len(lines) <= 2
-
-    run(act)
+    status, lines = ran("print('x' * 3 * 2**20); print('after it')")
+    assert status == 0 and lines[-1] == "after it" and len(lines) <= 2
 
 
 @pytest.mark.parametrize(("set_by_user", "workers", "threads"), [(None, 1, None), (None, 10_000, "1"), ("3", 2, "3")])
@@ -112,11 +94,5 @@ def test_workers_share_the_cores_unless_the_user_says_otherwise(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if set_by_user is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", set_by_user)
-    command = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
     expected = threads or str(len(os.sched_getaffinity(0)))
-
-    async def act() -> None:
-        process = await LocalLauncher(command, share=workers).start({})
-        assert await heard(process) == (0, [expected])
-
-    run(act)
+    assert ran("import os; print(os.environ['OMP_NUM_THREADS'])", workers) == (0, [expected])

@@ -17,25 +17,47 @@ from kfuse.logs import set_up_logging
 RECORD = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) (supervisor|worker \d+): \S.*$")
 LOG = logging.getLogger("kfuse")
 SCRIPT = """
-import sys
+import logging, sys
 import torch
 import kfuse as kf
 
 if "--own" in sys.argv:
-    import logging
     logging.basicConfig(format="OWN %(levelname)s %(message)s")
 net = torch.nn.Linear(3, 2)
 opt = kf.FusedSGD(net.parameters(), lr=0.1)
 kf.fit(net, (torch.randn(8, 3), torch.zeros(8, dtype=torch.int64)), opt, train_epochs=1, batch_size=4, batch_micro=2)
+if "--library" in sys.argv:
+    log = logging.getLogger("kfuse")
+    assert (log.handlers, log.level) == ([], 0)
 """
 
 
 def records(module: str, *arguments: str, folder: Path) -> list[str]:
     """Runs one of the commands to its end; returns the lines of its output that are log records."""
-    command = [sys.executable, "-m", module, *arguments]
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, *(["-m", module] if module else []), *arguments]
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
     return [line for line in done.stdout.splitlines() if RECORD.match(line) or line.startswith("OWN ")]
+
+
+@pytest.mark.full
+def test_a_run_logs_its_transport_and_checkpoints_where_it_is_asked_to(tmp_path: Path) -> None:
+    run = ["train.steps=6", "checkpoint.every_steps=3", "policy=none", "observe.tensorboard=false"]
+    lines = records("kfuse", *run, "observe.log_level=info", "workers.count=2", folder=tmp_path)
+    assert sum("transport allreduce" in line for line in lines) == 1  # rank 0's only
+    written = [re.search(r": checkpoint of step (\d+) written to ", line) for line in lines]
+    assert [found.group(1) for found in written if found] == ["3", "6"]
+
+
+@pytest.mark.full
+def test_a_scripts_records_are_written_once_where_it_is_asked_to(tmp_path: Path) -> None:
+    """By the script's own handler where it has one; as a library kfuse installs none."""
+    for number, (own, start) in enumerate((([], r"\d\d:\d\d:\d\d INFO worker 0: "), (["--own"], "OWN INFO "))):
+        command = ["--run-dir", str(number), "--observe-log-level", "info", "train.py", *own]
+        (line,) = [line for line in records("kfuse.cli.kfuse_run", *command, folder=tmp_path) if "transport" in line]
+        assert re.match(start, line)
+    assert records("", "train.py", "--library", folder=tmp_path) == []
 
 
 @contextlib.contextmanager
@@ -52,61 +74,21 @@ def root_without_handlers() -> Iterator[None]:
         LOG.setLevel(level)
 
 
-@pytest.mark.full
-def test_a_run_logs_its_transport_and_checkpoints_where_it_is_asked_to(tmp_path: Path) -> None:
-    run = ["train.steps=6", "checkpoint.every_steps=3", "policy=none", "observe.tensorboard=false"]
-    lines = records("kfuse", *run, "observe.log_level=info", "workers.count=2", folder=tmp_path)
-    assert sum("transport allreduce" in line for line in lines) == 1  # rank 0's only
-    written = [re.search(r": checkpoint of step (\d+) written to ", line) for line in lines]
-    assert [found.group(1) for found in written if found] == ["3", "6"]
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
-    ("arguments", "start"),
-    [([], r"\d\d:\d\d:\d\d INFO worker 0: "), (["--own"], "OWN INFO ")],
-    ids=["kfuse's handler", "the script's handler"],
+    ("own", "level", "shown"),
+    [(0, "debug", "DIWE"), (0, "warning", "WE"), (0, "off", ""), (20, "off", "IWE")],
 )
-def test_a_scripts_records_are_written_once(arguments: list[str], start: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    lines = records("kfuse.cli.kfuse_run", "--observe-log-level", "info", "train.py", *arguments, folder=tmp_path)
-    (line,) = [line for line in lines if "transport" in line]
-    assert re.match(start, line)
-
-
-@pytest.mark.full
-def test_a_script_logs_nothing_by_default(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    assert records("kfuse.cli.kfuse_run", "train.py", folder=tmp_path) == []
-
-
-def test_the_library_installs_no_handler(tmp_path: Path) -> None:
-    script = SCRIPT + "import logging\nlog = logging.getLogger('kfuse')\nassert (log.handlers, log.level) == ([], 0)\n"
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=300)
-
-
-@pytest.mark.parametrize(
-    ("level", "shown"),
-    [("debug", "DIWE"), ("info", "IWE"), ("warning", "WE"), ("error", "E"), ("off", "")],
-)
-def test_a_level_shows_its_records_and_graver_ones_in_one_line_each(level: str, shown: str) -> None:
+def test_a_level_shows_its_records_and_graver_ones_in_one_line_each(own: int, level: str, shown: str) -> None:
+    """own: the level that the script has set, which is kept."""
     lines: list[str] = []
     with root_without_handlers():
-        for _ in range(2):  # a second call adds no second handler
+        LOG.setLevel(own)
+        for _ in range(1 if own else 2):  # a second call adds no second handler
             set_up_logging(level, "worker 7", lines.append)
         for each in (LOG.debug, LOG.info, LOG.warning, LOG.error):
             each("first\nsecond %d", 3)
     assert "".join(line.split()[1][0] for line in lines) == shown
     assert all(RECORD.match(line) and line.endswith(" worker 7: first second 3") for line in lines)
-
-
-def test_a_level_that_the_script_has_set_is_kept() -> None:
-    lines: list[str] = []
-    with root_without_handlers():
-        LOG.setLevel(logging.INFO)
-        set_up_logging("error", "worker 0", lines.append)
-        LOG.info("shown")
-    assert len(lines) == 1
 
 
 def test_lines_go_to_standard_error_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:

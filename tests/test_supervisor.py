@@ -10,6 +10,7 @@ from supervised import Stage, play
 from kfuse.elastic.supervisor import Elasticity
 
 TWO = Elasticity(2, 1, 3)
+TRACEBACK = ("Traceback (most recent call last):", '  File "a.py", line 1', "TypeError: bad")
 BEGINS = {"step": 0, "training": 1, "goes_back": False, "restarts": False}
 
 Script = Callable[[Stage], Awaitable[None]]
@@ -304,12 +305,54 @@ async def test_the_others_go_on_without_a_script_that_ends_before_it_joins(stage
 
 @job(
     Elasticity(2, 1, 2, script=True),
-    "worker 1 ended with exit status 1 after training had ended: ValueError: in the end",
+    "worker 1 ended with exit status 1 after training had ended: TypeError: bad",
 )
 async def test_a_script_that_fails_after_its_training_has_failed(stage: Stage) -> None:
     await stage.train(0, 1)
     await stage.says(0, "record", kind="summary", data={})
-    stage.workers[1].end(1, "Traceback (most recent call last):", '  File "a.py", line 1', "ValueError: in the end")
+    stage.workers[1].end(1, *TRACEBACK)
     await stage.settle()
     stage.workers[0].end(0)
     assert len(stage.workers) == 2, "what was trained is not trained again"
+
+
+@job(Elasticity(2, 1, 2, script=True), "no worker is left: the last one ended with exit status 1: TypeError: bad")
+async def test_an_error_of_all_scripts_ends_the_job_and_is_named(stage: Stage) -> None:
+    await stage.train(0, 1)
+    for worker in stage.workers:
+        worker.end(1, *TRACEBACK)
+
+
+@pytest.mark.parametrize(("trains", "outcome"), [(True, "loop_left"), (False, "not_trained")])
+def test_scripts_that_all_end_early_end_the_job_well(trains: bool, outcome: str) -> None:
+    async def script(stage: Stage) -> None:
+        if trains:
+            await stage.train(0, 1)
+            for number in (0, 1):
+                await stage.says(number, "loop_ended", training=1, failed_at=None)
+        for worker in stage.workers:
+            worker.end(0)
+
+    stage, error = play(Elasticity(2, 1, 2, script=True), script)
+    assert (error, stage.supervisor.job.outcome, len(stage.workers)) == (None, outcome, 2)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_where_one_worker_leaves_the_loop_the_others_go_on(ends: bool) -> None:
+    """It ends, or does something else while the others wait for it."""
+
+    async def script(stage: Stage) -> None:
+        await stage.train(0, 1)
+        await stage.says(1, "loop_ended", training=1, failed_at=None)
+        if ends:
+            stage.workers[1].end(0)
+        else:
+            await stage.says(0, "broken", generation=1, why="rank 1 does not answer")
+        await stage.settle()
+        assert stage.workers[0].view == [0] and len(stage.workers) == 2
+        await stage.join(0)
+        await stage.end_well(0)
+        stage.workers[1].end(0)
+
+    stage, error = play(Elasticity(2, 1, 2, script=True), script)
+    assert error is None and len(stage.events("quit")) == 1 and not stage.events("failure")

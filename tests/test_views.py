@@ -1,4 +1,4 @@
-"""How a worker goes from one view to the next: `Session.switch`."""
+"""One worker's session in an elastic job: how it goes from one view to the next, and that it trains once at a time."""
 
 from __future__ import annotations
 
@@ -37,3 +37,12 @@ def test_only_before_a_planned_view_the_group_has_messages(recovers: bool, stays
     told = [each for each in group.mock_calls if each != call.retire()]
     assert told == ([call.abort()] if recovers else planned)
     assert [each.args for each in client.send.mock_calls] == [("joined",) if stays else ("left",)]
+
+
+def test_a_training_within_another_is_refused() -> None:
+    session = Session(Group(), CommOptions(), Mock())
+    session.begin_training()
+    with pytest.raises(RuntimeError, match=r"another kf\.fit or kf\.DataLoader of this process is under way"):
+        session.begin_training()
+    session.end_training(None)
+    session.begin_training()

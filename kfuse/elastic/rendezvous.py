@@ -93,7 +93,7 @@ class Rendezvous:
         return group, View(1, members, (self.host, self.port), "start")
 
     def await_others_at_end(self, timeout_s: float) -> None:
-        """At the end of the process: waits until all workers have come here. Raises RuntimeError after the timeout."""
+        """Waits until all workers have come to their end. Raises RuntimeError after the timeout."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         store = self.store(timeout_s)
         store.set(f"done/{self.rank}", "")
@@ -184,9 +184,9 @@ def _new_group(
 def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new: bool) -> Group:
     """The group of a view, with the old group's device and timeout. `check`: called while waiting; raises to end it.
 
-    new: this worker was in no view before. It learns of the view when it is proposed; the others come only after they
-    have finished the steps until the switch, so it waits for them without a time limit.
-    Raises CommError if the store or another worker cannot be reached, and what `check` raises.
+    new: this worker was in no view before. It waits without a time limit until the others come, after the steps that
+    they make before the switch. Raises CommError if the store or another worker cannot be reached, and what `check`
+    raises.
     """
     if view.size == 1:
         return Group(device=old.device, timeout_s=old.timeout_s, check=check)
@@ -208,10 +208,9 @@ def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new
 
 
 def connect_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:
-    """A view's store, connected to in short attempts.
+    """A view's store, connected to in short attempts: it may be closed, as another worker is lost and `check` raises.
 
-    The store may be closed at this moment, because another worker was lost: then `check` raises ViewChanged. Left to
-    itself, torch would try again until the timeout. Raises RuntimeError after the timeout.
+    Raises RuntimeError after the timeout.
     """
     deadline = time.monotonic() + timeout_s
     while True:

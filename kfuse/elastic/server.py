@@ -40,7 +40,7 @@ class Server:
             writer.transport.abort()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    async def authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> dict[str, Any]:
+    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> dict[str, Any]:
         """The hello message of a connection that knows the token. If too many wait, the oldest connection is ended.
 
         Raises ValueError for any other message, TimeoutError after `HELLO_TIMEOUT_S`, OSError if the connection ends.
@@ -64,7 +64,7 @@ class Server:
         assert task is not None
         self._connections[task] = writer
         try:
-            await self._serve(await self.authenticate(reader, writer), reader, writer)
+            await self._serve(await self._authenticate(reader, writer), reader, writer)
         except (OSError, ValueError, KeyError, TypeError):
             pass  # not authenticated, or the other side was lost: the end of its process is handled elsewhere
         finally:

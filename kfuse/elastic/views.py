@@ -25,11 +25,10 @@ _log = logging.getLogger("kfuse")
 
 @dataclass
 class _Row:
-    """Workers lost in a row: since the last new step, or since the last one that has booted."""
+    """Workers lost in a row, and the exceptions that ended them; of workers that trained, each with its step."""
 
     lost: int = 0
     errors: set[tuple[object, ...]] = field(default_factory=set)
-    """Exceptions that ended them; of workers that trained, each with its step."""
 
 
 class Views:
@@ -40,13 +39,11 @@ class Views:
         self.host = ""
         """This machine's address, as workers reach it."""
         self.store: TCPStore | None = None
-        """torch's TCPStore of the newest view, over which its workers connect to each other.
-
-        Each view has its own, in this process: so no lost worker takes it down, and no old key is left in it."""
+        """The store of the newest view, in this process: no lost worker takes it down. No old view's key is in it."""
         self._asked = job.wanted
-        self._since_step, self._since_boot = _Row(), _Row()
-        self._progress = 0
-        """`Records.progress` when the last lost worker was counted."""
+        self._since_step = _Row()  # workers lost since the last new step
+        self._since_boot = _Row()  # newcomers lost since the last one that has booted
+        self._progress = 0  # `Records.progress` when the last lost worker was counted
 
     # -- how many workers -----------------------------------------------------------------------------------------
 
@@ -140,10 +137,8 @@ class Views:
     def recover(self, reason: str = "failure", anew: bool = False) -> None:
         """Forms a view at once, of the view's workers that have not ended and whose training loops have not.
 
-        Workers that were about to leave are in it: they may have a part of the state that no other one has. The next
-        planned view is without them.
-
-        anew: training is over, and some of them are about to begin another one.
+        Workers that were about to leave are in it, as they may have a part of the state that no other one has, and
+        leave in the next one. anew: training is over, and some of them are about to begin another one.
         """
         workers = self._processes.members() + self._processes.leavers()
         members = [worker for worker in workers if anew or not self.out_of_loop(worker)]
@@ -210,8 +205,7 @@ class Views:
     def contact_lost(self, worker: Worker, generation: int, why: str) -> None:
         """A worker of this generation lost contact with another. If none has ended, the same workers form a new view.
 
-        Where a planned view is proposed and this worker has not come to it, or is to leave, the generation may be the
-        one before.
+        One that has not come to a proposed view, or is to leave, may tell the generation before.
         """
         job = self._job
         if job.view is None:

@@ -48,7 +48,7 @@ class Published:
         self._own[number] = content
         self._own.pop(number - _KEPT, None)
         if session.elastic:
-            session.publish(number, content)
+            session.send("decision", number=number, decision=content)
         elif session.group.size > 1:
             try:
                 session.group.store.set(f"decision/{number}", json.dumps(content))

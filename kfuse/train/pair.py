@@ -100,7 +100,7 @@ class PairAveraging(SyncMethod):
         """Sends what is requested on rank 0. Each worker gets it from the supervisor, this one too."""
         requested = self._decisions.take_requested()
         if requested and self._session.group.rank == 0:
-            self._session.announce(requested)
+            self._session.send("announce", announcement=requested)
 
     def _apply_at_once(self) -> bool:
         """Applies factors of the learning rate that have arrived. Returns whether more has, which needs a meeting."""

@@ -141,36 +141,30 @@ class HostProcess:
     def __init__(self, number: int, env: dict[str, str]) -> None:
         self.number, self.env = number, env
         self.running = False
-        self.cause = ""
-        """How it ended, where that was with its host."""
-        self.agent: asyncio.StreamWriter | None = None
-        """The connection of the agent that has started it."""
+        self.cause = ""  # how it ended, where that was with its host
+        self.agent: asyncio.StreamWriter | None = None  # of the host that has started it
         self._lines: asyncio.Queue[str | None] = asyncio.Queue()
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     @property
     def ended(self) -> bool:
-        """Whether its end was reported."""
         return self._status.done()
 
     async def lines(self) -> AsyncIterator[str]:
-        """What it prints, line by line, until it ends."""
         while (line := await self._lines.get()) is not None:
             yield line
 
     async def wait(self) -> int:
-        """Its exit status once it has ended; -SIGKILL if its host was lost."""
+        """-SIGKILL if its host was lost."""
         return await asyncio.shield(self._status)
 
     def kill(self) -> None:
-        """Ends it at once, on whatever host it is."""
         if self.agent is None:
             self.end(-signal.SIGKILL)
         elif not self.ended:
             send(self.agent, "kill", worker=self.number)
 
     def printed(self, line: str) -> None:
-        """Called when its agent reports a line."""
         self._lines.put_nowait(line)
 
     def end(self, status: int, cause: str = "") -> None:
@@ -188,8 +182,7 @@ class _Host:
     name: str
     agent: asyncio.StreamWriter
     slots: int
-    only: int | None
-    """The one process that it is for; None: it is for any."""
+    only: int | None  # the one process that it is for; None: it is for any
     processes: dict[int, HostProcess] = field(default_factory=dict)
 
     @property
@@ -236,7 +229,6 @@ class HostsLauncher:
         return process
 
     async def close(self) -> None:
-        """Tells all agents that the job is over."""
         for host in self._hosts:
             send(host.agent, "over")
             host.agent.close()

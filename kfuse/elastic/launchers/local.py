@@ -18,8 +18,7 @@ _LONGEST_LINE = 2**20  # bytes
 class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
     """A worker process of this machine.
 
-    asyncio's own `Process.wait` returns when the output pipe is closed too, which what the worker has started may hold
-    open. asyncio reports the process's end by itself.
+    asyncio's own `Process.wait` returns only when the output pipe is closed, which a child may hold open.
     """
 
     running = True
@@ -32,17 +31,15 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended."""
         return self._exited.is_set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio: the process has started."""
         assert isinstance(transport, asyncio.SubprocessTransport)
         self._process = transport
         super().connection_made(transport)
 
     def process_exited(self) -> None:
-        """asyncio: the process has ended. Kills its process group, once: the number may later be another group's."""
+        """Kills its process group, once: the number may later be another group's."""
         self._kill_group()
         self._exited.set()
         super().process_exited()
@@ -81,10 +78,7 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
 
 
 class LocalLauncher:
-    """Starts `command` once per worker, each in a process group of its own.
-
-    So Ctrl-C reaches only the supervisor, which ends the job in order.
-    """
+    """Starts `command` once per worker, each in a process group of its own: Ctrl-C reaches the supervisor alone."""
 
     def __init__(
         self,
@@ -96,7 +90,6 @@ class LocalLauncher:
         """parent_end_signal: the signal that the kernel (Linux) sends a worker when this process ends; None: none.
 
         share: how many workers share this machine's cores: each gets its part as OMP_NUM_THREADS, unless that is set.
-        None: workers set their number of threads themselves.
         """
         self._command = command or [sys.executable, "-m", "kfuse.cli.worker"]
         self._parent_end_signal, self._share = parent_end_signal, share
