@@ -96,12 +96,12 @@ def strike(how: str) -> None:
 class Chaos(BasePolicy):
     """Batch size by the gradient noise scale and the rest by a schedule, on workers that are lost now and then.
 
-    directory: where each event leaves its mark. phases: SchedulePolicy's. gates: {step, workers}: training does not
-    go beyond that step with another number of workers. topologies: {step, topology}: asked for at that step.
-    adaptive: whether the batch size follows the noise scale. pace_s: a step takes at least this long. again: events
-    may strike more than once. until: training does not end before this file is there. checkpoints: {directory, every}
-    of the job: training waits for each one that is due, so that it does not run ahead of the disk. chunk_bytes: of a
-    message with state.
+    directory: where each event leaves its mark. phases: SchedulePolicy's. gates: {step, workers}: training does not go
+    beyond that step with another number of workers. topologies: {step, topology}: asked for at that step. adaptive:
+    whether the batch size follows the noise scale. pace_s: a step takes at least this long, of the first `paced` ones.
+    again: events may strike more than once. until: training does not end before this file is there. checkpoints:
+    {directory, every} of the job: training waits for each one that is due, so that it does not run ahead of the disk.
+
     """
 
     def __init__(
@@ -113,12 +113,13 @@ class Chaos(BasePolicy):
         topologies: Sequence[Mapping[str, Any]] = (),
         adaptive: bool = True,
         pace_s: float = 0.0,
+        paced: int = 10**6,
         again: bool = False,
         until: str | None = None,
         checkpoints: Mapping[str, Any] | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
-        self._directory, self._again, self._pace_s = Path(directory), again, pace_s
+        self._directory, self._again, self._pace_s, self._paced = Path(directory), again, pace_s, paced
         self._until = None if until is None else Path(until)
         self._checkpoints = checkpoints
         self._events = [dict(event) for event in events]
@@ -151,7 +152,7 @@ class Chaos(BasePolicy):
         return {}
 
     def before_step(self) -> None:
-        while self._pace_s and time.monotonic() - self._began < self._pace_s:
+        while self._step < self._paced and time.monotonic() - self._began < self._pace_s:
             time.sleep(0.001)
             self._check()
         until = self._until
@@ -244,21 +245,15 @@ class Chaos(BasePolicy):
         from kfuse.train import audit, evaluation, trainer
         from kfuse.train import state as training_state
 
-        def before(owner: Any, name: str, look: Callable[..., None]) -> None:
+        def nothing(*_: Any, **__: Any) -> None: ...
+
+        def before(owner: Any, name: str, look: Callable[..., None], then: Callable[..., None] = nothing) -> None:
             original = getattr(owner, name)
 
             def patched(*args: Any, **kwargs: Any) -> Any:
                 look(*args, **kwargs)
-                return original(*args, **kwargs)
-
-            setattr(owner, name, patched)
-
-        def after(owner: Any, name: str, look: Callable[..., None]) -> None:
-            original = getattr(owner, name)
-
-            def patched(*args: Any, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
-                look(*args, **kwargs)
+                then(*args, **kwargs)
                 return result
 
             setattr(owner, name, patched)
@@ -268,6 +263,9 @@ class Chaos(BasePolicy):
 
         def steps(training: Any) -> None:
             self._trainer = training
+
+        def digests(_: Any, __: Any, ___: Any, what: str) -> None:
+            self._reached("audit" if what == "audit" else "third run", session.current().group.rank)
 
         def launched(_: Any, key: int, *__: Any) -> None:
             if key == 0:
@@ -287,35 +285,27 @@ class Chaos(BasePolicy):
                 kind.broadcast.patched = True
             self._sent = sent
 
-        def shared(*_: Any) -> None:
+        def shared(*_: Any, **__: Any) -> None:
             self._sent = lambda *_: None
 
         def form(view: Any, rank: int, *_: Any) -> None:
             self._reached("recovery" if view.recovers else "joining", rank)
 
         before(trainer.Trainer, "steps", steps)
-
-        def digests(_: Any, __: Any, ___: Any, what: str) -> None:
-            self._reached("audit" if what == "audit" else "third run", session.current().group.rank)
-
         before(MicroBatch, "__enter__", here("forward"))
         for transport in (AllToAll, AllReduce, TwoWorkers):
-            after(transport, "launch", launched)
-        after(Engine, "finish", here("reduced"))
+            before(transport, "launch", nothing, launched)
+        before(Engine, "finish", nothing, here("reduced"))
         before(base, "scaling", here("between_reduction_and_update"))
         before(Executor, "share_sums", here("point"))
         before(Executor, "updates", here("updating"))
         before(GlooGroup, "share", here("sharing"))
         before(sharding, "hand_over", here("handing over"))
-        before(sharding, "regroup", here("resharding"))
-        after(sharding, "regroup", here("resharded"))
-        before(audit.Audit, "_gather", digests)
-        after(audit.Audit, "_gather", here("audited"))
-        before(evaluation, "evaluate", here("evaluation"))
-        after(evaluation, "evaluate", here("evaluated"))
+        before(sharding, "regroup", here("resharding"), here("resharded"))
+        before(audit.Audit, "_gather", digests, here("audited"))
+        before(evaluation, "evaluate", here("evaluation"), here("evaluated"))
         before(_HashedFile, "sync", here("checkpoint_write"))
-        before(training_state, "share", share)
-        after(training_state, "share", shared)
+        before(training_state, "share", share, shared)
         if self._chunk_bytes is not None:
             chunks.CHUNK_BYTES = self._chunk_bytes
         before(rendezvous, "form_group", form)

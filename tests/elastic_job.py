@@ -167,14 +167,26 @@ def run_job(
     Raises AssertionError, with all that was seen, if the job does not end in time or leaves a process behind.
     """
     config = compose(["observe.ledger=true", "workers.threads=1", *overrides])
-    job, warm = Job(directory), WarmLauncher(directory.with_suffix(".log"))
-    restart = config["checkpoint"]["every_steps"] is not None
-    supervisor = Supervisor(
-        launcher or warm,
-        {**config, "run_dir": str(directory)},
-        FileRecorder(job),
-        Elasticity.of(flat(config), restart),
-    )
+    elasticity = Elasticity.of(flat(config), config["checkpoint"]["every_steps"] is not None)
+    return _run(directory, config, elasticity, during, launcher)
+
+
+def run_script(directory: Path, elasticity: Elasticity, *script: str) -> Job:
+    """Runs a script, with its arguments, as kfuse-run would, on forked processes, to its end."""
+    return _run(directory, {}, elasticity, None, None, script)
+
+
+def _run(
+    directory: Path,
+    config: dict[str, Any],
+    elasticity: Elasticity,
+    during: During | None,
+    launcher: Launcher | None,
+    script: Sequence[str] = (),
+) -> Job:
+    job, warm = Job(directory), WarmLauncher(directory.with_suffix(".log"), script=script)
+    settings = {**config, "run_dir": str(directory)}
+    supervisor = Supervisor(launcher or warm, settings, FileRecorder(job), elasticity)
 
     async def go() -> None:
         loop = asyncio.get_running_loop()

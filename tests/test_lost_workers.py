@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_job import Job, assert_exact, assert_same_training, chaos, run_job, until, words
+from elastic_job import Job, assert_exact, assert_same_training, chaos, run_job, undisturbed_job, until, words
 
 from kfuse.elastic.supervisor import Supervisor
 
@@ -28,8 +28,7 @@ def kill(view: dict[str, Any], *ranks: int) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    directory = tmp_path_factory.mktemp("undisturbed")
-    return run_job(directory / "run", [*TRAINING, *chaos(directory)])
+    return undisturbed_job(tmp_path_factory.mktemp("undisturbed"), TRAINING)
 
 
 def test_a_loss_while_the_job_stops_costs_no_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
@@ -74,9 +73,9 @@ def test_the_end_of_a_run_is_in_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> None:
-    """It knows of its view some steps before the others come to it: here three of 2.4 s, with a timeout of 6 s."""
+    """It knows of its view some steps before the others come to it: here three of 1.6 s, with a timeout of 4 s."""
     grows = {"phases": [{"step": 2, "workers": 2}], "gates": [{"step": 10, "workers": 2}]}
-    settings = [*TRAINING, *chaos(tmp_path, pace_s=2.4, **grows), "comm.timeout_s=6", "train.steps=12"]
+    settings = [*TRAINING, *chaos(tmp_path, pace_s=1.6, paced=9, **grows), "comm.timeout_s=4", "train.steps=12"]
     job = run_job(tmp_path / "run", settings)
     assert job.error is None, job.told()
     assert [view["reason"] for view in job.views] == ["start", "grow"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -66,16 +67,19 @@ class WarmProcess:
 class WarmLauncher:
     """Each worker runs what `python -m kfuse.cli.worker` runs; what it prints is added to `log`, its pid to `pids`."""
 
-    def __init__(self, log: Path, context: Context = CONTEXT) -> None:
-        """context: "fork" for a process that is itself forked, and has no other threads as it starts workers."""
-        self.log, self.pids, self._context = log, log.with_suffix(".pids"), context
+    def __init__(self, log: Path, context: Context = CONTEXT, script: Sequence[str] = ()) -> None:
+        """context: "fork" for a process that is itself forked, and has no other threads as it starts workers.
+
+        script: a script with its arguments, which workers run instead.
+        """
+        self.log, self.pids, self._context, self._script = log, log.with_suffix(".pids"), context, script
         self.started: list[WarmProcess] = []
 
     async def open(self) -> str:
         return "127.0.0.1"
 
     async def start(self, env: Mapping[str, str]) -> WarmProcess:
-        self.started.append(WarmProcess(self.fork(work, env, self.log)))
+        self.started.append(WarmProcess(self.fork(work, env, self.log, self._script)))
         return self.started[-1]
 
     def fork(self, target: Callable[..., None], *args: Any) -> BaseProcess:
@@ -89,7 +93,7 @@ class WarmLauncher:
         pass
 
 
-def work(env: Mapping[str, str], log: Path) -> None:
+def work(env: Mapping[str, str], log: Path, script: Sequence[str] = ()) -> None:
     """In the forked process: becomes a worker, and ends with its status."""
     os.setsid()
     os.environ.update({"TORCH_CPP_LOG_LEVEL": "ERROR", **env})
@@ -98,5 +102,10 @@ def work(env: Mapping[str, str], log: Path) -> None:
         os.dup2(stream, standard)
     os.close(stream)
     multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # may have loaders
+    if script:
+        sys.argv = [*script]
+        runpy.run_path(script[0], run_name="__main__")
+        atexit._run_exitfuncs()  # which a forked process leaves out
+        return
     sys.modules.pop("kfuse.cli.worker", None)
     runpy.run_module("kfuse.cli.worker", run_name="__main__")
