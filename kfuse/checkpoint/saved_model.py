@@ -114,9 +114,10 @@ def load_weights(model: nn.Module, path: str, assign: bool = False) -> None:
     own = model.state_dict(keep_vars=True)
     there = {id(value): weights[name] for name, value in own.items() if name in weights}
     # safetensors keeps one name of a shared tensor.
-    shared = {name: there[id(value)] for name, value in own.items() if name not in weights and id(value) in there}
+    missing = {name: id(value) for name, value in own.items() if name not in weights and id(value) in there}
+    weights.update({name: there[tensor] for name, tensor in missing.items()})
     try:
-        model.load_state_dict(weights | shared, assign=assign)
+        model.load_state_dict(weights, assign=assign)
     except RuntimeError as error:
         raise ValueError(f"{path}: {textwrap.shorten(str(error), 400)}") from error
 

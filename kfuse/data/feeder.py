@@ -230,6 +230,7 @@ class Feeder(Fetcher):
                 loader.process.join(_END_S)
                 if loader.process.is_alive():
                     raise
+                loader.tasks = [task for task in loader.tasks if task == wanted or task in self._order]
                 self._replace(loader, error)
                 continue
             loader.tasks.remove(task)

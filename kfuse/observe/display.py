@@ -86,8 +86,8 @@ class Display:
             while now - self._rates[0][0] > _RATE_WINDOW_S and len(self._rates) > 2:
                 self._rates.popleft()
         done = max((record[key] / total for key, total in self._totals.items() if total), default=0.0)
-        for task in self._bar.task_ids:
-            self._bar.update(task, completed=min(done, 1.0))
+        if self._live is not None:
+            self._bar.update(self._bar.task_ids[0], completed=min(done, 1.0))
         if self._progress and self._live is None and now - self._last_line >= LINE_EVERY_S:
             self._last_line = now
             self.line("  ".join(self._fields()))

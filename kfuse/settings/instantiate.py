@@ -37,13 +37,12 @@ def locate(path: object) -> Callable[..., Any]:
     name, *rest = path.split(".")
     if (found := _import(path, name)) is None:
         raise ValueError(f"_target_={path}: there is no module {name}")
-    for part in rest:
+    for number, part in enumerate(rest, 1):
         name = f"{name}.{part}"
-        if not hasattr(found, part) and isinstance(found, types.ModuleType):
-            _import(path, name)
-        if not hasattr(found, part):
+        module = _import(path, name) if number < len(rest) and isinstance(found, types.ModuleType) else None
+        if module is None and not hasattr(found, part):
             raise ValueError(f"_target_={path}: there is no {name}{did_you_mean(part, dir(found))}")
-        found = getattr(found, part)
+        found = module or getattr(found, part)
     if not callable(found):
         raise ValueError(f"_target_={path}: must be a class or function, not something of type {type(found).__name__}")
     return typing.cast(Callable[..., Any], found)
