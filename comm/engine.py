@@ -156,14 +156,12 @@ class Engine:
             self.buckets[-1].renew(numel)
         program, apart = transports.make_programs(options, self.transport_name, self.group.adds_up, self.mirrors)
         programs = [program if bucket in self.gradient_buckets else apart for bucket in self.buckets]
-        unit = shard_unit(programs)
+        self.shard_unit = unit = shard_unit(programs)
         made = {
             name: transports.make(name, self.group, self.tree or options.tree, unit)
             for name in dict.fromkeys(each.transport for each in programs)
         }
-        self.executor = Executor(self.buckets, self.group, made, programs, options.dtype)
-        self.shard_unit = self.executor.unit
-        """What the length of a shard is a multiple of."""
+        self.executor = Executor(self.buckets, self.group, made, programs, options.dtype, unit)
         self.bf16_sums = options.dtype == "bf16" and not self.executor.programs[0].has("reduce")
         """Whether bf16 messages are added up in bf16, by the library or the transport."""
         self._now = Step(self)

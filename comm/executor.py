@@ -80,16 +80,16 @@ class Executor:
         transports: Mapping[str, Transport],
         programs: Sequence[Program],
         dtype: str,
+        unit: int,
     ) -> None:
         """transports: by the names that the programs use. programs: of each bucket. dtype: of gradients in messages,
-        fp32 or bf16; the last bucket, with the tail, is always sent in fp32. Raises CommError.
+        fp32 or bf16; the last bucket, with the tail, is always sent in fp32. unit: see `shard_unit`. Raises CommError.
         """
         self._buckets, self._group, self.programs = buckets, group, programs
         self._transports = list(transports.values())
         self._transport_of = [transports[program.transport] for program in programs]
         self._sharded = any(program.sharded for program in programs)
-        self.unit = shard_unit(programs)
-        """What the length of a shard is a multiple of."""
+        self._unit = unit
         self._wire = {} if dtype == "fp32" else {b.index: torch.empty(0) for b in buckets[:-1]}
         self._device = devices.of(group.device)
         self._side = self._device.new_stream()
@@ -98,7 +98,7 @@ class Executor:
         self._canonical, self._step = True, 0
         self._measures: list[Measured] = []  # of each bucket, used again in each step
         for bucket, program in zip(buckets, programs, strict=True):
-            shards = group.shards(bucket.body, self.unit)
+            shards = group.shards(bucket.body, self._unit)
             shard = shards[group.rank]
             mirrors = program.has("mirror") and group.size > 1
             bucket.assign(
@@ -306,7 +306,7 @@ class Executor:
             case "share":
                 flat = self._rounded_shard(run) if op.what == GRADIENT else bucket.parameters
                 assert flat is not None, "only optimizers with flat parameters have sharded state"
-                run.shared = self._group.share(flat, f"{self._name(bucket)} (share of the {op.what})", self.unit)
+                run.shared = self._group.share(flat, f"{self._name(bucket)} (share of the {op.what})", self._unit)
             case _:
                 raise AssertionError(f"{op.kind} is no operation of messages")
         run.at += 1
@@ -318,7 +318,7 @@ class Executor:
         """What travels, with this worker's shard of the sum in it."""
         assert run.flat is not None
         if run.flat is not run.sum:
-            shard = self._group.shards(run.flat.numel(), self.unit)[self._group.rank]
+            shard = self._group.shards(run.flat.numel(), self._unit)[self._group.rank]
             self._device.keep([run.flat], self._device.current_stream())  # the sum is kept by `reduce`
             run.flat[shard].copy_(run.sum[shard])
         return run.flat

@@ -109,7 +109,7 @@ class Measurement:
             return None
         if now.is_local:  # the buckets hold this worker's own sums
             return torch.full((), now.weight or 1.0, dtype=torch.float64, device=tail.device)  # no wait
-        return self.tail.samples(tail)
+        return tail[self._params + SAMPLES].double()
 
     def renew(self) -> None:
         """A message under way may still write to `norms`: takes another one."""

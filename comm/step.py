@@ -233,7 +233,7 @@ class Step:
         engine.measurement.sums_are_there(self)
         total_weight = engine.measurement.total_weight(last.tail_sum, self)
         engine.measurement.measure(total_weight, engine.executor.measured)
-        used = engine.measurement.tail.flags(last.tail_sum) if self.unused else None
+        used = last.tail_sum[: len(engine.params)] if self.unused else None
         return KeptStep(engine.step, self, used, last.views, total_weight)
 
 

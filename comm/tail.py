@@ -140,14 +140,6 @@ class Tail:
         slots, of_ranks = self._slots, self._of_ranks
         return torch.cat([tail[slots:of_ranks], totals, tail[of_ranks:]])
 
-    def samples(self, tail: Tensor) -> Tensor:
-        """float64 scalar: the step's samples from the reduced tail, on the device."""
-        return tail[self._slots + SAMPLES].double()
-
-    def flags(self, tail: Tensor) -> Tensor:
-        """fp32 [params]: how many micro-batches, over all workers, gave each parameter a gradient."""
-        return tail[: self._slots]
-
 
 def digest(tensors: Sequence[Tensor], salt: int = 0) -> Tensor:
     """A number that is computed from the tensors' bits and their order: int64 scalar on their device, without a wait.
