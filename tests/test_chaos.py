@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from elastic_job import Job, assert_same_training, compose, override, run_job, words
+from elastic_job import Job, assert_same_training, override, run_job, words
 
 from kfuse.elastic.launchers import LocalLauncher
 
@@ -185,7 +185,3 @@ def test_an_error_that_comes_again_at_its_step_ends_the_job(checkpoints: bool, t
     assert sum("Traceback" in line for line in job.lines) == len(failures), "each worker's traceback once"
     assert [record["step"] for record in job.metrics] == list(range(len(job.metrics)))
     assert len(job.metrics) <= 9
-
-
-def test_the_configuration_is_one_that_users_can_give() -> None:
-    assert compose([*ALWAYS, *DIGITS, "+policy.directory=x"])["policy"]["_target_"] == "chaos.Chaos"

@@ -16,9 +16,6 @@ from kfuse.cli.app import main
 
 USER_MODULE = """
 import torch
-import kfuse.data
-
-value = 3
 
 class Net(torch.nn.Module):
     def __init__(self, num_classes: int, width: int = 64):
@@ -27,12 +24,6 @@ class Net(torch.nn.Module):
 
 class Frozen(torch.nn.Module):
     pass
-
-def load_triple():
-    return kfuse.data.DataSplit((torch.zeros(4),) * 3, (torch.zeros(4),) * 2, {})
-
-def load_uneven():
-    return kfuse.data.DataSplit((torch.zeros(4), torch.zeros(5)), (torch.zeros(4),) * 2, {})
 
 def load():
     raise RuntimeError("the disk\\nis gone")
@@ -81,12 +72,9 @@ WRONG = [
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory to give commands in, with files that are no use."""
     (tmp_path / "empty.txt").touch()
-    (tmp_path / "short.txt").write_text("hi")
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 500)
     (tmp_path / "folder").mkdir()
     (tmp_path / "mistaken.py").write_text(USER_MODULE)
     (tmp_path / "broken.py").write_text("def (\n")
-    (tmp_path / "lacking.py").write_text("import nosuchpackage\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

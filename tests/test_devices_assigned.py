@@ -20,7 +20,7 @@ from kfuse.comm import devices
 from kfuse.comm.devices import Device, DeviceError
 from kfuse.elastic import protocol
 from kfuse.elastic.job import Elasticity
-from kfuse.elastic.launchers import LocalLauncher, TorchrunLauncher
+from kfuse.elastic.launchers import LocalLauncher
 from kfuse.settings.tree import ConfigError
 
 # -- the worker's side: its session chooses the device --------------------------------------------------------------
@@ -91,18 +91,6 @@ def test_the_count_follows_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch)
 
 
 # -- too many workers ----------------------------------------------------------------------------------------------
-
-
-def test_torchrun_with_more_workers_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    for gpus in (0, 3, 8):
-        monkeypatch.setattr(devices, "count", lambda gpus=gpus: gpus)
-        assert TorchrunLauncher().workers == 3
-    monkeypatch.setattr(devices, "count", lambda: 2)
-    with pytest.raises(ValueError, match=r"^launcher=torchrun: --nproc-per-node is 3: must be at most 2"):
-        TorchrunLauncher()
 
 
 def test_the_command_lines_refuse_more_workers_than_gpus(

@@ -96,13 +96,8 @@ def test_actors_and_nodes_come_and_go(cluster: Any, tmp_path: Path, caplog: pyte
     assert seen == ["actor killed", "grown", "node lost"], job.told()
     assert_same_training(job, undisturbed)
     views = job.views
-    assert [(view["reason"], len(view["workers"])) for view in views] == [
-        ("start", 2),
-        ("failure", 1),
-        ("grow", 2),
-        ("grow", 3),
-        ("failure", 2),
-    ]
+    sizes = [("start", 2), ("failure", 1), ("grow", 2), ("grow", 3), ("failure", 2)]
+    assert [(view["reason"], len(view["workers"])) for view in views] == sizes
     assert pids(views[1]) == pids(views[0])[:1] and pids(views[3])[:2] == pids(views[2]) == pids(views[4])
     # Of members: a newcomer that Ray has placed on the lost node, before it noticed, ends too.
     members = [event for event in job.of_kind("failure") if event["rank"] is not None]
@@ -119,21 +114,4 @@ def test_the_command_line_shows_training_and_none_of_ray(cluster: Any, tmp_path:
         assert_none_left(job.pids)
     (view,) = job.views
     assert not is_alive(pids(view)[0])
-    labels = [line.split("  ")[0] for line in job.lines]
-    assert labels[0] == "kfuse" and labels[1:] == [
-        "steps",
-        "epochs",
-        "samples",
-        "wall",
-        "loss",
-        "eval loss",
-        "eval accuracy",
-        "batch size",
-        "lr",
-        "workers",
-        "params sha256",
-        "exit reason",
-        "model",
-        "model safetensors",
-        "best model",
-    ]
+    assert job.lines[0].startswith("kfuse  ") and not any("ray" in line.lower() for line in job.lines), job.lines

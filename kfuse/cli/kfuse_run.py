@@ -26,15 +26,13 @@ from kfuse.settings import rules
 from kfuse.settings.tree import ConfigError, JobSettings, Leaf, by_key, leaves, show
 from kfuse.version import __version__
 
-_EXAMPLES = """\
+_EPILOG = """\
 on one machine:
   kfuse-run --workers 2 --max-workers 4 train.py --my-option
 on several, with the script at the same place and the same token file on each:
   kfuse-run --listen 10.0.0.1:29400 --token-file job.token --workers 8 train.py   on the first, at its address
   kfuse-run --join 10.0.0.1:29400 --token-file job.token                                on each of the others
-"""
-_EPILOG = f"""\
-{_EXAMPLES}
+
 Each worker's CPU threads: OMP_NUM_THREADS, where it is set; else a host's cores divided by the workers that may be
 on it (the smaller of --max-workers and, on several hosts, --slots).
 Exit status: 0 where all workers' scripts end with 0, also if they never train or leave the training loop early; 1 after

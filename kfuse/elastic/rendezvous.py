@@ -123,18 +123,12 @@ class TorchrunLauncher:
     """Starts nothing: torchrun has started the workers, a fixed number of them, and this process is one."""
 
     def __init__(self) -> None:
-        """Raises ValueError where torchrun did not start this process, or more workers here than there are GPUs."""
+        """Raises ValueError where torchrun did not start this process."""
         rendezvous = Rendezvous.of_environment()
         if rendezvous is None:
             raise ValueError(
                 "launcher=torchrun: torchrun did not start this process; start it by "
                 "torchrun --nproc-per-node N -m kfuse launcher=torchrun ..."
-            )
-        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), devices.count()
-        if 0 < gpus < here:
-            raise ValueError(
-                f"launcher=torchrun: --nproc-per-node is {here}: must be at most {gpus}, the number of GPUs that this "
-                "process sees, as each worker needs one of its own"
             )
         self.rendezvous = rendezvous
         self.workers = rendezvous.size
