@@ -202,21 +202,6 @@ def test_data_of_a_gradient_of_another_shape_is_refused() -> None:
     assert torch.equal(p, torch.ones(2, 3))
 
 
-def test_a_second_step_with_the_gradients_of_the_first_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    net = nn.Linear(3, 1)
-    opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    net(torch.ones(2, 3)).sum().backward()
-    opt.step()
-    before = copy.deepcopy(net.state_dict())
-    with pytest.raises(RuntimeError, match=r"last step's gradients are still there: call opt\.zero_grad"):
-        opt.step()
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    opt.zero_grad()
-    net(torch.ones(2, 3)).sum().backward()
-    opt.step()
-    assert not torch.equal(net.weight, before["weight"])
-
-
 def test_an_optimizer_whose_parameters_never_get_a_gradient_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Linear(3, 1)
     opt = kf.FusedAdamW(net.parameters())

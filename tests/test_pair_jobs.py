@@ -32,14 +32,6 @@ def orders(*given: dict[str, Any], **more: Any) -> list[str]:
     return ["policy._target_=apart.Orders", *(override(f"+policy.{name}", value) for name, value in fields.items())]
 
 
-def times_used(job: Job) -> dict[int, Counter[int]]:
-    """How often each sample was used, by epoch: of all workers' ledger lines. The batch size must not change."""
-    counts: dict[int, Counter[int]] = {}
-    for entry in job.ledger:
-        counts.setdefault(entry["step"] // -(-SAMPLES // BATCH), Counter()).update(entry["indices"])
-    return counts
-
-
 def assert_none_twice(job: Job, steps_an_epoch: int = -(-SAMPLES // BATCH)) -> None:
     """But by a lost worker: what it had used of steps that no other one had reached by then is used again."""
     went_on: dict[int, int] = {}
@@ -58,8 +50,12 @@ def assert_none_twice(job: Job, steps_an_epoch: int = -(-SAMPLES // BATCH)) -> N
 
 
 def assert_each_once(job: Job) -> None:
-    for epoch, counts in times_used(job).items():
-        assert set(counts.values()) == {1} and len(counts) == SAMPLES, f"epoch {epoch}\n{job.told()}"
+    """Each epoch's samples, by all workers' ledger lines."""
+    epochs, counts = {record["step"]: record["epoch"] for record in job.metrics}, dict[int, Counter[int]]()
+    for entry in job.ledger:
+        counts.setdefault(epochs[entry["step"]], Counter()).update(entry["indices"])
+    for epoch, of_epoch in counts.items():
+        assert set(of_epoch.values()) == {1} and len(of_epoch) == SAMPLES, f"epoch {epoch}\n{job.told()}"
 
 
 def test_every_sample_is_used_once_and_all_end_with_one_model(tmp_path: Path) -> None:
@@ -100,12 +96,7 @@ def test_decisions_are_applied_by_all_and_other_modes_come_and_go(tmp_path: Path
     sizes = [record["batch_size"] for record in job.metrics]
     first = sizes.index(48)
     assert 30 < first < 60 and set(sizes[:first]) == {96} and set(sizes[first:]) == {48}
-    by_epoch: dict[int, Counter[int]] = {}
-    epochs = {record["step"]: record["epoch"] for record in job.metrics}
-    for entry in job.ledger:
-        by_epoch.setdefault(epochs[entry["step"]], Counter()).update(entry["indices"])
-    for counts in by_epoch.values():
-        assert set(counts.values()) == {1} and len(counts) == SAMPLES
+    assert_each_once(job)
     assert job.summary["eval_accuracy"] > 0.85
 
 
@@ -170,8 +161,7 @@ def test_a_stopped_worker_does_not_slow_the_others(tmp_path: Path) -> None:
     for worker in (0, 2):
         free, beside = stopped[worker] - before[worker], after[worker] - stopped[worker]
         assert beside > 15 and beside > 0.7 * free
-    counts = Counter(index for entry in job.ledger for index in entry["indices"])
-    assert set(counts.values()) == {1} and len(counts) == SAMPLES
+    assert_each_once(job)
 
 
 SCRIPT = """
@@ -235,8 +225,7 @@ def test_a_stopped_job_resumes_with_each_sample_used_once(tmp_path: Path) -> Non
     job = run_job(tmp_path / "run", settings)
     assert job.error is None, job.told()
     assert [record["step"] for record in job.metrics] == list(range(SAMPLES // 3))
-    counts = Counter(index for entry in job.ledger for index in entry["indices"])
-    assert set(counts.values()) == {1} and len(counts) == SAMPLES
+    assert_each_once(job)
 
 
 @pytest.mark.jobs
@@ -336,5 +325,4 @@ def test_a_worker_that_is_cut_off_goes_on_alone_and_mends(tmp_path: Path) -> Non
     assert made[6] < (made[3] - made[1]) / 2, "which had gone on meanwhile"
     by_worker = Counter(entry["worker"] for entry in job.ledger)
     assert by_worker[0] == by_worker[1] == by_worker[2]
-    counts = Counter(index for entry in job.ledger for index in entry["indices"])
-    assert set(counts.values()) == {1} and len(counts) == SAMPLES
+    assert_each_once(job)
