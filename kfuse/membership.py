@@ -59,7 +59,7 @@ class Session:
         self.apart = False
         """Each worker of the group is at a step of its own (pair averaging): no collective can be made."""
         self.training = 0
-        """Which training of this process is under way, from 1: a script may train more than once."""
+        """Which training of this process is under way, from 1."""
         self.in_training = False
 
     @property
@@ -122,9 +122,9 @@ class Session:
         return None if self.control_client is None else self.control_client.stop
 
     def ask_supervisor(self, what: str, **fields: int) -> None:
-        """Sends the supervisor a request ("resize": `workers`; "replace": `worker`, its number, not its rank).
+        """Sends the supervisor, if there is one, a request of rank 0; other ranks' requests are dropped.
 
-        Only rank 0's requests are sent; other ranks' are dropped, as are those of a job without a supervisor.
+        what: "resize" (`workers`), "replace" (`worker`: its number, not its rank).
         """
         if self.group.rank == 0:
             self.send(what, **fields)

@@ -131,24 +131,14 @@ def test_run_directory_that_cannot_be_made_is_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("batch.size=0", "batch.size=0"),
-        ("data=text data.path=empty.txt", "empty.txt is too short"),
-        ("-m seed=1,x", "seed=x"),
-    ],
-)
 @pytest.mark.full
-def test_mistake_is_one_line_from_a_shell(command: str, said: str, workplace: Path) -> None:
+def test_mistake_is_one_line_from_a_shell(workplace: Path) -> None:
     before = sorted(workplace.rglob("*"))
-    done = subprocess.run(
-        [sys.executable, "-m", "kfuse", *command.split()], cwd=workplace, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
+    command = [sys.executable, "-m", "kfuse", "data=text", "data.path=empty.txt"]
+    done = subprocess.run(command, cwd=workplace, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("kfuse: error: ") and done.stderr.count("\n") == 1
-    assert said in done.stderr
+    assert "empty.txt is too short" in done.stderr
     assert sorted(workplace.rglob("*")) == before
 
 

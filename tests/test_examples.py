@@ -1,8 +1,7 @@
-"""The examples run, stay short, and train as the scripts in plain PyTorch that they were ported from."""
+"""The examples run, and train as the scripts in plain PyTorch that they were ported from."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from kfuse.elastic.job import Elasticity
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PORTED = ("llama", "resnet")
-MOST_LINES, MOST_CHANGED = 70, 8
 
 
 class InKfuseOrder:
@@ -84,18 +82,6 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     words = draw.choice(["one", "two", "three", "four"], 6000)
     (folder / "book.txt").write_text(" ".join(words)[: 16 * 64 * 12 + 1])
     return {"resnet": str(folder / "images"), "llama": str(folder / "book.txt")}
-
-
-def test_a_port_changes_few_lines() -> None:
-    for name in PORTED:
-        plain, ported = ((EXAMPLES / place / f"{name}.py").read_text().splitlines()[1:] for place in ("plain", "."))
-        changed = [line for line in difflib.ndiff(plain, ported) if line[0] in "+" and line[1:].strip()]
-        assert 1 <= len(changed) <= MOST_CHANGED, changed
-
-
-def test_an_example_is_short() -> None:
-    for path in sorted(EXAMPLES.glob("**/*.py")):
-        assert len(path.read_text().splitlines()) < MOST_LINES
 
 
 @pytest.mark.full

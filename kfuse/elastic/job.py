@@ -116,19 +116,16 @@ class Recorder(Protocol):
 
 
 class Records:
-    """Passes records on in batches: writing each alone would take CPU time that workers on this machine need.
+    """Passes records on in batches, by a thread: a file system that hangs delays no heartbeat and no view.
 
-    A thread does it, so that a file system that hangs delays no heartbeat and no view. Where too many records wait for
-    it those of steps are dropped, and an event says of which steps.
+    Where too many records wait for it those of steps are dropped, and an event says of which steps.
     """
 
     def __init__(self, recorder: Recorder, job: Job, most: int = _MOST_WAITING) -> None:
         """most: how many records may wait before those of steps are dropped."""
         self._recorder, self._job, self._most = recorder, job, most
-        self.furthest = -1
-        """The newest step of the training under way that was reported."""
-        self.progress = 0
-        """Grows with each step that is reported for the first time, and with each training that starts."""
+        self.furthest = -1  # the newest step of the training under way that was reported
+        self.progress = 0  # grows with each new step, and with each training that starts
         self._events: deque[dict[str, Any]] = deque(maxlen=_KNOWN_EVENTS)
         self._changed = threading.Condition()
         self._waiting: list[Record] = []
@@ -162,7 +159,6 @@ class Records:
         self.add("event", {"step": max(self.furthest, 0), "kind": kind, **fields})
 
     def line(self, text: str) -> None:
-        """Takes a line that a worker has printed."""
         self.add("line", {"text": text})
 
     def begin_training(self) -> None:
@@ -172,7 +168,7 @@ class Records:
         self.progress += 1
 
     async def close(self) -> None:
-        """Returns when all records have been passed on, however long that takes; says so where it takes long."""
+        """Returns when all records have been passed on; says so where it takes long."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -189,7 +185,7 @@ class Records:
             self._loop.call_soon_threadsafe(self._job.end, error)
 
     def _next_batch(self) -> list[Record]:
-        """All records that wait, once there are any; none where no more come."""
+        """All records that wait, once there are any; none at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             self._changed.wait_for(lambda: self._closed, _FLUSH_S)

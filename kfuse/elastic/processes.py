@@ -42,28 +42,20 @@ class Worker:
     state: State = State.BOOTING
     connections: list[asyncio.StreamWriter] = field(default_factory=list)
     """Its two connections, once it has made them: see `protocol`."""
-    pid: int | None = None
-    """None until it has connected."""
+    pid: int | None = None  # None until it has connected
     host: str = ""
     gpu: int | None = None
     """Which of the machine's GPUs it has until its process ends. None: there are none, or the launcher chooses."""
     started_at: float = 0.0
-    last_message_at: float = 0.0
-    """When its last message arrived, by the event loop's clock."""
-    why: str = ""
-    """Why the supervisor killed it, if it did."""
-    joined: bool = False
-    """It has joined a view, this one or one before."""
-    leaving: bool = False
-    """Another worker is to take its place."""
-    said_goodbye: bool = False
-    """Its process is ending, and sends no heartbeats any more."""
+    last_message_at: float = 0.0  # by the event loop's clock
+    why: str = ""  # why the supervisor killed it, if it did
+    joined: bool = False  # a view, this one or one before
+    leaving: bool = False  # another worker is to take its place
+    said_goodbye: bool = False  # its process is ending, and sends no heartbeats any more
     ended_loop: int = 0
     """The newest training whose loop has ended on this worker, whether or not the training is over."""
-    failed_at: int | None = None
-    """The step at which an exception ended its training loop."""
+    failed_at: int | None = None  # the step at which an exception ended its training loop
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
-    """The last lines that it printed."""
     killed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, kind: str, **fields: Any) -> None:
@@ -72,7 +64,6 @@ class Worker:
             protocol.send(self.connections[0], kind, **fields)
 
     def kill(self) -> None:
-        """Ends its process at once."""
         self.killed.set()
         self.process.kill()
 
@@ -234,7 +225,6 @@ class Processes:
                 worker.kill()
 
     def kill_all(self) -> None:
-        """Kills all workers."""
         for worker in self.alive():
             worker.kill()
 

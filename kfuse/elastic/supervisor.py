@@ -44,9 +44,7 @@ class Supervisor:
         self.views = Views(self.job, self.processes, self.records)
         self._meetings = Meetings(self.job, self.processes)
         self.token = secrets.token_hex(16)
-        """The job's secret."""
-        self.address = ""
-        """host:port of the control channel."""
+        self.address = ""  # host:port of the control channel
         self._server = Server(self.token, self._serve)
         self._stop_asked_at = 0.0
 
