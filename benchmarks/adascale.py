@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.policies import SchedulePolicy
 from kfuse.session import reset
-from kfuse.statistics.student import t_of_mean
+from kfuse.statistics.noise_scale import t_of_mean
 
 SMALL, SCALES = 32, (8, 32)
 TRAIN, HELD_OUT = 50_000, 10_000

@@ -48,9 +48,9 @@ class _Measured:
 
 
 class LayerNorm(nn.LayerNorm, _Measured):
-    """torch.nn.LayerNorm; after a backward `per_example_sq_norm` is there. The first dimension counts examples.
+    """torch.nn.LayerNorm; after a backward `per_example_sq_norm` is there.
 
-    Raises ValueError for an input without one. Without weight, or where no gradient is wanted, it is torch's own.
+    Without weight, or where no gradient is wanted, it is torch's own.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -61,13 +61,10 @@ class LayerNorm(nn.LayerNorm, _Measured):
 
 
 class RMSNorm(nn.RMSNorm, _Measured):
-    """torch.nn.RMSNorm; after a backward `per_example_sq_norm` is there. The first dimension counts examples.
-
-    Raises ValueError for an input without one. Without weight, or where no gradient is wanted, it is torch's own.
-    """
+    """torch.nn.RMSNorm, likewise."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[examples, ..., *normalized_shape] to the same shape. Raises ValueError for an input without examples."""
+        """As `LayerNorm.forward`."""
         if not (torch.is_grad_enabled() and self.elementwise_affine and self.weight.requires_grad):
             return super().forward(x)
         return self._normalise(x, None, self.eps, centred=False)
@@ -119,30 +116,27 @@ class NormLayersNoise:
 def norm_layers_noise(model: nn.Module, *, loss_scale: float = 1.0) -> NormLayersNoise | None:
     """S and G2 of all `kf.nn` layers in `model` together, from their last backward; None for fewer than two samples.
 
-    A step's statistics with every sample a micro-batch of its own (McCandlish et al. 2018, appendix A, with b_j = 1),
-    for a loss that is the MEAN over the micro-batch's samples. To have a noise scale, average S and G2 over steps apart
-    (`kfuse.statistics.noise_scale.NoiseScale`) and divide. It is the noise scale of these layers, not the model's.
-    Waits for the device.
+    A step's statistics with every sample a micro-batch of its own, for a loss that is the MEAN over the micro-batch's
+    samples. To have a noise scale, average S and G2 over steps apart (`kfuse.statistics.noise_scale.NoiseScale`) and
+    divide. Waits for the device.
 
     loss_scale: what the loss was multiplied with before backward (AMP).
     Raises ValueError when there is no such layer, or one has had no backward or several since the last call: the norms
     of two contributions do not tell the norm of their sum.
     """
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, _Measured)}
-    if not layers:
-        raise ValueError("norm_layers_noise: the model has no kf.nn.LayerNorm or kf.nn.RMSNorm")
-    counts = {name: layer.backwards for name, layer in layers.items()}
-    for layer in layers.values():
+    layers = [m for m in model.modules() if isinstance(m, _Measured)]
+    wrong = [layer.backwards for layer in layers if layer.backwards != 1]
+    for layer in layers:
         layer.backwards = 0
-    wrong = {name: count for name, count in counts.items() if count != 1}
-    if wrong:
-        raise ValueError(f"norm_layers_noise: one backward since the last call is needed; layers had: {wrong}")
-    each = [layer.per_example_sq_norm for layer in layers.values() if layer.per_example_sq_norm is not None]
-    total = [layer.sq_norm for layer in layers.values() if layer.sq_norm is not None]
-    samples = len(each[0])
-    if any(len(squares) != samples for squares in each):
-        raise ValueError(f"norm_layers_noise: layers saw different numbers of examples: {[len(s) for s in each]}")
-    sum_squares, squared = torch.stack([torch.stack(each).double().sum(), torch.stack(total).double().sum()]).tolist()
+    if not layers or wrong:
+        raise ValueError(
+            f"norm_layers_noise: needs kf.nn.LayerNorm or kf.nn.RMSNorm ({len(layers)} in the model), and one backward "
+            f"of each since the last call; some had {wrong}"
+        )
+    each = torch.stack([layer.per_example_sq_norm for layer in layers if layer.per_example_sq_norm is not None])
+    total = torch.stack([layer.sq_norm for layer in layers if layer.sq_norm is not None])
+    samples = each.shape[1]
+    sum_squares, squared = torch.stack([each.double().sum(), total.double().sum()]).tolist()
     scale = loss_scale**2
     variance, grad_sq = moments(samples**2 * sum_squares / scale, squared / scale, float(samples), samples)
     if variance is None or grad_sq is None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
-from elastic_job import Job, assert_same_training, chaos, environment, run_job, undisturbed_job, words
+from elastic_job import assert_same_training, chaos, environment, run_job, undisturbed_job, words
 from problems import network, problem
 from torch import Tensor, nn
 
@@ -140,31 +140,16 @@ TRAINING = words(
 )
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return undisturbed_job(tmp_path_factory.mktemp("undisturbed"), TRAINING)
-
-
 @pytest.mark.full
-def test_workers_that_join_or_take_over_have_the_masters(undisturbed: Job, tmp_path: Path) -> None:
+def test_workers_that_join_or_take_over_have_the_masters(tmp_path: Path) -> None:
     """Growth, a worker that is killed in mid-reduction, and shrinkage: bit by bit the undisturbed training."""
     phases = [{"step": s, "workers": n} for s, n in ((5, 3), (60, 2))]
     # With the worker in the place of the lost one: else two are there as two are asked for, and it comes after that.
     gates = [{"step": 20, "workers": 3}, {"step": 50, "workers": 3}, {"step": 75, "workers": 2}]
     events = [{"step": 40, "moment": "mid_reduction", "rank": 0, "how": "kill"}]
     job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path, phases=phases, gates=gates, events=events)])
-    assert_same_training(job, undisturbed)
+    assert_same_training(job, undisturbed_job(tmp_path / "alone", TRAINING))
     assert {len(view["workers"]) for view in job.views} >= {1, 2, 3} and job.of_kind("failure")
-
-
-@pytest.mark.full
-def test_a_job_that_lost_all_workers_restarts_from_its_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
-    events = [{"step": 60, "moment": "forward", "rank": 0, "how": "kill_all", "workers": 2}]
-    checkpoints = {"directory": str(tmp_path / "run" / "checkpoints"), "every": 25}
-    policy = chaos(tmp_path, events=events, checkpoints=checkpoints)
-    job = run_job(tmp_path / "run", [*TRAINING, "checkpoint.every_steps=25", "workers.count=2", *policy])
-    assert_same_training(job, undisturbed)
-    assert [event["step"] for event in job.of_kind("resumed")] == [50]
 
 
 def command(directory: Path, *settings: str) -> dict[str, Any]:

@@ -16,11 +16,10 @@ from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import Group
 from kfuse.comm.plan import MicroBatch, StepPlan
 from kfuse.optim.consistency import Comparison, averaged_buffers, numeric_options, share_from_first
-from kfuse.optim.interrupted import BegunUpdate
 from kfuse.optim.parameters import learning_rates, named_parameters, without_compiler
 from kfuse.optim.reducer import Reducer
 from kfuse.optim.refuse import refuse_own_loop, refuse_sync_batchnorm, refuse_unplanned, refuse_wrapped
-from kfuse.optim.scaling import LossScale, NonfiniteWarning, scaling
+from kfuse.optim.scaling import NonfiniteWarning, scaling
 from kfuse.optim.updates import Update, Updates
 from kfuse.session import current
 from kfuse.statistics.step_stats import Statistics, StepStats
@@ -37,9 +36,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     updates: Updates
     """Makes the updates, and has the state for them."""
     reducer: Reducer
-    """Reduces the gradients over the workers."""
     statistics: Statistics
-    """The steps' records, and the running noise scale."""
     clip_norm: float | None
     """Largest norm of the mean gradient; None: no clipping."""
     skip_nonfinite: bool
@@ -51,13 +48,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler then passes scale and found_inf to step() and does not unscale
 
     lr_factor: float = 1.0
-    """What kfuse multiplies each group's learning rate with in an update (batch-size scaling, a policy's lr_scale).
-
-    group["lr"] belongs to the user, or to their scheduler: kfuse reads it and never changes it.
-    """
+    """What an update multiplies each group's learning rate with (batch-size scaling, a policy's lr_scale). group["lr"]
+    belongs to the user, or to their scheduler: kfuse reads it and never changes it."""
     last_lr: float = 0.0
     """The learning rate of the last update, as `base_lr` has it, times `lr_factor`."""
-    begun: BegunUpdate | None = None
+    begun: Update | None = None
     """The newest update, made or not: with sharded state a lost worker may interrupt it."""
 
     steps_without_gradients: int = 0
@@ -66,9 +61,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     def _attach(self, updates: Updates, clip_norm: float | None, skip_nonfinite: bool) -> None:
-        """Called by subclasses once `param_groups` exist. Raises ValueError for a clip_norm that is not positive, and
-        with sharded state if the class has none.
-        """
+        """For subclasses, once `param_groups` exist. Raises ValueError with sharded state if the class has none."""
         self.set_clip_norm(clip_norm)
         self.skip_nonfinite = skip_nonfinite
         session = self._session = current()
@@ -148,10 +141,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Each step's changes of all persistent floating-point buffers, and of BatchNorm's counters, are averaged over the
         step's micro-batches. Where the number of workers is fixed, all start from rank 0's values of buffers and
-        parameters, frozen ones included. Call it on every worker, before the first step, and again after
-        `model.load_state_dict`: in a loop of bare backwards what was loaded counts as a change of the next step, and
-        may lose its last bits. Raises TypeError for a model that DistributedDataParallel or FSDP has wrapped, and for
-        SyncBatchNorm, unless there is one worker for good.
+        parameters. Call it on every worker, before the first step, and again after `model.load_state_dict`. Raises
+        TypeError for a model that DistributedDataParallel or FSDP has wrapped, and for SyncBatchNorm, unless there is
+        one worker for good.
         """
         refuse_wrapped(model)
         if self._session.elastic or self._session.group.size > 1:
@@ -168,9 +160,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.engine.carry_figures(count)
 
     def average_with(self, pair: Pair | None) -> None:
-        """From the next step on: averages this worker's weights with another one's before each update, and publishes
-        them after it (pair averaging). None: no more.
-        """
+        """From the next step on: averages the weights with another worker's before each update (pair averaging)."""
         self._pair = pair
 
     # -- micro-batches --------------------------------------------------------------------------------------------
@@ -290,29 +280,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "GradScaler with comm.sync: must be ssgd, as in the other modes each worker would find another scale; "
                 "autocast with bfloat16 needs no scaler"
             )
-        loss_scale = None if found_inf is None else LossScale(getattr(self, "grad_scale", None), found_inf)
+        loss_scale: Tensor | None = getattr(self, "grad_scale", None)
         try:
-            scaled = scaling(
-                reduced, self.reducer.squared_norm_exactly, self.clip_norm, self.skip_nonfinite, loss_scale
-            )
+            exactly = self.reducer.squared_norm_exactly
+            scaled = scaling(reduced, exactly, self.clip_norm, self.skip_nonfinite, found_inf, loss_scale)
             self.last_lr = self.base_lr * self.lr_factor
             if self._pair is not None and self._pair.mix(self.updates.weights()):
                 self.updates.weights_changed()
-            begun = self.begun = BegunUpdate(self.engine.step - 1, reduced, scaled)
+            begun = Update(self.engine.step - 1, reduced, scaled, self.reducer.in_doubt, self.lr_factor)
+            self.begun = begun
             if not (reduced.local and reduced.idle):
-                in_doubt = self.reducer.in_doubt
-                self.updates.update(Update(reduced, in_doubt, scaled.factor, scaled.skip, self.lr_factor))
+                self.updates.update(begun)
         except RuntimeError as error:  # comm.state=sharded: sums of shards, or updated parameters, did not arrive
             if not self.reducer.leave_to_loop(error):
                 raise
             return loss
         if self._pair is not None:
             self._pair.publish(self.updates.weights(), self.engine.step)
-        self.take_statistics(begun, warns=loss_scale is None)  # with GradScaler skips are how it finds its scale
+        self.take_statistics(begun, warns=found_inf is None)  # with GradScaler skips are how it finds its scale
         self._comparison.check(begun.step, self.statistics, self.reducer.tracked)
         return loss
 
-    def take_statistics(self, update: BegunUpdate, warns: bool = True) -> None:
+    def take_statistics(self, update: Update, warns: bool = True) -> None:
         """The update is made: keeps its figures. warns: of a gradient that is not finite."""
         unit = "micro-batches" if update.reduced.implicit else self.reducer.unit
         self.statistics.bf16_sums = self.engine.bf16_sums

@@ -39,14 +39,9 @@ def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[st
                 f"rank {rank} has another model than rank 0: their parameters differ in shape, in type, in memory "
                 f"layout (channels_last) or in which are frozen ({counts})"
             )
-    # As bytes, since gloo does not know all types of elements.
     values = [t.reshape(-1).to(group.device).contiguous() for t in tensors]
-    messages = [
-        group.broadcast(value.view(torch.uint8), f"rank 0's {name}")
-        for value, name in zip(values, names, strict=True)
-        if value.numel()
-    ]
-    for message in messages:
+    pairs = [(value.view(torch.uint8), name) for value, name in zip(values, names, strict=True) if value.numel()]
+    for message in [group.broadcast(value, f"rank 0's {name}") for value, name in pairs]:  # gloo knows few types
         message.wait()
     for tensor, value in zip(tensors, values, strict=True):
         if tensor.data_ptr() != value.data_ptr():
@@ -189,9 +184,7 @@ class Comparison:
 
 
 def first_difference(group: Group, numbers: Mapping[str, float], digests: Mapping[str, Tensor]) -> str:
-    """Returns text that names the first number or digest that differs between ranks. Every rank calls it. Raises
-    CommError.
-    """
+    """Names the first number or digest that differs between ranks. Every rank calls it. Raises CommError."""
     names = [*numbers, *digests]
     named = torch.tensor([len(names), salt(dict.fromkeys(names, 0.0)) >> 1], device=group.device)
     lists = torch.stack(group.all_gather(named, "names of the options")).cpu()

@@ -21,7 +21,6 @@ from kfuse.optim.layout import (
     Part,
     check_replaced,
     fill,
-    number,
     refuse_overlaps,
     with_own_storage,
 )
@@ -49,11 +48,9 @@ class FlatState:
         self.states = []
 
     def pairs(self) -> Iterator[tuple[Bucket, BucketState]]:
-        """Each bucket with its state."""
         return zip(self.engine.gradient_buckets, self.states, strict=True)
 
     def params_of(self, bucket: Bucket) -> list[Parameter]:
-        """The bucket's parameters."""
         return [self.engine.params[i] for i in bucket.layout.params]
 
     def lay_out(self, engine: Engine) -> None:
@@ -92,7 +89,7 @@ class FlatState:
             for name in names:  # another optimizer, torch's above all, has saved no master
                 weights = [p.data if name == MASTER else None for p in params]
                 part.fill(bucket, name, [of.get(name, weight) for of, weight in zip(saved, weights, strict=True)])
-        fill(state.steps, [number(of.get("step", 0.0)) for of in saved])
+        fill(state.steps, [torch.as_tensor(of.get("step", 0.0), dtype=torch.float32).reshape(()) for of in saved])
         state.compare_updates()
         for of in saved:
             for name in self.names if bucket.sharded else (MASTER,):

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import CommError
+from kfuse.optim import sharding
 from kfuse.optim.flat import FlatState
 from kfuse.optim.layout import MASTER, BucketState, Entry, Piece, piece_of, refuse_overlaps
 from kfuse.optim.parameters import named_parameters
@@ -191,10 +192,8 @@ class FlatUpdates(Updates):
     @contextmanager
     def _shown(self, rank: int | None) -> Iterator[None]:
         """Gathers the whole tensors, on this rank or on all, and makes them visible in `state`, as if replicated."""
-        from kfuse.optim.sharding import gather  # when used: `import kfuse` is quick
-
         try:
-            wholes = gather(self.engine, self.flat.states, rank)
+            wholes = sharding.gather(self.engine, self.flat.states, rank)
             for (bucket, state), tensors in zip(self.flat.pairs(), wholes, strict=True):
                 params = self.flat.params_of(bucket)
                 for name, whole in tensors.items():
@@ -299,14 +298,10 @@ class FlatUpdates(Updates):
 
     def regroup(self, has_state: bool) -> None:
         if self.sharded:
-            from kfuse.optim import sharding
-
             sharding.regroup(self.engine, self.flat.states, self.rule.moment_names, has_state)
             for bucket, state in self.flat.pairs():
                 self.rule.lay_out(bucket, (state.own, state.mirror))
 
     def hand_over(self, new_ranks: Sequence[int | None], size: int) -> None:
         if self.sharded and None in new_ranks:
-            from kfuse.optim import sharding
-
             sharding.hand_over(self.engine, self.flat.states, self.rule.moment_names, new_ranks, size)

@@ -1,11 +1,10 @@
 """The fused optimizers: AdamW, LAMB and SGD over all workers' gradients, on flat buffers.
 
-Each reduces, measures, clips and updates in one go. Parameters are fp32 or bf16. For bf16 ones the optimizer keeps fp32
-master weights and fp32 moments: it updates the masters, and writes their rounded values to the parameters in the same
-kernel. Where a parameter was changed by other means (`model.load_state_dict`, clipped weights), its new value is taken.
-clip_norm: limit of the mean gradient's global norm. skip_nonfinite: leaves a step out where a gradient is not finite,
-with no host synchronisation, and rank 0 warns. (On CUDA a gradient whose square overflows fp32, above 1e19, counts as
-not finite.)
+For bf16 parameters the optimizer keeps fp32 master weights and fp32 moments: it updates the masters, and writes their
+rounded values to the parameters in the same kernel. Where a parameter was changed by other means
+(`model.load_state_dict`, clipped weights), its new value is taken. clip_norm: limit of the mean gradient's global norm.
+skip_nonfinite: leaves a step out where a gradient is not finite, with no host synchronisation, and rank 0 warns. (On
+CUDA a gradient whose square overflows fp32, above 1e19, counts as not finite.)
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from torch.optim.optimizer import ParamsT
 
 from kfuse.optim.base import DistributedOptimizer
 from kfuse.optim.flat_updates import FlatUpdates
-from kfuse.optim.lamb import LambRule
-from kfuse.optim.rules import AdamWRule, SGDRule
+from kfuse.optim.rules import AdamWRule, LambRule, SGDRule
 
 
 class FusedAdamW(DistributedOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW (Loshchilov & Hutter 2019), data-parallel, with its arithmetic and its state_dict.
 
-    Parameters are fp32, or bf16, which get fp32 master weights. `clip_norm` clips the global norm of the mean gradient;
-    `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation, and rank 0 warns.
+    Parameters are fp32, or bf16, which get fp32 master weights. clip_norm: limit of the mean gradient's global norm.
+    skip_nonfinite: leaves a step out where a gradient is not finite, with no host synchronisation; rank 0 warns.
     """
 
     shards_state = tells_fisher = True

@@ -8,26 +8,15 @@ their new group they update their own shards and what they mirror, and the lost 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfuse.comm.plan import Reduced
 from kfuse.optim.scaling import Scaling
 from kfuse.optim.updates import Update
 
 if TYPE_CHECKING:
     from kfuse.optim.base import DistributedOptimizer
-
-
-@dataclass(frozen=True)
-class BegunUpdate:
-    """An update that this worker has begun to make."""
-
-    step: int
-    reduced: Reduced
-    scaled: Scaling
 
 
 def has_begun(opt: DistributedOptimizer, step: int) -> bool:
@@ -58,14 +47,15 @@ def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int
     opt.engine.resume(given["record"])
     reduced = opt.engine.reduced
     assert reduced is not None
+    finite = given["skip"] is None or not bool(given["skip"])
+    scaled = Scaling(given["record"], given["factor"], given["skip"], finite)
     if not has_begun(opt, step):
-        finite = given["skip"] is None or not bool(given["skip"])
         opt.last_lr = opt.base_lr * opt.lr_factor
-        opt.begun = BegunUpdate(step, reduced, Scaling(given["record"], given["factor"], given["skip"], finite))
+        opt.begun = Update(step, reduced, scaled, (), opt.lr_factor)
     try:
         opt.synchronize()  # sets each p.grad, which tells what is updated
         in_doubt = opt.reducer.in_doubt
-        opt.updates.update(Update(reduced, in_doubt, given["factor"], given["skip"], opt.lr_factor, owner_is_lost))
+        opt.updates.update(Update(step, reduced, scaled, in_doubt, opt.lr_factor, owner_is_lost))
     finally:
         opt.engine.reduced = None
         for p in opt.engine.params:

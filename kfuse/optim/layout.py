@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,12 +154,10 @@ class BucketState:
 
     @property
     def has_moments(self) -> bool:
-        """Some parameter has moments."""
         return any(entry.known for entry in self.entries)
 
     @property
     def has_masters(self) -> bool:
-        """Masters are a part of the state."""
         return self.param.dtype != torch.float32 and any(entry.mastered for entry in self.entries)
 
     def held(self) -> list[Part]:
@@ -261,8 +259,3 @@ def fill(places: Iterable[Tensor], values: Sequence[Tensor | None]) -> None:
             place.zero_()
         elif value.data_ptr() != place.data_ptr():
             place.copy_(value)
-
-
-def number(value: Any) -> Tensor:
-    """A number, or a tensor of one, as a 0-dim fp32 tensor; one that is so is returned itself."""
-    return torch.as_tensor(value, dtype=torch.float32).reshape(())

@@ -37,19 +37,16 @@ class Reducer:
 
     engine: Engine
     """`rebuild` replaces it."""
-    loop_handles_lost_workers: bool
-    """Set by kf.DataLoader's loop: when a worker is lost `step()` does nothing, and the loop takes the error."""
-    in_doubt: set[int]
-    """Parameters whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient."""
-    group_of: dict[int, int]
-    """The parameter group of each parameter that the buckets have, by its id."""
-    tracked: nn.Module | None
-    """Whose buffers' changes are averaged."""
 
     def __init__(self, session: Session, updates: Updates, groups: list[list[Parameter]], named: Named) -> None:
         """groups: parameters that may share a bucket. named: all parameters, as messages name them."""
         self._session, self._updates = session, updates
-        self.loop_handles_lost_workers, self.in_doubt, self.tracked = False, set(), None
+        self.loop_handles_lost_workers = False
+        """Set by kf.DataLoader's loop: when a worker is lost `step()` does nothing, and the loop takes the error."""
+        self.in_doubt: set[int] = set()
+        """Parameters whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient."""
+        self.tracked: nn.Module | None = None
+        """Whose buffers' changes are averaged."""
         self.unit = "micro-batches"
         """Of the statistics: these, or samples."""
         self._had_gradients = False  # some parameter has ever had a gradient, or it was warned that none has
@@ -67,7 +64,7 @@ class Reducer:
 
     def _attach(self, engine: Engine, groups: list[list[Parameter]]) -> None:
         self.engine = engine
-        self.group_of = {id(p): index for index, params in enumerate(groups) for p in params}
+        self._group_of = {id(p): index for index, params in enumerate(groups) for p in params}
         engine.on_last_micro_batch = self.synchronize
         for bucket in engine.gradient_buckets:
             bucket.unscale = self._unscale
@@ -95,8 +92,8 @@ class Reducer:
         """Raises RuntimeError if parameters of these groups were frozen, unfrozen or moved to another one since."""
         every = enumerate(groups)
         trained = {id(p): index for index, group in every for p in group["params"] if p.requires_grad}
-        if trained != self.group_of:
-            only_moved = trained.keys() == self.group_of.keys()
+        if trained != self._group_of:
+            only_moved = trained.keys() == self._group_of.keys()
             what = "moved to another parameter group" if only_moved else "frozen or unfrozen"
             raise RuntimeError(
                 f"parameters were {what} after the optimizer was made: call opt.rebuild() before backward"
@@ -104,8 +101,7 @@ class Reducer:
 
     def _lane_of(self, groups: list[list[Parameter]]) -> int:
         """That of an optimizer whose parameters it takes over; else a new one."""
-        for p in (p for params in groups for p in params):
-            older = owner(p)
+        for older in (owner(p) for params in groups for p in params):
             if older is not None and not older.superseded and older.lane < self._session.lanes_used:
                 return older.lane
         return self._session.new_lane()
@@ -113,7 +109,6 @@ class Reducer:
     # -- micro-batches --------------------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """As `DistributedOptimizer.begin`."""
         check_owner(self.engine)
         if self.engine.parts > 1:
             raise RuntimeError(
@@ -126,7 +121,6 @@ class Reducer:
     # -- p.grad ---------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """As `DistributedOptimizer.synchronize`."""
         try:
             self.engine.finish()
         except RuntimeError as error:
@@ -151,9 +145,8 @@ class Reducer:
     def _unused_by_all(self, reduced: Reduced) -> Collection[int]:
         """The parameters that no worker gave a gradient, which keep no `.grad`; those in doubt are not among them.
 
-        In doubt is, on a GPU and with several workers, what this worker gave no gradient: only the device knows whether
-        another one did. An optimizer that can leave a parameter alone on the device takes zeros for it; with any other
-        the host waits.
+        In doubt is, on a GPU with several workers, what this worker gave none: only the device knows whether another
+        one did. An optimizer that can leave a parameter alone on the device takes zeros for it; else the host waits.
         """
         self.in_doubt = set()
         resumed = self.engine.kept is not None and self.engine.kept.resumed  # of a group of several

@@ -1,9 +1,14 @@
-"""The rules by which flat buffers are updated: AdamW's and SGD's, one kernel call for each piece of a bucket."""
+"""The rules by which flat buffers are updated: AdamW's, SGD's and LAMB's, one kernel call for each piece of a bucket.
+
+With sharded state LAMB's update has two halves, since a tensor's norms are those of all its shards.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +16,9 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
-from kfuse.kernels import AdamOptions, SGDOptions, adamw, sgd
-from kfuse.optim.layout import BucketState, Part, Piece
+from kfuse.comm.step import KeptStep
+from kfuse.kernels import CHUNK, AdamOptions, PackTable, SGDOptions, adamw, lamb, lamb_trust, sgd
+from kfuse.optim.layout import BucketState, Extent, Part, Piece
 from kfuse.optim.updates import Update
 
 if TYPE_CHECKING:
@@ -75,7 +81,7 @@ class AdamWRule(Rule):
             v,
             adam_options(options, given),
             step=piece.step,
-            grad_scale=given.scale,
+            grad_scale=given.scaled.factor,
             found_inf=piece.skip,
             master=piece.master,
         )
@@ -106,7 +112,7 @@ class SGDRule(Rule):
             buffer,
             sgd_options,
             first_step=piece.first,
-            grad_scale=given.scale,
+            grad_scale=given.scaled.factor,
             found_inf=piece.skip,
             master=piece.master,
         )
@@ -117,6 +123,147 @@ def adam_options(options: Options, given: Update) -> AdamOptions:
     beta1, beta2 = map(float, options["betas"])
     lr = float(options["lr"]) * given.lr_factor
     return AdamOptions(lr, beta1, beta2, options["eps"], options["weight_decay"], maximize=options["maximize"])
+
+
+# -- LAMB -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """The first half of an update."""
+
+    of: KeptStep
+    """The step. Another one is another object, also where a step is made again from a checkpoint."""
+    pieces: list[list[Piece]]
+    """Of each bucket."""
+    sums: Tensor
+    """fp32: the chunks' norms of this worker's shards, bucket by bucket; elsewhere 0."""
+    mirrored: Tensor
+    """The same of the shards that it mirrors."""
+
+
+class LambRule(Rule):
+    """LAMB's (You et al. 2020, algorithm 2), with torch's names for Adam's moments."""
+
+    moment_names = ("exp_avg", "exp_avg_sq")
+    counts_updates = True
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, int, tuple[int, ...]], PackTable] = {}
+        self._moved: _Moved | None = None  # with sharded state: of the update under way, or the last that failed
+
+    def lay_out(self, bucket: Bucket, parts: Sequence[Part]) -> None:
+        """Builds the tables of all pieces that an update may have, since on a GPU the host waits for each."""
+        every = range(len(bucket.shapes))
+        which = (every, *(range(k, k + 1) for k in every))
+        self._tables = {key: table for key, table in self._tables.items() if key[0] != bucket.index}
+        for extent in (part.extent(bucket, parameters) for part in parts for parameters in which):
+            if extent is not None:
+                table = PackTable.build(extent.numels, extent.offsets, bucket.device, extent.place.start)
+                self._tables[_key(bucket, extent)] = table
+        numels = [shape.numel() for shape in bucket.shapes]
+        self._tables[bucket.index, 0, ()] = PackTable.build(numels, bucket.layout.offsets, bucket.device, 0)
+
+    def update(self, updates: FlatUpdates, given: Update) -> None:
+        """With sharded state one message more brings the sums of the norms.
+
+        Moments change before that message, parameters after it. If a worker is lost meanwhile, moments are updated
+        already and are not updated again; only the sums are sent again when the update is resumed.
+        """
+        if not updates.sharded:
+            super().update(updates, given)
+            return
+        tables = [self._tables[bucket.index, 0, ()] for bucket, _ in updates.flat.pairs()]
+        kept = updates.engine.kept
+        assert kept is not None, "it has been reduced, with sharded state"
+        if self._moved is None or self._moved.of is not kept:
+            self._moved = self._move_moments(updates, tables, given, kept)
+        moved = self._moved
+        sums = moved.sums + moved.mirrored if given.owner_is_lost else moved.sums.clone()
+        updates.engine.share_sums(sums, "LAMB's norms")
+        partials = _of_buckets(sums, tables)
+
+        def apply(bucket: Bucket, state: BucketState) -> None:
+            table = tables[bucket.index]
+            trust = torch.empty(len(table.numels), device=bucket.device)
+            lamb_trust(partials[bucket.index], table, trust)
+            for piece in moved.pieces[bucket.index]:
+                first, last = piece.extent.tensors[0], piece.extent.tensors[-1]
+                table_of_piece = self._tables[_key(bucket, piece.extent)]
+                self._lamb(piece, table_of_piece, updates.options_of(state), given, trust=trust[first : last + 1])
+
+        updates.run(apply)
+        self._moved = None
+
+    def _move_moments(self, updates: FlatUpdates, tables: Sequence[PackTable], given: Update, kept: KeptStep) -> _Moved:
+        """The first half of an update. tables: of whole buckets."""
+        sums, mirrored = torch.zeros(2, 2 * sum(table.num_chunks for table in tables), device=updates.engine.device)
+        every: list[list[Piece]] = []
+        for (bucket, state), *partials in zip(
+            updates.flat.pairs(), _of_buckets(sums, tables), _of_buckets(mirrored, tables), strict=True
+        ):
+            first_chunks = _first_chunks(bucket)
+            every.append([])
+            for pieces, of_bucket in zip(updates.pieces(bucket, state, given), partials, strict=False):
+                for piece in pieces:
+                    every[-1].append(piece)
+                    table = self._tables[_key(bucket, piece.extent)]
+                    norms = torch.zeros(2, table.num_chunks, device=bucket.device)
+                    self._lamb(piece, table, updates.options_of(state), given, partials=norms)
+                    k, begins = piece.extent.tensors[0], piece.extent.place.start + piece.extent.offsets[0]
+                    at = first_chunks[k] + begins // CHUNK - bucket.layout.offsets[k] // CHUNK
+                    of_bucket[:, at : at + norms.shape[1]] = norms
+        return _Moved(kept, every, sums, mirrored)
+
+    def apply(self, piece: Piece, bucket: Bucket, options: Options, given: Update) -> None:
+        self._lamb(piece, self._tables[_key(bucket, piece.extent)], options, given)
+
+    def _lamb(
+        self,
+        piece: Piece,
+        table: PackTable,
+        options: Options,
+        given: Update,
+        partials: Tensor | None = None,
+        trust: Tensor | None = None,
+    ) -> None:
+        """`kfuse.kernels.lamb` of a piece."""
+        m, v = piece.moments.values()
+        lamb(
+            piece.param,
+            piece.grad,
+            m,
+            v,
+            table,
+            adam_options(options, given),
+            step=piece.step,
+            grad_scale=given.scaled.factor,
+            found_inf=piece.skip,
+            master=piece.master,
+            partials=partials,
+            trust=trust,
+        )
+
+
+def _key(bucket: Bucket, extent: Extent) -> tuple[int, int, tuple[int, ...]]:
+    return bucket.index, extent.place.start, extent.tensors
+
+
+def _of_buckets(sums: Tensor, tables: Sequence[PackTable]) -> list[Tensor]:
+    """Views of each bucket's part: [2, chunks]."""
+    return [each.view(2, -1) for each in sums.split_with_sizes([2 * table.num_chunks for table in tables])]
+
+
+def _first_chunks(bucket: Bucket) -> list[int]:
+    """The number of each parameter's first chunk, where chunks end at the bucket's blocks."""
+    chunks = [
+        -(-(offset + shape.numel()) // CHUNK) - offset // CHUNK if shape.numel() else 0
+        for offset, shape in zip(bucket.layout.offsets, bucket.shapes, strict=True)
+    ]
+    return [0, *accumulate(chunks)]
+
+
+# -- the Fisher information -------------------------------------------------------------------------------------------
 
 
 def fisher(updates: FlatUpdates) -> Tensor | None:

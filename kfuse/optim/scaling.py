@@ -21,16 +21,6 @@ _LOG = logging.getLogger("kfuse")
 
 
 @dataclass(frozen=True)
-class LossScale:
-    """What torch's GradScaler passes to an optimizer's step."""
-
-    scale: Tensor | None
-    """What the loss was multiplied with; None where the user has unscaled the gradients (`scaler.unscale_`)."""
-    found_inf: Tensor
-    """Non-zero where a gradient is not finite."""
-
-
-@dataclass(frozen=True)
 class Scaling:
     """What an update needs. Tensors are on the gradients' device."""
 
@@ -49,32 +39,35 @@ def scaling(
     exactly: Callable[[], Tensor],
     clip_norm: float | None,
     skip_nonfinite: bool,
-    loss_scale: LossScale | None,
+    found_inf: Tensor | None,
+    loss_scale: Tensor | None,
 ) -> Scaling:
     """How the reduced gradients are used. Nothing waits for a CUDA device.
 
     exactly: returns the mean gradient's squared norm in float64, where no square of an fp32 number overflows.
+    found_inf, loss_scale: what torch's GradScaler passes to an optimizer's step. loss_scale is None too where the user
+    has unscaled the gradients (`scaler.unscale_`).
     clip_norm: the largest norm of the mean gradient, without the loss scale. The gradients' factor is then
     min(1, clip_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it.
     """
     record = reduced.record
     squared_norm, finite = squared_norm_of(reduced, exactly)
     skip = None
-    if loss_scale is not None:
-        skip = torch.as_tensor(loss_scale.found_inf, dtype=torch.float32, device=record.device)
-        squared = torch.nan if loss_scale.scale is None else loss_scale.scale.double() ** 2  # unscaled by hand: unknown
+    if found_inf is not None:
+        skip = torch.as_tensor(found_inf, dtype=torch.float32, device=record.device)
+        squared = torch.nan if loss_scale is None else loss_scale.double() ** 2  # unscaled by hand: unknown
         record = record.clone()
         record[t.SUM_SQUARES] /= squared
         record[t.GRAD_SQ] /= squared
         squared_norm = squared_norm / squared
-        if clip_norm is not None and loss_scale.scale is not None:
+        if clip_norm is not None and loss_scale is not None:
             # The scaled norm overflowed where no gradient did: there is no coefficient to clip with.
             skip = torch.maximum(skip, (~torch.isfinite(squared_norm)).to(torch.float32))
     elif skip_nonfinite and (devices.of(record.device).asynchronous or not finite):
         skip = (~torch.as_tensor(finite)).to(torch.float32)
-    factor = None if loss_scale is None or loss_scale.scale is None else 1.0 / loss_scale.scale.to(torch.float32)
+    factor = None if loss_scale is None else 1.0 / loss_scale.to(torch.float32)
     if clip_norm is not None:
-        if loss_scale is not None and loss_scale.scale is None:  # p.grad was perhaps changed too
+        if found_inf is not None and loss_scale is None:  # p.grad was perhaps changed too
             squared_norm = exactly()
         coefficient = (clip_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0).to(torch.float32)
         factor = coefficient if factor is None else factor * coefficient

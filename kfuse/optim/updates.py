@@ -15,30 +15,29 @@ from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
 from kfuse.comm.plan import Reduced
 from kfuse.optim.parameters import without_compiler
+from kfuse.optim.scaling import Scaling
 
 
 @dataclass(frozen=True)
 class Update:
-    """What an update is made with, beside the gradients."""
+    """An update, which this worker has begun to make."""
 
+    step: int
     reduced: Reduced
+    scaled: Scaling
     in_doubt: Collection[int]
     """Parameters (indices in `engine.params`) that are left alone where `reduced.used` is 0: see `Reducer.in_doubt`."""
-    scale: Tensor | None
-    """fp32 scalar on the device, by which gradients are multiplied; None: 1."""
-    found_inf: Tensor | None
-    """fp32 scalar on the device; if it is not 0, nothing may change. None: the update is made."""
     lr_factor: float
     owner_is_lost: bool = False
     """The update is resumed after a loss: the worker whose shards this one mirrors is gone."""
 
     def skip_of(self, index: int) -> Tensor | None:
-        """`found_inf` for one parameter: not 0 either where it is in doubt, and no worker gave it a gradient."""
+        """`scaled.skip` for one parameter: not 0 either where it is in doubt, and no worker gave it a gradient."""
         if index not in self.in_doubt:
-            return self.found_inf
+            return self.scaled.skip
         assert self.reduced.used is not None
         unused = (self.reduced.used[index] == 0).to(torch.float32)
-        return unused if self.found_inf is None else torch.maximum(unused, self.found_inf)
+        return unused if self.scaled.skip is None else torch.maximum(unused, self.scaled.skip)
 
 
 class Updates:

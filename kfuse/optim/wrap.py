@@ -52,22 +52,12 @@ class Optimizer(DistributedOptimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner = optimizer
         self.state = optimizer.state
-        self._share()
+        optimizer.param_groups = self.param_groups
         updates = TorchUpdates(self, optimizer)
         if skip_nonfinite is None:
             on_gpu = any(devices.of(p.device).asynchronous for group in self.param_groups for p in group["params"])
             skip_nonfinite = updates.skips_on_device or not on_gpu
         self._attach(updates, clip_norm, skip_nonfinite)
-
-    def _share(self) -> None:
-        self.inner.param_groups = self.param_groups
-        self.inner.state = self.state
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the wrapped optimizer has the group too. Raises ValueError for a parameter given twice."""
-        super().add_param_group(param_group)
-        if hasattr(self, "inner"):
-            self._share()
 
 
 class TorchUpdates(Updates):
@@ -93,7 +83,7 @@ class TorchUpdates(Updates):
         return known and all(group.get("fused") for group in self._inner.param_groups)
 
     def update(self, given: Update) -> None:
-        scale, found_inf = given.scale, given.found_inf
+        scale, found_inf = given.scaled.factor, given.scaled.skip
         on_device = self.skips_on_device and devices.of(self.engine.device).asynchronous
         if found_inf is not None and not on_device and found_inf.item():
             return

@@ -1,7 +1,7 @@
 """The gradient noise scale: unbiased moments of one step, and their running ratio with its interval.
 
-Notation of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A: G is the
-true gradient, Sigma the covariance of one sample's gradient, B_simple = tr(Sigma) / |G|^2.
+Notation of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A: G is the true gradient,
+Sigma the covariance of one sample's gradient, B_simple = tr(Sigma) / |G|^2. Quantiles of Student's t are here too.
 """
 
 from __future__ import annotations
@@ -49,13 +49,10 @@ def moments(
 
         S  = (sum_j b_j |g_j|^2 - B |gbar|^2) / (M - 1)        G2 = |gbar|^2 - S / B
 
-    sum_weighted_sq: sum over micro-batches of b_j |g_j|^2, with g_j the mean gradient of b_j samples.
-    grad_sq_total: |gbar|^2, gbar being the mean gradient of the whole step.
-    samples: B = sum_j b_j. micro_batches: M.
-    Either can come out negative: clamping would bias every average taken over steps. Both are None
-    where M < 2 (nothing to compare) or a value is not finite.
-
-    Precision: the subtraction runs in float64, its inputs are rounded before: see `rounding_error`.
+    sum_weighted_sq: sum over micro-batches of b_j |g_j|^2, with g_j the mean gradient of b_j samples. grad_sq_total:
+    |gbar|^2, of the whole step's mean gradient. samples: B = sum_j b_j. micro_batches: M.
+    Either can come out negative: clamping would bias averages over steps. Both are None where M < 2 or a value is not
+    finite. The subtraction runs in float64, its inputs are rounded before: see `rounding_error`.
     """
     if micro_batches < 2 or not samples > 0:
         return None, None
@@ -145,25 +142,19 @@ class NoiseScale:
         self._weight = 0.0  # sum of the EMA's weights: 1 - decay**steps
         self._unknown_run = 0
         self._estimate: Estimate | None = Estimate()
-        self.known_steps = 0
-        """Steps that entered the estimate."""
-        self.unknown_steps = 0
-        """Steps left out because their statistics were None or not finite."""
 
     def update(
         self, grad_variance: float | None, grad_sq: float | None, batch: Batch | None = None, rounding: float = 0.0
     ) -> None:
-        """Take in one step's (S, G2), as from `moments`. A pair that is not known is counted and ignored.
+        """Takes in one step's (S, G2), as from `moments`. A pair that is not known is ignored.
 
         batch: the step's samples and micro-batches (at least 2). Without it no change of the batch is noticed.
         rounding: the error that S may have by rounding, from `rounding_error`.
         """
         self._estimate = None
         if grad_variance is None or grad_sq is None or not math.isfinite(grad_variance + grad_sq):
-            self.unknown_steps += 1
             self._unknown_run += 1
             return
-        self.known_steps += 1
         self._unknown_run = 0
         if self._enters_window(batch):
             self._append(grad_variance, grad_sq)
@@ -207,8 +198,6 @@ class NoiseScale:
             "sums": list(self._sums),
             "weight": self._weight,
             "unknown_run": self._unknown_run,
-            "known_steps": self.known_steps,
-            "unknown_steps": self.unknown_steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -216,15 +205,11 @@ class NoiseScale:
         self._end = 0
         for pair in zip(state["grad_variance"], state["grad_sq"], strict=True):
             self._append(*pair)
-        batch = state["batch"]
-        self._batch = None if batch is None else (float(batch[0]), int(batch[1]))
-        self._other_run = int(state["other_run"])
+        self._batch = None if state["batch"] is None else tuple(state["batch"])
+        self._other_run = state["other_run"]
         variance, grad_sq, rounding = state["sums"]
-        self._sums = (float(variance), float(grad_sq), float(rounding))
-        self._weight = float(state["weight"])
-        self._unknown_run = int(state["unknown_run"])
-        self.known_steps = int(state["known_steps"])
-        self.unknown_steps = int(state["unknown_steps"])
+        self._sums, self._weight = (variance, grad_sq, rounding), state["weight"]
+        self._unknown_run = state["unknown_run"]
         self._estimate = None
 
     def _enters_window(self, batch: Batch | None) -> bool:
@@ -334,3 +319,21 @@ def fieller(
 
 def _quadratic(x: float, y: float, covariance: Covariance, t: float) -> tuple[float, float, float]:
     return y * y - t * t * covariance[2], x * y - t * t * covariance[1], x * x - t * t * covariance[0]
+
+
+_T975: tuple[float, ...] = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+_T975 += (2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860)
+_T975 += (2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423)
+
+MOST_VALUES = len(_T975) + 1
+"""The most values whose mean `t_of_mean` has the quantile of."""
+
+
+def t_of_mean(values: int) -> float:
+    """The 97.5 % quantile for the mean of so many independent values: that many less one degrees of freedom.
+
+    Raises ValueError for fewer than 2 or more than `MOST_VALUES` values.
+    """
+    if not 2 <= values <= MOST_VALUES:
+        raise ValueError(f"values={values}: must be 2 to {MOST_VALUES}")
+    return _T975[values - 2]

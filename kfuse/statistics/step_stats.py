@@ -55,25 +55,31 @@ _MOST_IN_FLIGHT = 8
 
 
 @dataclass
-class _InFlight:
+class _Record:
+    """A step's record, which is on its way to the host or there. Once taken in it has the step's moments."""
+
     step: int
     unit: str
     host: Tensor
-    arrived: Event | None
+    copied: Event | None
+    figures: int
+    """How many of its last numbers are a step function's figures."""
     local: bool = False
     bf16_sums: bool = True
+    variance: float | None = None
+    grad_sq: float | None = None
 
+    def values(self) -> list[float]:
+        """Waits until the record is on the host."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        values: list[float] = self.host.tolist()
+        return values
 
-@dataclass(frozen=True)
-class _Arrived:
-    """A step's record on the host, and its moments. The running estimate has taken them in."""
-
-    step: int
-    unit: str
-    values: list[float]
-    variance: float | None
-    grad_sq: float | None
-    figures: list[float]
+    def split(self) -> tuple[list[float], list[float]]:
+        """The record without the figures, and these."""
+        values = self.values()
+        return values[: len(values) - self.figures], values[len(values) - self.figures :]
 
 
 class Statistics:
@@ -101,8 +107,8 @@ class Statistics:
         self._figures = 0  # at the end of each record
         self.keep_unread = False
         """Steps are kept until `read` returns them."""
-        self._in_flight: deque[_InFlight] = deque()
-        self._newest: _Arrived | None = None
+        self._in_flight: deque[_Record] = deque()
+        self._newest: _Record | None = None
         self._latest: StepStats | None = None
         self._unread: list[StepStats] = []
 
@@ -113,21 +119,20 @@ class Statistics:
         record: float64 [RECORD_SLOTS + workers * RANK_SLOTS + figures] on the device, from `comm.tail.Tail.record`.
         unit: "samples" or "micro-batches". local: the gradients were this worker's own, so their norm is unknown.
         """
-        host, arrived = record, None
+        host, copied = record, None
         if (device := devices.of(record.device)).asynchronous:
             host = device.pinned(record.shape, record.dtype)
             host.copy_(record, non_blocking=True)
-            arrived = device.event()
-            arrived.record()
-        self._in_flight.append(_InFlight(step, unit, host, arrived, local, self.bf16_sums))
+            copied = device.event()
+            copied.record()
+        self._in_flight.append(_Record(step, unit, host, copied, self._figures, local, self.bf16_sums))
         self.arrived = []
         while len(self._in_flight) > 1 and self._is_due(self._in_flight[0]):
             self._receive(len(self._in_flight) - 1)
 
-    def _is_due(self, oldest: _InFlight) -> bool:
-        """Whether the oldest record is to be taken in."""
+    def _is_due(self, oldest: _Record) -> bool:
         too_many = len(self._in_flight) > _MOST_IN_FLIGHT
-        return self.at_fixed_lag or too_many or oldest.arrived is None or oldest.arrived.query()
+        return self.at_fixed_lag or too_many or oldest.copied is None or oldest.copied.query()
 
     def lag(self, device: torch.device) -> int:
         """Steps after which each worker has surely taken in a step's record, whichever steps its GPU has finished."""
@@ -154,11 +159,8 @@ class Statistics:
         Waits for their records.
         """
         in_flight = list(self._in_flight)[: max(0, len(self._in_flight) - lag)]
-        for item in in_flight:
-            if item.arrived is not None:
-                item.arrived.synchronize()
         numbers = [(stats.step, stats.decision) for stats in self._unread]
-        numbers += [(item.step, int(item.host[t.DECISION])) for item in in_flight]
+        numbers += [(item.step, int(item.values()[t.DECISION])) for item in in_flight]
         return [(step, number) for step, number in numbers if number]
 
     def carry_figures(self, count: int) -> None:
@@ -184,10 +186,7 @@ class Statistics:
 
     def state_dict(self) -> dict[str, Any]:
         """The running estimate and the records not yet read, in plain values. Steps read so far are left out."""
-        for item in self._in_flight:
-            if item.arrived is not None:
-                item.arrived.synchronize()
-        in_flight = [(item.step, item.unit, item.host.tolist()) for item in self._in_flight]
+        in_flight = [(item.step, item.unit, item.values()) for item in self._in_flight]
         unread = [asdict(stats) | {name: list(getattr(stats, name)) for name in _TUPLES} for stats in self._unread]
         names = None if self.figure_names is None else list(self.figure_names)
         return {
@@ -206,7 +205,7 @@ class Statistics:
         for step, unit, record in state["in_flight"]:
             if theirs != self._figures:  # the script has changed
                 record = record[: len(record) - theirs] + [math.nan] * self._figures
-            self._in_flight.append(_InFlight(step, unit, torch.tensor(record, dtype=torch.float64), None))
+            self._in_flight.append(_Record(step, unit, torch.tensor(record, dtype=torch.float64), None, self._figures))
         self._unread = [
             StepStats(**stats | {name: tuple(stats[name]) for name in _TUPLES}) for stats in state["unread"]
         ]
@@ -218,23 +217,19 @@ class Statistics:
 
     def _receive(self, lag: int) -> None:
         while len(self._in_flight) > lag:
-            item = self._in_flight.popleft()
-            if item.arrived is not None:
-                item.arrived.synchronize()
-            self._take_in(item)
+            self._take_in(self._in_flight.popleft())
             if self.keep_unread and (latest := self.latest) is not None:
                 self._unread.append(latest)
 
-    def _take_in(self, item: _InFlight) -> None:
+    def _take_in(self, item: _Record) -> None:
         """Updates the running estimate with the step's S and G2."""
-        values = item.host.tolist()
-        end = len(values) - self._figures
-        values, figures = values[:end], values[end:]
+        values, _ = item.split()
         unit = self._newest.unit if self._newest else self._latest.unit if self._latest else item.unit
         if unit != item.unit:
             self.noise_scale = NoiseScale()  # what was averaged was in other units
         samples, micro_batches, grad_total = values[t.SAMPLES], round(values[t.MICRO_BATCHES]), values[t.GRAD_SQ]
         variance, grad_sq = moments(values[t.SUM_SQUARES], grad_total, samples, micro_batches)
+        item.variance, item.grad_sq = variance, grad_sq
         if variance is None:
             self.noise_scale.update(None, None)
         else:
@@ -250,13 +245,13 @@ class Statistics:
         if self.digests:
             self.compared.append((item.step, self.digests))
         self.arrived.append((item.step, bool(values[t.SKIPPED]) or not (item.local or math.isfinite(grad_total))))
-        self._newest, self._latest = _Arrived(item.step, item.unit, values, variance, grad_sq, figures), None
+        self._newest, self._latest = item, None
 
-    def _stats(self, newest: _Arrived) -> StepStats:
-        values, running = newest.values, self.noise_scale.estimate()
+    def _stats(self, newest: _Record) -> StepStats:
+        (values, sums), running = newest.split(), self.noise_scale.estimate()
         samples, grad_total = values[t.SAMPLES], values[t.GRAD_SQ]
         loss = values[t.LOSS] / samples if samples else math.nan
-        figures = {name: total / samples for name, total in zip(self.figure_names or (), newest.figures, strict=False)}
+        figures = {name: total / samples for name, total in zip(self.figure_names or (), sums, strict=False)}
         return StepStats(
             step=newest.step,
             samples=samples,

@@ -18,7 +18,7 @@ from torch import nn
 
 import kfuse as kf
 from kfuse.cli.app import main
-from kfuse.statistics.student import MOST_VALUES, t_of_mean
+from kfuse.statistics.noise_scale import MOST_VALUES, t_of_mean
 from kfuse.tools.cbs.estimate import (
     CriticalBatch,
     Plan,

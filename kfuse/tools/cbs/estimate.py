@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kfuse.settings.tree import ConfigError
-from kfuse.statistics.noise_scale import fieller
-from kfuse.statistics.student import MOST_VALUES, t_of_mean
+from kfuse.statistics.noise_scale import MOST_VALUES, fieller, t_of_mean
 
 Floats = NDArray[np.float64]
 Trace = list[tuple[float, float | None, float | None, float | None]]
