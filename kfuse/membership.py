@@ -94,10 +94,10 @@ class Session:
         """Calls `listener`, a bound method, with each new group, until its object is deleted."""
         self._listeners.append(weakref.WeakMethod(listener))
 
-    def on_planned_change(self, listener: Callable[[Sequence[int | None], int], None]) -> None:
+    def on_planned_change(self, listener: Callable[[Sequence[int]], None]) -> None:
         """Calls `listener`, a bound method, before a planned change of the view, while the group still has all workers.
 
-        Its arguments: of each rank of the group, its rank in the next view (None: it leaves), and that view's size.
+        Its argument: the ranks of the group that leave.
         """
         self._leave_takers.append(weakref.WeakMethod(listener))
 
@@ -179,7 +179,8 @@ class Session:
             old.abort()
         else:
             if self.view is not None:  # what leaving workers have alone goes to those that stay
-                _call(self._leave_takers, [view.rank_of(member.worker) for member in self.view.members], view.size)
+                members = enumerate(self.view.members)
+                _call(self._leave_takers, [rank for rank, each in members if view.rank_of(each.worker) is None])
             old.finish()
         if rank is None:
             client.send("left")  # until then it is in each view that recovers from a loss

@@ -6,7 +6,6 @@ import copy
 import io
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from problems import network, problem
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm.buckets import Bucket, plan_parameters
+from kfuse.comm.buckets import plan_parameters
 
 BF16, F32 = torch.bfloat16, torch.float32
 Make = Callable[..., Any]
@@ -112,21 +111,6 @@ def test_masters_are_the_parameters_of_an_fp32_training_with_these_gradients(mak
         assert {name: value.dtype for name, value in opt.state[p].items()} == dict.fromkeys(opt.state[p], F32)
 
 
-def test_small_updates_add_up() -> None:
-    """In bf16 a weight of 1 moves by 2^-8 or not at all: torch's own AdamW stands still, a master does not."""
-    ours, theirs = (nn.Parameter(torch.ones(4, dtype=BF16)) for _ in range(2))
-    opt = kf.FusedAdamW([ours], lr=1e-4, weight_decay=0.0)
-    plain = torch.optim.AdamW([theirs], lr=1e-4, weight_decay=0.0)
-    for _ in range(100):
-        for p, each in ((ours, opt), (theirs, plain)):
-            p.float().sum().backward()
-            each.step()
-            each.zero_grad()
-    assert torch.equal(theirs, torch.ones(4, dtype=BF16))
-    assert opt.state[ours]["master"].tolist() == pytest.approx([0.99] * 4, rel=1e-5)
-    assert ours.tolist() == pytest.approx([0.99] * 4, rel=2**-8)
-
-
 @pytest.mark.parametrize("way", ["in place", "another tensor", "clip_grad_norm_"])
 def test_changed_gradients_are_used(way: str) -> None:
     """Elements that were not changed keep their fp32 values."""
@@ -151,19 +135,6 @@ def test_changed_gradients_are_used(way: str) -> None:
     opt.step()
     for start, gradient, master in zip(before, used, masters(net, opt), strict=True):
         assert torch.equal(master, start - gradient)
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [(F32, 4 + 8 + 4), (BF16, 2 + 4 + 8 + 4 + 2)])
-def test_bytes_a_parameter(dtype: torch.dtype, expected: int) -> None:
-    """Of parameters, their state, the sum of gradients, and where the types differ p.grad. 64 alike: no padding."""
-    p = nn.Parameter(torch.ones(64, dtype=dtype))
-    opt = kf.FusedAdamW([p])
-    p.square().sum().backward()
-    opt.step()
-    assert p.grad is not None
-    state = [value for value in opt.state[p].values() if value.shape == p.shape]
-    held = {t.untyped_storage().data_ptr(): t for t in [p, *state, p.grad, opt.engine.gradient_buckets[0].mean]}
-    assert sum(64 * t.element_size() for t in held.values()) == 64 * expected
 
 
 def test_a_parameter_without_a_gradient_stays() -> None:
@@ -374,8 +345,7 @@ def test_a_model_that_is_not_bf16_is_refused_by_torch() -> None:
         kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), train_precision="bf16-true")
 
 
-@pytest.mark.parametrize("kind", ["pair", "mapping", "step_fn"])
-def test_fit_casts_the_models_inputs_alone(kind: str) -> None:
+def test_fit_casts_the_models_inputs_alone() -> None:
     seen = []
 
     class Net(nn.Module):
@@ -383,54 +353,16 @@ def test_fit_casts_the_models_inputs_alone(kind: str) -> None:
             super().__init__()
             self.inner = network().bfloat16()
 
-        def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        def forward(self, x: Tensor, y: Tensor) -> Any:
             seen.append(x.dtype)
-            out = self.inner(x)
-            return out if y is None else {"loss": F.cross_entropy(out.float(), y), "logits": out}
+            logits = self.inner(x)
+            return {"loss": F.cross_entropy(logits.float(), y), "logits": logits}
 
     net = Net()
-    opt = kf.FusedAdamW(net.parameters(), lr=1e-2)
     x, y = problem()
-    data: Any = (x, y)
-    options: dict[str, Any] = {"metrics": {"rounded": lambda output, target: output.float().mean()}}
-    if kind == "mapping":
-        data = {"x": x, "y": y}
-        options = {"metrics": {"exact": lambda output, target: (target["x"].dtype == F32) * torch.ones(())}}
-    if kind == "step_fn":
-        options = {"step_fn": lambda model, pair: F.cross_entropy(model(pair[0].bfloat16()).float(), pair[1])}
-    summary = kf.fit(net, data, opt, train_epochs=4, train_precision="bf16-true", heldout=data, **options)
+    data: Any = {"x": x, "y": y}
+    metrics: Any = {"exact": lambda output, target: (target["x"].dtype == F32) * torch.ones(())}
+    settings: Any = {"train_epochs": 4, "train_precision": "bf16-true", "heldout": data, "metrics": metrics}
+    summary = kf.fit(net, data, kf.FusedAdamW(net.parameters(), lr=1e-2), **settings)
     assert summary is not None and set(seen) == {BF16}
-    assert summary["eval_loss"] < 1.0
-    assert summary["eval_metrics"].get("exact", 1.0) == 1.0
-
-
-def test_what_the_command_line_casts() -> None:
-    """All but BatchNorm, with its running statistics; tied weights stay one parameter."""
-    from kfuse.models import GPT, ConvNet
-    from kfuse.train.precision import cast_parameters
-
-    net = ConvNet((1, 8, 8), 10, width=4)
-    cast_parameters(net)
-    kinds = {name: value.dtype for name, value in net.state_dict().items()}
-    assert kinds["stem.0.weight"] == kinds["head.bias"] == BF16
-    assert kinds["stem.1.weight"] == kinds["stem.1.running_var"] == F32
-    assert kinds["stem.1.num_batches_tracked"] == torch.int64
-    net(torch.randn(2, 1, 8, 8).bfloat16()).float().sum().backward()
-    gpt = GPT(11, 8, layers=1, heads=2, width=8)
-    cast_parameters(gpt)
-    assert {p.dtype for p in gpt.parameters()} == {BF16}
-    assert gpt(torch.zeros(1, 4, dtype=torch.int64)).dtype == BF16
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_views_of_a_bucket_are_not_made_for_each_parameter_anew(dtype: torch.dtype) -> None:
-    """A bucket of 3000 small parameters took minutes for its first update, and again as its state was loaded."""
-    made = {}
-    for count in (3, 30):
-        opt = kf.FusedAdamW([nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(count)])
-        with patch.object(Bucket, "view", autospec=True, side_effect=Bucket.view) as view:
-            torch.stack([p.float().sum() for p in opt.engine.params]).sum().backward()
-            opt.step()
-            opt.load_state_dict(opt.state_dict())
-        made[count] = view.call_count
-    assert made[3] == made[30] > 0
+    assert summary["eval_loss"] < 1.0 and summary["eval_metrics"]["exact"] == 1.0

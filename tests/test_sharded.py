@@ -338,6 +338,38 @@ def test_state_saved_on_some_workers_is_loaded_on_others(kind: str, dtype: torch
         assert s.same(params, expected[0]) and s.same(state, expected[1])
 
 
+def fitted(resumed: Any = None, state: str = "sharded") -> dict[str, Any]:
+    """A kf.fit of 12 steps; what kf.state_dict gave after the sixth."""
+    s.init(state, reproducible=True)
+    model = s.net()
+    opt = s.optimizer("adamw", model, clip_norm=0.5)
+    found: dict[str, Any] = {}
+
+    class Policy(kf.BasePolicy):
+        steps = 0 if resumed is None else 6
+
+        def after_step(self) -> None:
+            self.steps += 1
+            if self.steps == 6:
+                found["state"] = kf.state_dict()
+
+    if resumed is not None:
+        kf.load_state_dict(resumed)
+    x = torch.randn(96, 30, generator=torch.Generator().manual_seed(2))
+    settings: Any = {"batch_size": 16, "batch_micro": 4, "train_epochs": 2, "observe_progress": False}
+    kf.fit(model, (x, torch.sin(x[:, :5])), opt, kf.Hook(Policy()), loss_fn=F.mse_loss, **settings)
+    return {**found, "params": s.values(model), "opt": s.tensors(opt.state_dict())}
+
+
+def test_kf_state_dict_is_whole_on_every_worker() -> None:
+    whole = run_workers(1, fitted, None, "replicated")[0]
+    saved = run_workers(2, fitted)
+    for found in saved:
+        assert s.same(s.tensors(found["state"]["optimizer"]), s.tensors(whole["state"]["optimizer"]))
+    for found in [*saved, *run_workers(3, fitted, saved[1]["state"])]:
+        assert s.same(found["params"], whole["params"]) and s.same(found["opt"], whole["opt"])
+
+
 def alone() -> tuple[str, str]:
     """Rank 0 alone asks for the state; the other one goes on with the next step."""
     reset()

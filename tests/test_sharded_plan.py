@@ -36,7 +36,7 @@ def test_a_resize(old: int, new: int, blocks: int, data: st.DataObject) -> None:
     new_ranks = [ranks[stay.index(rank)] if rank in stay else None for rank in range(old)]
     before, after = group(old).shards(numel, BLOCK), group(new).shards(numel, BLOCK)
 
-    taken = hand_overs(group(old), numel, new_ranks, new)
+    taken = hand_overs(before, [rank for rank in range(old) if rank not in stay])
     moves = plan_moves([[shard] for shard in before], taken)
     assert all(new_ranks[move.source] is None and new_ranks[move.target] is not None for move in moves)
     held: list[list[slice]] = [[] for _ in range(new)]

@@ -17,8 +17,8 @@ class Optimizer:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def hand_over(self, new_ranks: Any, size: int) -> None:
-        self._group.hand_over(new_ranks, size)
+    def hand_over(self, leavers: Any) -> None:
+        self._group.hand_over(leavers)
 
 
 @pytest.mark.parametrize("recovers", [False, True])
@@ -33,7 +33,7 @@ def test_only_before_a_planned_view_the_group_has_messages(recovers: bool, stays
     optimizer = Optimizer(group)
     session.on_planned_change(optimizer.hand_over)
     assert session.switch(2) == stays and session.left == (not stays)
-    planned = [call.hand_over([None, 0 if stays else None], 1), call.finish()]
+    planned = [call.hand_over([0] if stays else [0, 1]), call.finish()]
     told = [each for each in group.mock_calls if each != call.retire()]
     assert told == ([call.abort()] if recovers else planned)
     assert [each.args for each in client.send.mock_calls] == [("joined",) if stays else ("left",)]

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from kfuse.comm import devices
 from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import Group
 from kfuse.comm.plan import MicroBatch, StepPlan
 from kfuse.optim.consistency import Comparison, averaged_buffers, numeric_options, share_from_first
-from kfuse.optim.parameters import learning_rates, named_parameters, without_compiler
+from kfuse.optim.parameters import named_parameters, without_compiler
 from kfuse.optim.reducer import Reducer
 from kfuse.optim.refuse import refuse_own_loop, refuse_sync_batchnorm, refuse_unplanned, refuse_wrapped
 from kfuse.optim.scaling import NonfiniteWarning, scaling
@@ -327,8 +328,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.statistics.wait()
 
     def base_rates(self) -> list[float]:
-        """Returns each group's learning rate without `lr_factor`: see `parameters.learning_rates`."""
-        return learning_rates(self.param_groups)
+        """Returns each group's learning rate without `lr_factor`.
+
+        0.0 for one that an optimizer does not have, or keeps on a GPU, where reading it would wait.
+        """
+        rates = [group.get("lr", 0.0) for group in self.param_groups]
+        unread = [isinstance(rate, Tensor) and devices.of(rate.device).asynchronous for rate in rates]
+        return [0.0 if skip else float(rate) for skip, rate in zip(unread, rates, strict=True)]
 
     def learning_rates(self) -> list[float]:
         """Returns each group's learning rate in the coming update: the group's own times `lr_factor`."""

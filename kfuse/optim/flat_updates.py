@@ -5,7 +5,7 @@ With `comm.state=sharded` a worker updates its shard of each bucket; the engine 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -302,6 +302,6 @@ class FlatUpdates(Updates):
             for bucket, state in self.flat.pairs():
                 self.rule.lay_out(bucket, (state.own, state.mirror))
 
-    def hand_over(self, new_ranks: Sequence[int | None], size: int) -> None:
-        if self.sharded and None in new_ranks:
-            sharding.hand_over(self.engine, self.flat.states, self.rule.moment_names, new_ranks, size)
+    def hand_over(self, leavers: Collection[int]) -> None:
+        if self.sharded and leavers:
+            sharding.hand_over(self.engine, self.flat.states, self.rule.moment_names, leavers)

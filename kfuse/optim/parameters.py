@@ -1,14 +1,11 @@
-"""Parameter groups: names and learning rates."""
+"""Parameters and their names in messages; torch's methods without its compiler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.nn import Parameter
-
-from kfuse.comm import devices
 
 Groups = Sequence[Mapping[str, Any]]
 """An optimizer's `param_groups`."""
@@ -22,15 +19,6 @@ def named_parameters(groups: Groups) -> list[tuple[Parameter, str]]:
         for p, name in zip(group["params"], names, strict=True):
             named.append((p, f"parameter {len(named)}" + (f" ({name})" if name else "")))
     return named
-
-
-def learning_rates(groups: Groups) -> list[float]:
-    """Returns each group's rate. 0.0 for one that an optimizer does not have, or keeps on a GPU, where reading it would
-    wait.
-    """
-    rates = [group.get("lr", 0.0) for group in groups]
-    unread = [isinstance(rate, Tensor) and devices.of(rate.device).asynchronous for rate in rates]
-    return [0.0 if skip else float(rate) for skip, rate in zip(unread, rates, strict=True)]
 
 
 def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ holders.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
 from kfuse.kernels import BLOCK
-from kfuse.optim.layout import MASTER, BucketState, Part, intersection
+from kfuse.optim.layout import MASTER, BucketState, Part
 
 
 class ShardsLost(RuntimeError):
@@ -163,19 +163,13 @@ def regroup(engine: Engine, states: Sequence[BucketState], moments: Sequence[str
                 part.tensors[MASTER] = state.param[place].float()
 
 
-def hand_over(
-    engine: Engine,
-    states: Sequence[BucketState],
-    moments: Sequence[str],
-    new_ranks: Sequence[int | None],
-    size: int,
-) -> None:
+def hand_over(engine: Engine, states: Sequence[BucketState], moments: Sequence[str], leavers: Collection[int]) -> None:
     """Before the group changes: workers that leave it give their shards to those that stay (`hand_overs`).
 
     Every rank calls it. Raises CommError and ShardsLost.
     """
     buckets, group = engine.gradient_buckets, engine.group
-    wanted = [hand_overs(group, bucket.body, new_ranks, size) for bucket in buckets]
+    wanted = [hand_overs(group.shards(bucket.body, BLOCK), leavers) for bucket in buckets]
     names = [_names_of(state, moments) for state in states]
     held = [state.held() for state in states]
     moved = move(group, buckets, held, wanted, names, "optimizer state of workers that leave")
@@ -208,25 +202,13 @@ def collect(engine: Engine, states: Sequence[BucketState], rank: int, has_state:
             bucket.parameters.copy_(part.tensors["param"])
 
 
-def hand_overs(group: Group, numel: int, new_ranks: Sequence[int | None], size: int) -> list[list[slice]]:
-    """Of each rank of `group`, the parts of a bucket of `numel` elements that it takes from workers that leave.
-
-    new_ranks: of each rank of the group, its rank in the next group, of `size` workers; None: it leaves. What a worker
-    is to own that only joins then is kept by the first one that stays.
-    """
-    old, new = group.shards(numel, BLOCK), group.shards(numel, BLOCK, size)
-    stays = [rank for rank, later in enumerate(new_ranks) if later is not None]
-    joiners = set(range(size)) - {new_ranks[rank] for rank in stays}
-    taken: list[list[slice]] = [[] for _ in new_ranks]
-    for leaver in (rank for rank, later in enumerate(new_ranks) if later is None):
-        for rank in stays:
-            owned = {new_ranks[rank], *(joiners if rank == stays[0] else ())}
-            parts = [
-                intersection(new[later].start, new[later].stop - new[later].start, old[leaver])
-                for later in range(size)
-                if later in owned
-            ]
-            taken[rank] += [part for part in parts if part.stop > part.start]
+def hand_overs(shards: Sequence[slice], leavers: Collection[int]) -> list[list[slice]]:
+    """Of each rank, the shards that it takes from ranks that leave: the next one that stays has it, as mirrors have."""
+    taken: list[list[slice]] = [[] for _ in shards]
+    for leaver in leavers:
+        following = [(leaver + k) % len(shards) for k in range(1, len(shards))]
+        for heir in [rank for rank in following if rank not in leavers][:1]:
+            taken[heir].append(shards[leaver])
     return taken
 
 

@@ -185,10 +185,10 @@ class Updates:
         part of the state. After an error nothing is lost that was there.
         """
 
-    def hand_over(self, new_ranks: Sequence[int | None], size: int) -> None:
-        """Before a planned change of the view, on every worker: those that leave give their shards to the others.
+    def hand_over(self, leavers: Collection[int]) -> None:
+        """Before a planned change of the view, on every worker: these ranks give their shards to the others.
 
-        new_ranks: of each rank, its rank in the next view, of `size` workers; None: it leaves. Raises CommError.
+        Raises CommError.
         """
 
 
