@@ -88,10 +88,10 @@ def test_steps_and_parameters_that_are_left_out(optimizer: str, monkeypatch: pyt
         same(optimizer, act, monkeypatch)
     plain = StandInProcessGroup.allreduce
 
-    def allreduce(group: Any, tensors: list[Tensor], options: Any) -> Any:
+    def allreduce(group: Any, tensor: Tensor, *op: Any) -> Any:
         with _disable_current_modes():
-            tensors[0].add_(0.25)
-        return plain(group, tensors, options)
+            tensor.add_(0.25)
+        return plain(group, tensor, *op)
 
     monkeypatch.setattr(StandInProcessGroup, "allreduce", allreduce)
     same(optimizer, bare_steps, monkeypatch)
