@@ -22,7 +22,6 @@ import torch
 
 from kfuse.comm.group import Pending
 from kfuse.comm.sum_tree import aligned_ranges, bound, bytes_a_parameter, plan_range
-from kfuse.data import worker_range
 from kfuse.models import MLP
 from kfuse.tools.plan.jobs import forecast
 
@@ -72,13 +71,6 @@ def test_every_variant_trains_alike_and_sends_what_the_model_says(tmp_path: Path
     assert own == [0.0, 0.0, 0.0], "each is its own base"
 
 
-def test_rates_are_written_as_tc_writes_them(script: Script) -> None:
-    with pytest.raises(ValueError, match="rate '2 GB': must be a number and one of kbit, mbit, gbit"):
-        script("links").shaper("2 GB")
-    assert script("links").shaper("2gbit")[:5] == ["tbf", "rate", "2gbit", "burst", "250000"]
-    assert script("links").shaper("1mbit")[4] == "32768", "two packets at least"
-
-
 def test_a_slow_pair_has_a_cable_of_its_own(script: Script) -> None:
     if not script("links").allowed():
         return
@@ -90,14 +82,6 @@ def test_a_slow_pair_has_a_cable_of_its_own(script: Script) -> None:
         for here, interface, rate in ((0, "eth0", "200Mbit"), (0, "slow2", "20Mbit"), (2, "slow0", "20Mbit")):
             shaped = ["tc", "-n", places[here].namespace, "qdisc", "show", "dev", interface]
             assert f"rate {rate} " in subprocess.check_output(shaped, text=True)
-
-
-def test_slow_pairs_are_named_by_their_workers(script: Script) -> None:
-    topology = script("topology")
-    assert topology.settings("none,0-2", 3) == {"none": None, "0-2": (0, 2)}
-    for wrong in ("a-b", "1-0", "0-3", ""):
-        with pytest.raises(ValueError, match=f"--slow {wrong}: must be one of none, 0-1, 0-2, 1-2"):
-            topology.settings(wrong, 3)
 
 
 ELASTIC = json.loads((BENCHMARKS / "results" / "elastic.json").read_text())
@@ -217,15 +201,6 @@ def test_a_worker_holds_what_the_formula_says(script: Script, total: int, worker
     row = script("memory").reproducible(workers, total)
     assert row["counted"] == pytest.approx(expected(aligned_ranges(total, workers)), abs=PADDING)
     assert row["counted"] <= bound(total, workers) + PADDING
-
-
-def test_equal_ranges_hold_what_the_formula_says(script: Script) -> None:
-    """Shares that nothing aligns, as those of stragglers are: the formula holds, the bound does not."""
-    memory = script("memory")
-    ranges = [worker_range(21, 3, rank, [7, 6, 8]) for rank in range(3)]
-    counted = max(memory.measure(memory.REPRODUCIBLE, ranges, rank) for rank in range(3))
-    assert counted == pytest.approx(bytes_a_parameter(ranges), abs=PADDING)
-    assert counted > bound(21, 3)
 
 
 def test_buckets_share_their_receive_buffers(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,33 +184,23 @@ def compile_only(self, *args, grid, warmup, **options):
 
 JITFunction.run = compile_only
 
-from kfuse.kernels import AdamOptions, PackTable, SGDOptions, adamw, block_sumsq, dispatch
-from kfuse.kernels import lamb, pack, pull, reduce, sgd, sum_partials
+from kfuse.kernels import adamw, dispatch, pack, pull, reduce
+from kfuse.kernels.table import PackTable
+from kfuse.tools.doctor.kernel_checks import ADAM, CHECKS
 dispatch.INTERPRETED = True  # sends CPU tensors to the Triton code
-for numel in (1, 96):  # 1 is a size that Triton turns into a constant
+for call in CHECKS.values():
+    call(torch.device("cpu"), lambda *shape, dtype=torch.float32: torch.ones(shape, dtype=dtype))
+for numel in (1, 96):  # 1 is a size that Triton turns into a constant; and arguments that may be left out are
     table = PackTable.build([numel, 3], [0, 96], torch.device("cpu"))
     sumsq = torch.zeros(table.num_chunks)
     misaligned = torch.ones(numel + 1)[1:]
     pack([misaligned, None], torch.zeros(99), table, scale=1.0, accumulate=True, sumsq=sumsq)
-    block_sumsq(torch.ones(numel), torch.zeros(1))
-    sum_partials(torch.ones(numel), torch.zeros((), dtype=torch.float64))
-    for squares in (torch.zeros(1), None):
-        reduce(torch.ones(3, numel), ((1, 2), (0, 1)), torch.zeros(numel), sumsq=squares)
-    p, g, m, v = torch.ones(4, numel)
-    one = torch.ones(())
-    adam = AdamOptions(lr=1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0)
-    for squares in (one.reshape(1), None):
-        pull([torch.ones(numel), torch.ones(numel)], ((0, 1),), torch.zeros(numel), squares)
-    for guard in (one, None):
-        adamw(p, g, m, v, adam, step=one, grad_scale=guard, found_inf=guard)
-        alone = PackTable.build([numel], [0], torch.device("cpu"))
-        lamb(p, g, m, v, alone, adam, step=one, grad_scale=guard, found_inf=guard)
-        for buffer in (m, None):
-            momentum = SGDOptions(lr=1, momentum=0 if buffer is None else 0.9)
-            sgd(p, g, buffer, momentum, first_step=False, grad_scale=guard, found_inf=guard)
-assert len(compiled) == 38 and {registers for _, registers in compiled} == {128}, compiled
-later = [*["sum_rows_kernel"] * 4, *["pull_kernel"] * 4]  # what later launches need
-assert [name for name, _ in ahead] == ["pack_kernel", *later, *later], ahead
+    reduce(torch.ones(3, numel), ((1, 2), (0, 1)), torch.zeros(numel))
+    pull([torch.ones(numel), torch.ones(numel)], ((0, 1),), torch.zeros(numel))
+    adamw(*torch.ones(4, numel), ADAM, step=torch.ones(()))
+assert len(compiled) == 27 and {registers for _, registers in compiled} == {128}, compiled
+later = {"sum_rows_kernel": 2, "pull_kernel": 2, "pack_kernel": 1}  # what later launches need
+assert {name for name, _ in ahead} == set(later), ahead
 """
 
 

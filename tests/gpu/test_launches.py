@@ -22,79 +22,35 @@ from kfuse.comm.options import CommOptions
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.sum_tree import plan_merges, plan_range
 from kfuse.data.sampler import worker_range
-from kfuse.kernels import (
-    AdamOptions,
-    Merges,
-    PackTable,
-    SGDOptions,
-    adamw,
-    balanced,
-    block_sumsq,
-    dispatch,
-    lamb,
-    num_blocks,
-    pack,
-    pull,
-    reduce,
-    sgd,
-    sum_partials,
-    triton_reduce,
-)
+from kfuse.kernels import Merges, balanced, dispatch, num_blocks, pull, triton_reduce
 from kfuse.kernels.launch import Launch
-from kfuse.kernels.normalisation import norm_backward, norm_forward
 from kfuse.session import current
+from kfuse.tools.doctor.kernel_checks import CHECKS
 
 pytestmark = pytest.mark.skipif(dispatch.INTERPRETED, reason="the interpreter has no driver")
 
-ADAM = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
 
 
-def call_pack() -> None:
-    table = PackTable.build([100, 7], [0, 128], GPU)
-    sumsq = torch.zeros(table.num_chunks)
-    pack([torch.ones(100), None], torch.zeros(192), table, scale=0.5, accumulate=False, sumsq=sumsq)
-
-
-def call_reduce() -> None:
-    reduce(torch.ones(5, 64), ((0, 1), (2, 3), (0, 2), (0, 4)), torch.zeros(64))
-
-
-def call_measured_reduce() -> None:
-    reduce(torch.ones(2, 64), ((0, 1),), torch.zeros(64), sumsq=torch.zeros(1))
+def call(name: str) -> None:
+    CHECKS[name](GPU, draw)
 
 
 def call_pull(count: int = 2, merges: Merges = ((0, 1),), numel: int = 64) -> None:
     pull([torch.ones(numel) for _ in range(count)], merges, torch.zeros(numel), torch.zeros(num_blocks(numel)))
 
 
-def call_norm() -> None:
-    y, mean, rstd = norm_forward(torch.ones(6, 32), torch.ones(32), torch.ones(32), eps=1e-5, centred=True)
-    x = y.view(2, 3, 32)
-    norm_backward(x, x, torch.ones(32), mean, rstd, with_bias=True)
-
-
-def call_lamb() -> None:
-    p, g, m, v = torch.ones(4, 64)
-    lamb(p, g, m, v, PackTable.build([60], [0], GPU), ADAM, step=torch.ones(()))
-
-
-CALLS: dict[str, tuple[Callable[[], Any], Sequence[str]]] = {
-    "pack": (call_pack, ["pack_kernel"]),
-    "reduce": (call_reduce, ["sum_rows_kernel"]),
-    "reduce that measures": (call_measured_reduce, ["sum_rows_kernel"]),
-    "block_sumsq": (lambda: block_sumsq(torch.ones(64), torch.zeros(num_blocks(64))), ["block_sumsq_kernel"]),
-    "sum_partials": (
-        lambda: sum_partials(torch.ones(64), torch.zeros((), dtype=torch.float64)),
-        ["sum_partials_kernel"],
-    ),
-    "adamw": (lambda: adamw(*torch.ones(4, 64), ADAM, step=torch.ones(())), ["adamw_kernel"]),
-    "pull": (call_pull, ["pull_kernel"]),
-    "sgd": (
-        lambda: sgd(*torch.ones(3, 64), SGDOptions(lr=0.1, momentum=0.9), first_step=True),
-        ["sgd_kernel"],
-    ),
-    "lamb": (call_lamb, ["lamb_moments_kernel", "lamb_trust_kernel", "lamb_apply_kernel"]),
-    "norm": (call_norm, ["norm_forward_kernel", "norm_backward_kernel", "norm_finish_kernel"]),
+LAUNCHED = {
+    "pack": ["pack_kernel"] * 2,
+    "reduce": ["sum_rows_kernel"] * 2,
+    "block_sumsq": ["block_sumsq_kernel", "sum_partials_kernel"],
+    "pull": ["pull_kernel"],
+    "adamw": ["adamw_kernel"] * 2,
+    "sgd": ["sgd_kernel"],
+    "lamb": ["lamb_moments_kernel", "lamb_trust_kernel", "lamb_apply_kernel"],
+    "norm": ["norm_forward_kernel", "norm_backward_kernel", "norm_finish_kernel"] * 2,
 }
 
 
@@ -106,9 +62,10 @@ def check_devices(started: Sequence[Started]) -> None:
 
 
 def test_launches_are_made_on_their_tensors_device() -> None:
-    for call, names in CALLS.values():
+    assert LAUNCHED.keys() == CHECKS.keys()
+    for name, names in LAUNCHED.items():
         with recorded() as seen:
-            call()
+            call(name)
         assert [each.kernel for each in seen.started] == names
         assert {each.device for each in seen.started} == {1}
         check_devices(seen.started)
@@ -119,7 +76,7 @@ def test_without_the_guard_launches_are_found_on_the_wrong_device(monkeypatch: p
     """The harness catches what it is for."""
     monkeypatch.setattr(Launch, "run", lambda launch: launch._start(launch.arguments))
     with recorded() as seen:
-        call_pack()
+        call("pack")
     with pytest.raises(AssertionError, match=r"pack_kernel: device 0, tensors on \{1\}"):
         check_devices(seen.started)
 
@@ -128,18 +85,18 @@ def test_the_device_is_changed_only_where_it_is_another(monkeypatch: pytest.Monk
     with recorded() as seen:
         monkeypatch.setattr(torch.cuda, "_exchange_device", lambda device: pytest.fail("changed the current device"))
         seen.device = 1
-        call_reduce()
+        call("reduce")
     check_devices(seen.started)
 
 
 def test_tables_are_uploaded_to_the_tensors_device_from_pinned_memory() -> None:
     with recorded() as seen:
-        call_pack()
+        call("pack")
         pointers = seen.uploads[-1]
-        call_reduce()
+        call("reduce")
         order = seen.uploads[-1]
         count = len(seen.uploads)
-        call_reduce()
+        call("reduce")
     assert pointers == order == (GPU, True)
     assert len(seen.uploads) == count, "the order of the same merges was uploaded again"
 
