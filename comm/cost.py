@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from kfuse.comm.options import PROPERTIES
 from kfuse.comm.schedule import GRADIENT, SHARD, Op, Program
 from kfuse.comm.topology import chunks, depths
 
 PROBED = ("all_reduce", "all_to_all", "share")
-"""The kinds of messages that are measured: methods of `Group`. `Properties.message` has that of an exchange."""
+"""The kinds of messages that are measured: methods of `Group`."""
 
 MARGIN = 0.1
 """The part of the predicted time that a choice must save, for `auto` to leave its default. On a busy machine the fitted
@@ -40,12 +39,10 @@ SGD moves less; then a sharded update saves less than is predicted."""
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one exchange of one bucket asks of the busiest worker."""
+    """What an exchange asks of the busiest worker: messages after one another; bytes in its link's busier direction."""
 
     messages: float
-    """That follow one another."""
     bytes: float
-    """Through its link, in the busier direction."""
 
 
 @dataclass(frozen=True)
@@ -58,23 +55,16 @@ class Costs:
     largest_bytes: float = float("inf")
     """Of the messages that were measured: nothing is known of much larger ones."""
     probe_s: float = 0.0
-    """How long the measurement took."""
-
-    def seconds(self, kind: str, traffic: Traffic) -> float:
-        return self.alpha[kind] * traffic.messages + self.beta[kind] * traffic.bytes
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a program is priced for, beside the constants."""
+    """What a program is priced for: elements of each bucket, the tree's parents, bytes of an element of a gradient."""
 
     buckets: tuple[int, ...]
-    """Elements of each bucket, in the order in which backward completes them."""
     workers: int
     parents: tuple[int, ...] = ()
-    """Of the exchange `tree`: each rank's parent (`transports.tree.parents`)."""
     wire_bytes: int = 4
-    """Bytes an element in messages of gradients."""
 
 
 @dataclass(frozen=True)
@@ -107,25 +97,14 @@ class Price:
 
 
 def traffic(kind: str, numel_bytes: float, workers: int) -> Traffic:
-    """Of one message of a kind in `PROBED`, with a bucket of `numel_bytes` bytes."""
     others = workers - 1
     if kind == "all_reduce":  # a ring: reduce-scatter, then all-gather
         return Traffic(2 * others, 2 * others / workers * numel_bytes)
     return Traffic(others, others / workers * numel_bytes)  # a shard to, or from, each of the others
 
 
-def exchange(transport: str, numel_bytes: float, workers: int, parents: Sequence[int] = ()) -> tuple[str, Traffic]:
-    """Of one exchange of a bucket by one of kfuse's transports: the kind of its messages, and what they ask for."""
-    kind = PROPERTIES[transport].message
-    by_tree = transport == "tree"
-    return kind, traffic_of_tree(numel_bytes, parents) if by_tree else traffic(kind, numel_bytes, workers)
-
-
 def traffic_of_tree(numel_bytes: float, parents: Sequence[int]) -> Traffic:
-    """In rounds of chunks; in a round a parent takes its children's chunks one after another.
-
-    Several roots, one for each host, add up all between them by a ring.
-    """
+    """Rounds of chunks; a parent takes its children's one after another. Several roots add up by a ring."""
     roots, children, levels = _shape(tuple(parents))
     count = chunks(int(numel_bytes)) if roots == 1 else 1
     rounds, others = count + 2 * levels - 1 if levels else 0, roots - 1
@@ -156,13 +135,17 @@ def _line(op: Op, elements: int, job: Job, costs: Costs, copies: int) -> Line:
         case "exchange" | "mirror" | "share" if job.workers == 1:
             pass
         case "exchange":
-            kind, sent = exchange(op.what, elements * job.wire_bytes, job.workers, job.parents)
+            # A library's reduce-scatter and a pull are not measured: they move as many bytes as an all-to-all.
+            kind, nbytes = "all_reduce" if op.what == "allreduce" else "all_to_all", elements * job.wire_bytes
+            sent = traffic_of_tree(nbytes, job.parents) if op.what == "tree" else traffic(kind, nbytes, job.workers)
         case "mirror":  # fp32; an all-to-all with data for one rank: gloo waits for the others' empty messages too
             kind, sent = "all_to_all", Traffic(job.workers - 1, 4 * here)
         case "share":
             kind, width = "share", job.wire_bytes if op.what == GRADIENT else 4
             sent = traffic(kind, elements * width, job.workers)
-    seconds = costs.gamma * memory + (costs.seconds(kind, sent) if kind else 0.0)
+    seconds = costs.gamma * memory
+    if kind:
+        seconds += costs.alpha[kind] * sent.messages + costs.beta[kind] * sent.bytes
     return Line(op, sent.messages, sent.bytes, memory, seconds)
 
 
@@ -178,13 +161,8 @@ def price(program: Program, job: Job, costs: Costs) -> Price:
 
 
 def _sum(lines: Sequence[Line]) -> Line:
-    return Line(
-        lines[0].op,
-        sum(line.messages for line in lines),
-        sum(line.wire_bytes for line in lines),
-        sum(line.memory_bytes for line in lines),
-        sum(line.seconds for line in lines),
-    )
+    figures = ((line.messages, line.wire_bytes, line.memory_bytes, line.seconds) for line in lines)
+    return Line(lines[0].op, *map(sum, zip(*figures, strict=True)))
 
 
 def _finish(rows: Sequence[Sequence[Line]]) -> float:
@@ -215,10 +193,7 @@ def _finish(rows: Sequence[Sequence[Line]]) -> float:
 
 
 def fit(samples: Sequence[tuple[Traffic, float]]) -> tuple[float, float]:
-    """alpha and beta, neither below 0, of measured messages: pairs of what was sent and the seconds that it took.
-
-    Least squares of the relative errors.
-    """
+    """alpha and beta, neither below 0, by least squares of the relative errors. samples: what was sent, seconds."""
     rows = [(sent.messages / seconds, sent.bytes / seconds) for sent, seconds in samples]
     mm, mb, bb = sum(m * m for m, _ in rows), sum(m * b for m, b in rows), sum(b * b for _, b in rows)
     m1, b1 = sum(m for m, _ in rows), sum(b for _, b in rows)

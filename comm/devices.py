@@ -78,7 +78,7 @@ class Device:
         self.name = name
 
     def model(self) -> str:
-        """What kind of hardware it is: two devices of one kind compute the same bits."""
+        """The kind of hardware: two devices of one kind compute the same bits."""
         with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:  # Linux
             for line in lines:
                 if line.startswith("model name"):
@@ -86,14 +86,13 @@ class Device:
         return f"{platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
 
     def make_current(self) -> None:
-        """From now on this thread's kernels, streams and events are this device's, unless told otherwise."""
+        """Has this thread use this device from now on, unless told otherwise."""
 
     def new_stream(self) -> Stream:
         """A stream of its own."""
         return _HostStream()
 
     def current_stream(self) -> Stream:
-        """The stream that this thread's work is enqueued on."""
         return _HOST_STREAM
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
@@ -101,19 +100,18 @@ class Device:
         return _NO_CONTEXT
 
     def event(self, timing: bool = False) -> Event:
-        """An event that is yet to be recorded. timing: it can tell the time to another one."""
+        """timing: the event can tell the time to another one."""
         return Event()
 
     def keep(self, tensors: Sequence[Tensor], stream: Stream) -> None:
-        """`stream` uses these tensors, which another stream's memory holds: once they are dropped, their memory is not
-        used again before the work that `stream` has by then is over (torch.Tensor.record_stream).
+        """`stream` uses these tensors of another one: once they are dropped, their memory is not used again before the
+        work that `stream` has by then is over (torch.Tensor.record_stream).
         """
 
     def synchronize(self) -> None:
         """The host waits for all work on the device."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies on this device."""
         return tensor.device == self.name
 
     def reads(self, number: int) -> bool:
@@ -125,10 +123,10 @@ class Device:
         return torch.empty(tuple(shape), dtype=dtype)
 
     def seed(self, key: int) -> None:
-        """Seeds the device's random numbers; those of the CPU are not this method's."""
+        """Seeds the GPU's random numbers."""
 
     def random_state(self) -> Tensor | None:
-        """The state of the device's random numbers; None on the CPU, whose state torch.get_rng_state has."""
+        """The state of the GPU's random numbers; None on the CPU."""
         return None
 
     def set_random_state(self, state: Tensor | None) -> None:
@@ -190,7 +188,7 @@ class CudaDevice(Device):
 
 
 def count() -> int:
-    """How many GPUs this process sees (CUDA_VISIBLE_DEVICES chooses them). 0: its device is the CPU."""
+    """How many GPUs this process sees. 0: its device is the CPU."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

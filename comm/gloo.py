@@ -78,7 +78,7 @@ class GlooGroup(Group):
         self._parts: dict[tuple[int, ...], GlooGroup] = {}
         names = ["main", "share"] + ["main, from rank 1", "share, from rank 1"] * (size == 2)
         made: list[Any] = self.connect(
-            lambda: [_process_group(PrefixStore(name, store), rank, size, timeout_s, hostname) for name in names],
+            lambda: [process_group(PrefixStore(name, store), rank, size, timeout_s, hostname) for name in names],
             lambda made: None,
         )
         # Of two workers each sends large messages over connections of its own. gloo may begin to send before it tells
@@ -183,9 +183,6 @@ class GlooGroup(Group):
                 self._parts[key].numbers = ranks
             yield self._parts[key].all_reduce(flat, what)
 
-    def has_part(self, ranks: Sequence[int]) -> bool:
-        return tuple(ranks) in self._parts
-
     def in_pairs(self, act: Callable[[], None], what: str) -> None:
         """In a thread: a wait for one peer's message cannot be polled, as it closes the pair where it times out."""
         self.connect(act, lambda made: None, f"{what}: lost contact", f"answer ({what})")
@@ -208,7 +205,7 @@ class GlooGroup(Group):
         return out
 
 
-def _process_group(store: Store, rank: int, size: int, timeout_s: float, hostname: str | None) -> Any:
+def process_group(store: Store, rank: int, size: int, timeout_s: float, hostname: str | None) -> Any:
     """A process group for kfuse alone, beside any that the user has. It is not registered in torch.distributed."""
     backend: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
     gloo = backend._Options()

@@ -10,6 +10,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN
 
 if TYPE_CHECKING:
@@ -54,17 +55,13 @@ class Pending:
         return all(work.is_completed() for work, _ in self.works)
 
     def wait(self) -> None:
-        """Returns when all messages have completed: the host may read what they brought.
-
-        Raises CommError on failure or after the group's timeout.
-        """
+        """The host waits for all messages. Raises CommError on failure or after the group's timeout."""
         self.group.under_way.pop(self, None)
 
     def wait_on_stream(self) -> None:
         """Later work on the device's current stream begins when all messages have completed. Raises CommError.
 
-        With gloo this is `wait`. With NCCL the host does not wait, and a failure that comes later is not told here:
-        `Group.settle` does.
+        With gloo this is `wait`. With NCCL the host does not wait, and `Group.settle` tells of a later failure.
         """
         self.wait()
 
@@ -132,43 +129,37 @@ class Group:
         not do in time, for messages. Raises CommError if `act` fails or takes longer than the timeout, and what `check`
         raises.
         """
-        made: list[Made] = []
-        errors: list[Exception] = []
-        given_up: list[bool] = []
-        over, decided = threading.Event(), threading.Event()
+        outcome: Future[Made] = Future()
 
         def run() -> None:
+            made: list[Made] = []
             try:
                 made.append(act())
-            except Exception as error:
-                errors.append(error)
-            over.set()
-            decided.wait()
-            if given_up and made:
+                outcome.set_result(made[0])
+            except InvalidStateError:  # it was cancelled: nobody waits any more
                 drop(made[0])
+            except Exception as error:
+                with contextlib.suppress(InvalidStateError):
+                    outcome.set_exception(error)
 
         threading.Thread(target=run, name="kfuse-connect", daemon=True).start()
         deadline = time.monotonic() + self.timeout_s
         try:
-            while not over.wait(SLICE_S):
+            while not futures.wait([outcome], SLICE_S).done:
                 self.check()
                 if time.monotonic() > deadline:
                     raise CommError(f"{self.whom()} did not {late} within {self.timeout_s:.0f} s (comm.timeout_s)")
-        except BaseException:
-            given_up.append(True)
-            raise
         finally:
-            decided.set()
-        if errors:
-            raise CommError(f"{what} to {self.whom()}: {first_line(errors[0])}")
-        return made[0]
+            outcome.cancel()
+        if error := outcome.exception():
+            raise CommError(f"{what} to {self.whom()}: {first_line(error)}")
+        return outcome.result()
 
     def lane(self, number: int) -> Group:
         """The same workers over further connections: messages of different lanes may be started in any order.
 
         Lane 0 is this group itself. The others are connected as they are first asked for, which every rank must do at
-        the same point. With NCCL all lanes are one still, and `in_one_order` is set.
-        Raises CommError if the others do not come.
+        the same point. With NCCL all lanes are one, and `in_one_order` is set. Raises CommError.
         """
         return self
 
@@ -258,29 +249,12 @@ class Group:
         """
         return Pending(self, what, [])
 
-    def has_part(self, ranks: Sequence[int]) -> bool:
-        """Whether `sum_among` of these ranks starts its first message at once: it need not connect them before."""
-        return True
-
     def sum_among(self, flat: Tensor, ranks: Sequence[int], what: str) -> Iterator[Pending]:
         """The messages that sum `flat` (1-D) over these ranks, in ascending order, in place. Every rank runs it.
 
-        Each message is to be waited for before the next one is asked for. Each of the ranks adds up its part of the
-        buffer and sends it to the others: two messages of (n - 1) / n of the buffer, for n of them.
+        Each message is to be waited for before the next one is asked for. Here the other ranks add zeros.
         """
-        own, everyone = self.rank in ranks, range(self.size)
-        ends = [flat.numel() * k // len(ranks) for k in range(len(ranks) + 1)]
-        parts = {r: slice(*ends[k : k + 2]) for k, r in enumerate(ranks)}
-        widths = [parts[r].stop - parts[r].start if own and r in parts else 0 for r in everyone]
-        mine = [widths[self.rank] if r in parts else 0 for r in everyone]
-        buffer, part = (flat, flat[parts[self.rank]]) if own else (flat[:0], flat[:0])
-        rows = flat.new_empty(sum(mine))
-        yield self.all_to_all(rows, mine, buffer, widths, what)
-        device = devices.of(self.device)
-        device.keep([rows], device.current_stream())
-        for k, row in enumerate(rows.view(-1, part.numel()) if rows.numel() else ()):
-            part.add_(row) if k else part.copy_(row)
-        yield self.all_to_all(buffer, widths, part.repeat(len(ranks)), mine, what)
+        yield self.all_reduce(flat if self.rank in ranks else torch.zeros_like(flat), what)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
         """Starts giving every rank the tensor of rank `source`, in place."""
@@ -295,8 +269,9 @@ class Group:
         act()
 
     def exchange(self, sent: Tensor, received: Tensor, peer: int, what: str) -> None:
-        """Sends `sent` to rank `peer` and receives `received` from it, both 1-D, of one dtype. Inside `in_pairs` only.
-        Returns when both have come through. Raises CommError or RuntimeError on failure.
+        """Sends `sent` to rank `peer` and receives `received` from it, both 1-D, of one dtype. The host waits.
+
+        Inside `in_pairs` only. Raises CommError or RuntimeError.
         """
 
     def take_links(self, links: Links) -> None:
@@ -329,14 +304,11 @@ class Group:
 
     def late_ranks(self, what: str) -> str:
         """After a timeout: text for the error message that names the ranks which did not report a timeout too."""
-        late = list(range(self.size))
-        deadline = time.monotonic() + GRACE_S
-        while late and time.monotonic() < deadline:
-            try:
+        late, deadline = list(range(self.size)), time.monotonic() + GRACE_S
+        with contextlib.suppress(CommError):  # the store may be lost too
+            while late and time.monotonic() < deadline:
                 late = self._missing(f"late/{what}", what)
-            except CommError:  # the store is lost too: the timeout is reported without names
-                return ""
-            time.sleep(0.05)
+                time.sleep(0.05)
         return "; silent: " + ", ".join(self.whom(r) for r in late) if 0 < len(late) < self.size else ""
 
     def _missing(self, key: str, what: str) -> list[int]:

@@ -36,7 +36,6 @@ class Voter:
         """UNKNOWN during the first steps, then AS_BEFORE or SLOWER."""
 
     def forget(self) -> None:
-        """What follows cannot be compared with the steps so far."""
         self._seconds.clear()
         self.vote = UNKNOWN
 
@@ -56,10 +55,7 @@ class Voter:
 
 
 def verdict(votes: Sequence[float], throughput: Sequence[float | None]) -> bool | None:
-    """Whether there is interference; None where the votes do not say.
-
-    By rank: votes, and micro-batches a second in any unit, None while unknown.
-    """
+    """Whether there is interference, by ranks' votes and micro-batches a second; None where the votes do not say."""
     if 2 * sum(vote == AS_BEFORE for vote in votes) > len(votes):
         return False
     known = [(each, rank) for rank, each in enumerate(throughput) if each is not None]

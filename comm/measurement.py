@@ -71,10 +71,7 @@ class Measurement:
             self._voter = Voter()
 
     def write(self, bucket: Bucket, now: Step, digest: Tensor | None) -> None:
-        """Writes the tail of the micro-batch that ends to the last bucket.
-
-        digest: of the parameters, in some steps; only with the step's first micro-batch.
-        """
+        """Writes the tail of the micro-batch that ends to the last bucket. digest: in some steps, with the first."""
         assert now.current is not None
         sum_partials(self._sumsq, self._total)
         if now.parts > 1:
@@ -90,7 +87,7 @@ class Measurement:
         now.told = True
 
     def own_part_ends(self) -> None:
-        """The worker's last backward is over: from here on it waits for messages."""
+        """After the worker's last backward: from here on it waits for messages."""
         if self._voter is not None:
             self._waiting.start()
             self._voter.take(self._waiting.seconds_before)
@@ -172,13 +169,11 @@ class _Lap:
 class Stopwatch:
     """Times a step from its first micro-batch's forward to its last one's backward, before it waits for other workers.
 
-    On a CUDA device it times the stream, and never waits for it: the host may be some steps ahead of the device, so the
-    last few steps are kept, and the newest one that the device has finished counts.
+    On a GPU it times the stream, and never waits for it: of the last few steps the newest that is finished counts.
     """
 
     seconds_before: float = 0.0
-    """Seconds a micro-batch of the newest finished step before this one; 0.0 where none was run, or the device has
-    finished none of those that are kept."""
+    """Seconds a micro-batch of the newest finished step before this one; 0.0 while there is none."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = devices.of(device)
@@ -186,14 +181,12 @@ class Stopwatch:
         self._laps = [_Lap(self._device.event(timing=True), self._device.event(timing=True)) for _ in range(count)]
 
     def start(self) -> None:
-        """Begins a lap, at the first micro-batch's forward."""
         self.seconds_before = self._seconds_each()
         self._laps.insert(0, self._laps.pop())  # the oldest is used again
         self._laps[0].micro_batches = 0
         self._laps[0].began.record()
 
     def stop(self, micro_batches: int) -> None:
-        """Ends the lap, at the end of the last micro-batch's backward. micro_batches: how many there were."""
         self._laps[0].ended.record()
         self._laps[0].micro_batches = micro_batches
 

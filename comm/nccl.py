@@ -214,7 +214,7 @@ class NcclGroup(Group):
                 self._fail(first_line(error))
 
     def abort(self, failed: Any = None) -> None:
-        """Ends all messages on this rank, at once. Waits for that at most some seconds, since NCCL's abort may hang.
+        """Ends all messages on this rank; waits at most some seconds, since NCCL's abort may hang.
 
         failed: a work whose error is added to the failure's text.
         """

@@ -18,16 +18,14 @@ class Properties:
     """Its exchange leaves each worker its shard of the sum, as `comm.state=sharded` needs it; else the whole sum."""
     contributions: bool
     """It brings all contributions, and kfuse adds them up in one order, as `comm.reproducible=true` needs it."""
-    message: str
-    """The kind of message (`cost.PROBED`) whose measured time is that of its messages."""
 
 
 PROPERTIES = {
-    "allreduce": Properties(False, False, "all_reduce"),
-    "all_to_all": Properties(True, True, "all_to_all"),
-    "reduce_scatter": Properties(True, False, "all_to_all"),  # as many bytes; the library's own is not measured
-    "tree": Properties(False, False, "all_to_all"),
-    "symmetric": Properties(True, True, "all_to_all"),  # as many bytes, over the same links; a pull is not measured
+    "allreduce": Properties(False, False),
+    "all_to_all": Properties(True, True),
+    "reduce_scatter": Properties(True, False),
+    "tree": Properties(False, False),
+    "symmetric": Properties(True, True),
 }
 TRANSPORT_NAMES = tuple(PROPERTIES)
 TREES = ("binary", "star", "host", "latency")

@@ -8,7 +8,8 @@ broadcast, from which each rank computes the same choice.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ _MOST_ROUNDS = 15  # of a size; the shortest is fitted: others wait for a core, 
 _LEAST_ROUNDS = 3  # of the largest size
 _GROWTH = 16  # a larger message may be slower by more than its bytes: caches
 
+Rounds = dict[int, list[dict[str, float]]]
+"""By elements of a message: the seconds of each kind, round by round."""
 SCHEDULES = ("allreduce", "all_to_all")
 """What `comm.schedule=auto` chooses from, its default first. A tree sends more bytes: it is for networks that its user
 knows."""
@@ -79,26 +82,27 @@ def probe(group: Group, elements: int, budget_s: float = BUDGET_S) -> Costs:
     elements: of the largest bucket; no larger message is sent. Raises CommError if a worker is lost.
     """
     started = time.perf_counter()
-    plan = Plan(max(SMALL, elements), budget_s)
+    rounds: Rounds = defaultdict(list)
+    plan = orders(max(SMALL, elements), budget_s, rounds)
     messages = _Messages(group)
     order = torch.zeros(2, dtype=torch.int64, device=group.device)
     while True:  # rank 0 says of how many elements the next messages are, and how many rounds; 0: no more
         if group.rank == 0:
-            order.copy_(torch.tensor(plan.next()))
+            order.copy_(torch.tensor(next(plan, (0, 0))))
         group.broadcast(order, "probe (order)").wait()
-        size, rounds = order.tolist()
-        if not rounds:
+        size, count = order.tolist()
+        if not count:
             break
         messages.grow(size)
-        for _ in range(rounds):
-            plan.note(size, {kind: messages.seconds(kind, size) for kind in PROBED})
+        rounds[size] += [{kind: messages.seconds(kind, size) for kind in PROBED} for _ in range(count)]
     # On all ranks at once, as in a step: those of one machine share its memory. Rank 0's figure is taken.
     gamma, constants = messages.memory_seconds(), [0.0] * (2 * len(PROBED) + 3)
     if group.rank == 0:
-        found = plan.shortest()
-        pairs = [fit([(traffic(k, 4 * n, group.size), times[k]) for n, times in found.items()]) for k in PROBED]
+        ends = sorted({min(rounds), max(rounds)})  # of the sizes; the shortest messages of each are fitted
+        shortest = {n: {kind: min(each[kind] for each in rounds[n]) for kind in PROBED} for n in ends}
+        pairs = [fit([(traffic(k, 4 * n, group.size), times[k]) for n, times in shortest.items()]) for k in PROBED]
         alphas, betas = zip(*pairs, strict=True)
-        constants = [*alphas, *betas, gamma, 4.0 * max(found), time.perf_counter() - started]
+        constants = [*alphas, *betas, gamma, 4.0 * max(rounds), time.perf_counter() - started]
     sent = torch.tensor(constants, dtype=torch.float64, device=group.device)
     group.broadcast(sent, "probe (result)").wait()
     values = sent.tolist()
@@ -106,53 +110,37 @@ def probe(group: Group, elements: int, budget_s: float = BUDGET_S) -> Costs:
     return Costs(alpha, beta, *values[6:])
 
 
-class Plan:
-    """Which messages come next; rank 0 asks it.
+def orders(
+    largest: int, budget_s: float, rounds: Rounds, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[tuple[int, int]]:
+    """Yields which messages come next, as elements and rounds; these are in `rounds` when it goes on.
 
     1) One round of small messages, which is dropped: connections and caches are cold.
     2) Small ones, in a fifth of the time.
     3) One round of ever larger ones, up to the largest, or to what fits several times into the time left.
     4) More rounds of that size.
     """
+    size, end = SMALL, clock() + budget_s
 
-    def __init__(self, largest: int, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        """largest: elements. budget_s: from now on, by `clock`."""
-        self._largest, self._budget, self._clock, self._end = largest, budget_s, clock, clock() + budget_s
-        self._rounds: dict[int, list[Mapping[str, float]]] = {}
-        self._asked: list[tuple[int, int]] = []
+    def took() -> float:
+        return max(1e-9, min(sum(each.values()) for each in rounds[size]))
 
-    def note(self, size: int, seconds: Mapping[str, float]) -> None:
-        """One round of messages of `size` elements: the seconds of each kind."""
-        self._rounds.setdefault(size, []).append(seconds)
-
-    def next(self) -> tuple[int, int]:
-        """The next messages: elements and rounds."""
-        self._asked.append(self._decide())
-        return self._asked[-1]
-
-    def _decide(self) -> tuple[int, int]:
-        left = self._end - self._clock()
-        if not self._asked:
-            return SMALL, 1
-        size, rounds = self._asked[-1]
-        took = max(1e-9, min(sum(each.values()) for each in self._rounds[size]))
-        if len(self._asked) == 1:
-            wanted = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(self._budget / 5 / took)))
-            rounds = max(0, min(wanted, int(left / took)))
-            if rounds:
-                self._rounds.clear()
-            return SMALL, rounds
-        fits = int(size * left / ((_LEAST_ROUNDS + 1) * took))
-        following = min(self._largest, size * _GROWTH, fits)
-        if following > 2 * size or size < following == self._largest:
-            return following, 1
-        more = max(0, min(_MOST_ROUNDS, int(left / (2 * took))))
-        return (size, more) if size > SMALL and rounds == 1 else (size, 0)
-
-    def shortest(self) -> dict[int, dict[str, float]]:
-        """The least seconds of each kind of message, of the smallest and of the largest size."""
-        sizes = sorted({min(self._rounds), max(self._rounds)})
-        return {n: {kind: min(r[kind] for r in self._rounds[n]) for kind in PROBED} for n in sizes}
+    yield size, 1
+    small = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(budget_s / 5 / took())), int((end - clock()) / took()))
+    if small <= 0:
+        return
+    rounds.clear()
+    yield size, small
+    while True:
+        fits = int(size * (end - clock()) / ((_LEAST_ROUNDS + 1) * took()))
+        following = min(largest, size * _GROWTH, fits)
+        if following <= 2 * size and not size < following == largest:
+            break
+        size = following
+        yield size, 1
+    more = min(_MOST_ROUNDS, int((end - clock()) / (2 * took())))
+    if size > SMALL and more > 0:
+        yield size, more
 
 
 class _Messages:
@@ -163,7 +151,6 @@ class _Messages:
         self._flat = self._received = torch.empty(0)
 
     def grow(self, elements: int) -> None:
-        """Messages may have so many elements from now on."""
         if elements > self._flat.numel():
             most = max(shard.stop - shard.start for shard in self._group.shards(elements))  # NCCL: the last one
             # Not `zeros`: pages that nothing has written are all one page, and quicker to read than a bucket.
@@ -171,7 +158,7 @@ class _Messages:
             self._received = torch.empty(max(elements, most * self._group.size), device=self._group.device).fill_(0)
 
     def seconds(self, kind: str, elements: int) -> float:
-        """Sends one message of a kind of `PROBED`. Returns the seconds until it has arrived."""
+        """Sends one message of this kind. Returns the seconds until it has arrived."""
         started, group, flat = time.perf_counter(), self._group, self._flat[:elements]
         if kind == "all_reduce":
             group.all_reduce(flat, "probe (all_reduce)").wait()

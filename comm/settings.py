@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypedDict, get_type_hints
 class Setting:
     """Declares one setting in a TypedDict: `batch_size: Annotated[int, Setting(32, "samples ...", at_least=1)]`.
 
-    The annotated type says what kind of value it takes, and whether none (`null`, None) is allowed.
+    The annotated type says what kind of value it takes, and whether `null` is allowed.
     """
 
     default: Any

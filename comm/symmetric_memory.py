@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from kfuse.comm import devices
+from kfuse.comm.gloo import process_group
 from kfuse.comm.group import Group
 
 GRACE_S = 10.0
@@ -64,22 +64,18 @@ def _reason(group: Group) -> str:
 
 
 def _of_all(group: Group, number: int, what: str) -> list[int]:
-    mine = torch.tensor([number], device=group.device)
-    return [int(each) for each in group.all_gather(mine, what)]
+    return [int(each) for each in group.all_gather(torch.tensor([number], device=group.device), what)]
 
 
 class SymmetricMemory:
-    """fp32 memory on each worker's GPU, as much on every one, that all of them read."""
-
-    own: Tensor
-    """fp32 [numel], this worker's part."""
+    """fp32 memory on each worker's GPU, as much on every one, that all of them read. `own`: this worker's, [numel]."""
 
     def __init__(self, group: Group, numel: int) -> None:
         """numel: elements on each worker; they are zeros. Every rank must make it at the same point.
 
         Raises CommError if the others do not come, or their memory cannot be mapped.
         """
-        symm_mem = _torchs()
+        symm_mem: Any = importlib.import_module("torch.distributed._symmetric_memory")
         allocated = symm_mem._SymmetricMemory.empty_strided_p2p((numel,), (1,), torch.float32, group.device)
         self.own = allocated.zero_()
         self._timeout_ms = round(1000 * (group.timeout_s + GRACE_S))
@@ -90,13 +86,9 @@ class SymmetricMemory:
             return symm_mem.rendezvous(allocated, _name(group))
 
         self._handle = group.connect(connect, lambda handle: None, "symmetric memory", "map symmetric memory")
-        self._of: list[Tensor] = [
-            self._handle.get_buffer(rank, (numel,), torch.float32, 0) for rank in range(group.size)
-        ]
-
-    def of(self, rank: int) -> Tensor:
-        """fp32 [numel], the memory of that worker, at this one's address for it."""
-        return self._of[rank]
+        get = self._handle.get_buffer
+        self.of: list[Tensor] = [get(rank, (numel,), torch.float32, 0) for rank in range(group.size)]
+        """By rank: fp32 [numel], the memory of that worker, at this one's address for it."""
 
     def barrier(self) -> None:
         """Puts a kernel on the current stream that ends when every worker's has begun: what was written to the memory
@@ -105,27 +97,19 @@ class SymmetricMemory:
         self._handle.barrier(0, self._timeout_ms)
 
 
-def _torchs() -> Any:
-    """torch.distributed._symmetric_memory, which is not typed."""
-    return importlib.import_module("torch.distributed._symmetric_memory")
-
-
 def _name(group: Group) -> str:
     """What torch calls this group. At the first call torch is told of it, which waits for the other ranks."""
     if group not in _KNOWN:
         name = f"kfuse-{next(_numbers)}"
         store = PrefixStore("symmetric", group.store)
         # torch asks the process group for its name. Only one with messages has a name: gloo's, which sends none.
-        backend: Any = dist.ProcessGroupGloo
-        gloo = backend._Options()
-        gloo._devices, gloo._threads = [backend.create_device(hostname="127.0.0.1")], 1
-        gloo._timeout = timedelta(seconds=group.timeout_s)
         known: Any = dist.ProcessGroup(store, group.rank, group.size)
-        connected = backend(PrefixStore("gloo", store), group.rank, group.size, gloo)
+        connected = process_group(PrefixStore("gloo", store), group.rank, group.size, group.timeout_s, "127.0.0.1")
         known._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, connected)
         known._set_group_name(name)
         known._set_group_desc("kfuse")
         importlib.import_module("torch._C._distributed_c10d")._register_process_group(name, known)
-        _torchs()._SymmetricMemory.set_group_info(name, group.rank, group.size, store)
+        symm_mem: Any = importlib.import_module("torch.distributed._symmetric_memory")
+        symm_mem._SymmetricMemory.set_group_info(name, group.rank, group.size, store)
         _KNOWN[group] = known
     return str(_KNOWN[group].group_name)

@@ -32,15 +32,12 @@ class Links:
         ]
 
     def tree(self, nbytes: int) -> list[int]:
-        """Each rank's parent in the tree for buffers of `nbytes`: `spanning_tree` of times that `alike` made equal."""
+        """Each rank's parent in the tree for buffers of `nbytes`."""
         return spanning_tree(alike(self.seconds(nbytes)), chunks(nbytes))
 
 
 def alike(times: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The times, where those that differ by a factor below SAME are equal: so that noise alone makes no deep tree.
-
-    The smallest time and all within SAME of it become the smallest; the next larger one begins the next class.
-    """
+    """The times, where those within SAME of the smallest become the smallest, and so on: noise makes no deep tree."""
     classes: dict[float, float] = {}
     first = 0.0
     for time in sorted({time for row in times for time in row if time > 0}):
@@ -61,8 +58,7 @@ def spanning_tree(times: Sequence[Sequence[float]], count: int = 1) -> list[int]
     1) Prim's algorithm (1957), from the rank with the least time to all others. Among links that take the same time it
        takes the one whose upper end is free first: the one with the least depth and children. On a network of equal
        links that is a binomial tree.
-    2) The root is the rank from which the sum takes the least time (`duration`); of several, the lowest.
-    count: `chunks` of the buffer. Every rank computes the same tree from the same times.
+    2) The root is the rank from which the sum in `count` chunks takes the least time; of several, the lowest.
     """
     ranks = range(len(times))
     start = min(ranks, key=lambda r: sum(times[r]))
@@ -88,11 +84,10 @@ def rooted(parents: Sequence[int], root: int) -> list[int]:
 
 
 def duration(parents: Sequence[int], times: Sequence[Sequence[float]], count: int = 1) -> float:
-    """Seconds that the sum of a buffer takes, up the tree and down again, in `count` chunks.
+    """Seconds that the sum of a buffer takes, up the tree and down, in `count` chunks. times: of the whole buffer.
 
-    times: of the whole buffer, by rank and rank. A chunk takes a link a round, and the next one follows a round behind:
-    count + 2 levels - 1 rounds. In a round a worker sends its chunks one after another, and takes others' one after
-    another, since they share its network card; the slowest worker counts.
+    A chunk takes a link a round, and the next one follows a round behind: count + 2 levels - 1 rounds. In a round a
+    worker sends its chunks one after another, and takes others' so too; the slowest worker counts.
     """
     depth, ranks = depths(parents), range(len(parents))
     levels, links = max(depth), [(r, parents[r], times[r][parents[r]]) for r in ranks if r != parents[r]]

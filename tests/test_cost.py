@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ from hypothesis import strategies as st
 import kfuse as kf
 from kfuse.cli.app import main
 from kfuse.comm import transports
-from kfuse.comm.cost import PROBED, Costs, Job, Traffic, choose, exchange, fit, price, traffic, traffic_of_tree
+from kfuse.comm.cost import PROBED, Costs, Job, Traffic, choose, fit, price, traffic, traffic_of_tree
 from kfuse.comm.group import CommError
-from kfuse.comm.options import PROPERTIES, TRANSPORT_NAMES, CommOptions
-from kfuse.comm.probe import BUDGET_S, SMALL, Plan, choose_program
+from kfuse.comm.options import TRANSPORT_NAMES, CommOptions
+from kfuse.comm.probe import BUDGET_S, SMALL, Rounds, choose_program, orders
 from kfuse.comm.schedule import mirror
 from kfuse.comm.topology import chunks
 from kfuse.comm.transports.tree import parents
@@ -70,10 +71,8 @@ def test_what_messages_ask_for() -> None:
     assert traffic_of_tree(100.0, parents("star", [""] * 7)) == Traffic(2, 1200.0)
     assert traffic_of_tree(100.0, parents("host", ["a", "a", "b", "b"])) == Traffic(4, 300.0)
     for name in TRANSPORT_NAMES:
-        kind, sent = exchange(name, 1200.0, 3, parents("binary", [""] * 3))
-        assert kind in PROBED and sent.bytes >= 800.0
-        if PROPERTIES[name].to_shards:  # a share follows, of as many bytes
-            assert sent == traffic("share", 1200.0, 3)
+        job = Job((300,), 3, tuple(parents("binary", [""] * 3)))
+        assert price(transports.program(name, sharded=False), job, Costs(ZERO, ONE, 0.0)).wire_bytes >= 1600.0
 
 
 def test_a_mirror_costs_its_message_and_a_second_update() -> None:
@@ -167,20 +166,15 @@ def test_a_choice_must_save_more_than_the_margin() -> None:
 @given(st.floats(1e-6, 0.2), st.floats(1e-11, 1e-5), st.integers(1, 10**8))
 def test_a_probe_keeps_to_its_time_on_any_link(alpha: float, beta: float, largest: int) -> None:
     """By a clock that messages advance. The first small messages are sent in any case."""
-    now, first, sizes = 0.0, 0.0, []
-    plan = Plan(max(SMALL, largest), BUDGET_S, lambda: now)
-    while True:
-        size, rounds = plan.next()
-        if not rounds:
-            break
+    clock, first, sizes = SimpleNamespace(now=0.0), 0.0, []
+    rounds: Rounds = {}
+    for size, count in orders(max(SMALL, largest), BUDGET_S, rounds, lambda: clock.now):
         sizes.append(size)
-        for _ in range(rounds):
-            plan.note(size, dict.fromkeys(PROBED, alpha + beta * 4 * size))
-            now += len(PROBED) * (alpha + beta * 4 * size)
-        first = first or now
-    assert now <= max(first, BUDGET_S) * (1 + 1e-9)
+        rounds.setdefault(size, []).extend([dict.fromkeys(PROBED, alpha + beta * 4 * size)] * count)
+        clock.now += count * len(PROBED) * (alpha + beta * 4 * size)
+        first = first or clock.now
+    assert clock.now <= max(first, BUDGET_S) * (1 + 1e-9)
     assert max(sizes) <= max(SMALL, largest)
-    assert set(plan.shortest()) <= {min(sizes), max(sizes)}
     if 30 * first < BUDGET_S and alpha > 40 * beta * max(SMALL, largest):  # then there is time for the largest
         assert max(sizes) == max(SMALL, largest)
 

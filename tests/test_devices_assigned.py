@@ -20,7 +20,6 @@ from kfuse.comm import devices
 from kfuse.comm.devices import Device, DeviceError
 from kfuse.elastic import protocol
 from kfuse.elastic.job import Elasticity
-from kfuse.elastic.launchers import LocalLauncher
 from kfuse.settings.tree import ConfigError
 
 # -- the worker's side: its session chooses the device --------------------------------------------------------------
@@ -81,15 +80,6 @@ def test_a_gpu_that_is_not_there_or_not_named_is_refused(pretend: Any, monkeypat
         session._choose_device()
 
 
-def test_the_count_follows_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's own count, which does; 0 where CUDA cannot be used."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert devices.count() == 3 and LocalLauncher().gpus == 3
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert devices.count() == 0
-
-
 # -- too many workers ----------------------------------------------------------------------------------------------
 
 
@@ -118,11 +108,12 @@ def test_a_lost_workers_gpu_is_its_successors() -> None:
         assert stage.given == ["0", "1", "0"]
         await stage.end_well(1, 2)
 
-    _, error = play(Elasticity(2, 1, 2), script, gpus=2)
-    assert error is None
+    assert play(Elasticity(2, 1, 2), script, gpus=2)[1] is None
 
 
-def test_the_maximum_is_lowered_to_the_gpus_and_an_event_says_so() -> None:
+def test_no_more_workers_than_gpus_are_started() -> None:
+    """The maximum is lowered, and an event says so; more at first are refused before any starts."""
+
     async def script(stage: Stage) -> None:
         await stage.train(0)
         await stage.supervisor.views.resize(3)
@@ -132,9 +123,6 @@ def test_the_maximum_is_lowered_to_the_gpus_and_an_event_says_so() -> None:
     stage, error = play(Elasticity(1, 1, 3), script, gpus=2)
     note = "at most 3 workers clipped to 2: each needs a GPU of its own, and this machine shows 2"
     assert error is None and next(event["note"] for event in stage.events("clipped")) == note
-
-
-def test_more_workers_than_gpus_at_first_are_refused_before_any_starts() -> None:
     stage, error = play(Elasticity(2, 1, 2), lambda stage: stage.settle(), gpus=1)
     assert error == "2 workers: must be at most 1, as each needs a GPU of its own, and this machine shows 1"
     assert stage.given == []
@@ -169,13 +157,13 @@ def test_a_new_worker_waits_for_the_gpu_of_one_on_its_way_out() -> None:
         assert stage.given == ["0", "1", "1"]
         await stage.end_well(0)
 
-    _, error = play(Elasticity(2, 1, 2), script, gpus=2)
-    assert error is None
+    assert play(Elasticity(2, 1, 2), script, gpus=2)[1] is None
 
 
 @pytest.mark.parametrize("others", [True, False], ids=["others train", "all are stuck"])
 def test_a_killed_worker_whose_process_hangs_keeps_its_gpu(others: bool) -> None:
     """Until it has ended; but the job does not wait for it where no other worker trains."""
+    at_first, later = (["0", "1"], ["0", "1", "0"]) if others else (["0", "1", "0", "1"],) * 2
 
     async def script(stage: Stage) -> None:
         await stage.train(0, 1)
@@ -183,13 +171,12 @@ def test_a_killed_worker_whose_process_hangs_keeps_its_gpu(others: bool) -> None
             stage.workers[number].hangs = True
             stage.supervisor.processes.workers[number].kill()
         await stage.settle(3)
-        assert stage.given == (["0", "1"] if others else ["0", "1", "0", "1"])
+        assert stage.given == at_first
         for worker in stage.workers[:2]:
             worker.hangs = False
         stage.workers[0].end(-9)
         await stage.settle(1)
-        assert stage.given == (["0", "1", "0"] if others else ["0", "1", "0", "1"])
+        assert stage.given == later
         await stage.end_well(*((1, 2) if others else (2, 3)))
 
-    _, error = play(Elasticity(2, 1, 2, restart=True), script, gpus=2)
-    assert error is None
+    assert play(Elasticity(2, 1, 2, restart=True), script, gpus=2)[1] is None

@@ -37,23 +37,17 @@ def test_a_slow_down_is_voted_for_until_it_is_the_reference() -> None:
     assert found[-1] == AS_BEFORE
 
 
-def test_a_recovery_is_no_slow_down_and_raises_the_reference() -> None:
+def test_what_changes_a_vote() -> None:
+    """A recovery raises the reference. A throughput about the threshold, a share of it, changes no vote back and
+    forth, nor do single steps and unknown ones.
+    """
     found = votes([0.020] * 100 + [0.010] * 100 + [0.020] * 20)
     assert SLOWER not in found[:200] and found[-1] == SLOWER
-
-
-def test_the_threshold_is_a_share_of_the_throughput() -> None:
     for factor, vote in ((0.99 / SLOW, AS_BEFORE), (1.01 / SLOW, SLOWER)):
         assert votes([0.010] * 80 + [0.010 * factor] * WINDOW)[-1] == vote
-
-
-def test_a_throughput_about_the_threshold_does_not_change_the_vote_back_and_forth() -> None:
     about = [0.0122, 0.0128] * 40
     assert votes([0.010] * 80 + [0.020] * 16 + about)[80 + 16 + 8] == SLOWER  # 0.8 of the reference is not recovered
     assert votes([0.010] * 80 + about)[80 + 16] == AS_BEFORE
-
-
-def test_single_steps_and_unknown_ones_change_no_vote() -> None:
     steps = [0.010] * 200
     steps[50::10] = [1.0] * 15
     steps[55::10] = [0.0] * 15
@@ -137,20 +131,12 @@ def train(slow_network: bool) -> tuple[list[bool | None], list[dict[str, Any]]]:
 
 
 @pytest.mark.full
-def test_a_network_that_becomes_slow_is_told_once() -> None:
-    results = run_workers(2, train, True)
+@pytest.mark.parametrize("slow_network", [True, False])
+def test_a_slow_network_is_told_once_and_a_slow_worker_is_no_interference(slow_network: bool) -> None:
+    results = run_workers(2, train, slow_network)
     assert results[0] == results[1]
     found, events = results[0]
-    assert (
-        len(found) >= STEPS - 2 and set(found[:30]) == {None} and True not in found[:CHANGE] and True in found[CHANGE:]
-    )
-    assert [set(event) for event in events] == [{"step", "ranks"}] and events[0]["ranks"] == [0, 1]
-    assert events[0]["step"] > CHANGE
-
-
-@pytest.mark.full
-def test_a_worker_that_computes_slowly_is_no_interference() -> None:
-    results = run_workers(2, train, False)
-    assert results[0] == results[1]
-    found, events = results[0]
-    assert True not in found and events == []
+    assert len(found) >= STEPS - 2 and set(found[:30]) == {None} and True not in found[:CHANGE]
+    assert (True in found[CHANGE:]) == slow_network
+    assert [set(event) for event in events] == [{"step", "ranks"}] * slow_network
+    assert all(event["ranks"] == [0, 1] and event["step"] > CHANGE for event in events)

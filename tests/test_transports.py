@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,48 +48,47 @@ def wanted(shapes: list[tuple[int, ...]], rank: int, j: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) * 10.0 ** (j % 3) for shape in shapes]
 
 
-def reduce_everything(schedule: str, dtype: str) -> list[tuple[float, str]]:
-    """For each set of shapes and bucket size: the largest relative error, and a digest of all gradients' bits."""
-    session = kf.init(comm_schedule=schedule, comm_dtype=dtype)
-    size = session.group.size
-    out = []
-    for shapes in TENSORS:
-        for bucket_mb in (1e-4, 0.01, 4.0):
-            session.comm = CommOptions(schedule=schedule, dtype=dtype, bucket_mb=bucket_mb)
-            bag = Bag(shapes)
-            opt = kf.FusedSGD(bag.parameters(), lr=0.0)
-            for _ in range(2):
-                for j in range(3):
-                    with opt.micro_batch(samples=j + 1, last=j == 2):
-                        bag.backward(wanted(shapes, session.group.rank, j))
-                worst, digest = 0.0, hashlib.sha256()
-                for k, p in enumerate(bag.tensors):
-                    terms = [wanted(shapes, r, j)[k].double() * (j + 1) for r in range(size) for j in range(3)]
-                    mean, scale = sum(terms) / (6 * size), torch.stack(terms).norm() / (6 * size)
-                    assert p.grad is not None
-                    worst = max(worst, float((p.grad - mean).norm() / scale) if p.numel() else 0.0)
-                    digest.update(p.grad.contiguous().numpy().tobytes())
-                out.append((worst, digest.hexdigest()))
-                opt.step()
-                opt.zero_grad()
-            opt.engine.close()
+def reduce_everything() -> list[tuple[str, str, float, str]]:
+    """By schedule and type, for all shapes and bucket sizes: the largest relative error, a digest of all bits."""
+    session = kf.init()
+    size, out = session.group.size, []
+    for (schedule, dtype), shapes, bucket_mb in product(SCHEDULES, TENSORS, (1e-4, 0.01, 4.0)):
+        session.comm = CommOptions(schedule=schedule, dtype=dtype, bucket_mb=bucket_mb)
+        bag = Bag(shapes)
+        opt = kf.FusedSGD(bag.parameters(), lr=0.0)
+        for _ in range(2):
+            for j in range(3):
+                with opt.micro_batch(samples=j + 1, last=j == 2):
+                    bag.backward(wanted(shapes, session.group.rank, j))
+            worst, digest = 0.0, hashlib.sha256()
+            for k, p in enumerate(bag.tensors):
+                terms = [wanted(shapes, r, j)[k].double() * (j + 1) for r in range(size) for j in range(3)]
+                mean, scale = sum(terms) / (6 * size), torch.stack(terms).norm() / (6 * size)
+                assert p.grad is not None
+                worst = max(worst, float((p.grad - mean).norm() / scale) if p.numel() else 0.0)
+                digest.update(p.grad.contiguous().numpy().tobytes())
+            out.append((schedule, dtype, worst, digest.hexdigest()))
+            opt.step()
+            opt.zero_grad()
+        opt.engine.close()
     return out
 
 
-@pytest.mark.parametrize(
-    ("workers", "schedule", "dtype"),
-    [
-        (3, "all_to_all", "fp32"),
-        (4, "all_to_all", "bf16"),
-        (3, "allreduce", "bf16"),
-        (4, "tree", "fp32"),
-        (3, "test_transports.OneByOne", "fp32"),
-    ],
-)
-def test_sums_are_right_and_bits_the_same_on_all_ranks(workers: int, schedule: str, dtype: str) -> None:
-    results = run_workers(workers, reduce_everything, schedule, dtype)
+SCHEDULES = [
+    ("all_to_all", "fp32"),
+    ("all_to_all", "bf16"),
+    ("allreduce", "bf16"),
+    ("tree", "fp32"),
+    ("test_transports.OneByOne", "fp32"),
+]
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_sums_are_right_and_bits_the_same_on_all_ranks(workers: int) -> None:
+    results = run_workers(workers, reduce_everything)
     assert all(result == results[0] for result in results), "ranks disagree"
-    assert max(error for error, _ in results[0]) <= (1e-6 if dtype == "fp32" else 1e-2)
+    for schedule, dtype, error, _ in results[0]:
+        assert error <= (1e-6 if dtype == "fp32" else 1e-2), (schedule, dtype)
 
 
 class OneByOne:
@@ -114,16 +114,11 @@ def test_every_tree_leads_to_a_root(shape: str, hosts: list[str]) -> None:
     """Rank 0, or with `host` the first rank of the host."""
     parent = parents(shape, hosts)
     roots = [hosts.index(host) for host in hosts] if shape == "host" else [0] * len(hosts)
-    for rank, root in enumerate(roots):
-        path = [rank]
-        while path[-1] != root:
-            path.append(parent[path[-1]])
-            assert len(path) <= len(hosts)
-        assert parent[root] == root
-    depth = depths(parent)
-    assert all(depth[r] == (0 if r in roots else depth[parent[r]] + 1) for r in range(len(hosts)))
-    if shape == "host":
-        assert all(hosts[r] == hosts[parent[r]] for r in range(len(hosts)))
+    for rank, depth in enumerate(depths(parent)):
+        at, steps = rank, 0
+        while at != parent[at]:
+            at, steps = parent[at], steps + 1
+        assert (at, steps) == (roots[rank], depth)
 
 
 def sum_up_a_tree(shape: str | list[int], hosts: list[str]) -> tuple[list[float], str]:
@@ -148,29 +143,6 @@ def sum_up_a_tree(shape: str | list[int], hosts: list[str]) -> tuple[list[float]
         transport.wait(key)
     errors = [float((flat - each.double().sum(0)).abs().max()) for flat, each in zip(flats, terms, strict=True)]
     return errors, hashlib.sha256(torch.cat(flats).numpy().tobytes()).hexdigest()
-
-
-def connects_hosts() -> list[int]:
-    """Of each of two sums: the messages that are under way once it is launched."""
-    group = kf.init().group
-    group.hosts = ["a", "b"]
-    transport = transports.make("tree", group, "host")
-    transport.plan([1, 1], ())
-    under_way = []
-    for _ in range(2):
-        flats = [torch.ones(8), torch.ones(9)]
-        for key, flat in enumerate(flats):
-            transport.launch(key, [flat], f"message {key}")
-        under_way.append(len(transport._group.under_way) + sum(len(p.under_way) for p in group._parts.values()))
-        for key in range(2):
-            transport.wait(key)
-        assert all(float(value) == 2.0 for flat in flats for value in flat)
-    return under_way
-
-
-def test_hosts_are_connected_when_the_step_waits() -> None:
-    """Not in a hook of backward, where the first message is launched from then on."""
-    assert run_workers(2, connects_hosts) == [[0, 2]] * 2
 
 
 @pytest.mark.parametrize(
@@ -258,15 +230,11 @@ def train(batch_size: int, micro_batch: int, count: int, kind: str) -> dict[str,
 def test_reproducible_bits_for_any_number_of_workers(batch_size: int, micro_batch: int, count: int, kind: str) -> None:
     reference = run_workers(1, train, batch_size, micro_batch, count, kind)[0]
     assert reference["steps"] > 3
+    other = run_workers(1, train, batch_size, micro_batch, count + 1, kind)[0]
+    assert other["params_sha256"] != reference["params_sha256"], "the fingerprint sees small differences"
     for workers in (2, 3, 4):
         for result in run_workers(workers, train, batch_size, micro_batch, count, kind):
             assert result == reference, f"{workers} workers"
-
-
-def test_another_seed_has_other_bits() -> None:
-    """Guards the test above: the fingerprint sees small differences."""
-    [one], [other] = (run_workers(1, train, 32, 4, count, "sgd") for count in (130, 131))
-    assert one["params_sha256"] != other["params_sha256"]
 
 
 # -- an end to waiting -----------------------------------------------------------------------------------------------

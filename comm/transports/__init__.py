@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -47,7 +47,7 @@ class Transport(Protocol):
 
 
 class BringsContributions(Transport, Protocol):
-    """A transport that brings a rank all contributions to its shard. `wait` returns when `reduce` can begin.
+    """Brings a rank all contributions to its shard. `wait` returns when `reduce` can begin.
 
     On a GPU `launch`, `wait` and `reduce` are called on one stream, which is not the one that backward runs on.
     """
@@ -56,11 +56,9 @@ class BringsContributions(Transport, Protocol):
         """Whether the messages of bucket `key` have ended, without waiting."""
 
     def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None) -> None:
-        """After `wait`: adds up the contributions, in fp32; `flat` then holds this rank's shard of the sum. It
-        may wait for those that are not here yet. Raises CommError.
+        """After `wait`: adds up the contributions, to this rank's shard of `flat`. May wait for some. Raises CommError.
 
-        flat: fp32, of the slots' length.
-        sumsq: fp32, receives the sum of squares of each block of the shard (`kernels.BLOCK` elements).
+        flat: fp32, of the slots' length. sumsq: fp32, receives the sum of squares of each block of the shard.
         """
 
 
@@ -75,9 +73,8 @@ class HoldsSlots(Protocol):
 def resolve(name: str, adds_up: bool, dtype: str) -> str:
     """The transport that runs where this one is named.
 
-    `reduce_scatter` is the library's where the group has one (`Group.adds_up`), but not for bf16 messages (dtype),
-    whose sums it would round to bf16. Elsewhere it is `all_to_all`, which sends the same bytes: gloo's own
-    reduce-scatter takes several times as long.
+    `reduce_scatter` is the library's where the group `adds_up`, but not for bf16 messages (dtype), whose sums it would
+    round. Elsewhere it is `all_to_all`, of as many bytes: gloo's own reduce-scatter takes several times as long.
     """
     return "all_to_all" if name == "reduce_scatter" and not (adds_up and dtype == "fp32") else name
 
@@ -99,8 +96,8 @@ def program(name: str, sharded: bool, dtype: str = "fp32") -> Program:
 def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool) -> tuple[Program, Program]:
     """What a step does with a bucket of gradients, and with a last bucket that has none: buffers and the tail.
 
-    name: of the transport. adds_up: see `Group.adds_up`. mirrors: with sharded state, the next worker gets each
-    worker's shard of the mean gradient too. Raises ValueError unless both are valid.
+    name: of the transport. adds_up: of the group. mirrors: with sharded state, the next worker gets each worker's shard
+    of the mean gradient too. Raises ValueError unless both are valid.
     """
     running = resolve(name, adds_up, options.dtype)
     whole = program(running, options.sharded, options.dtype)
@@ -113,36 +110,24 @@ def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool)
     return whole, apart
 
 
+_CLASSES = {  # imported when used: `import kfuse` is quick
+    "allreduce": f"{__name__}.library:AllReduce",
+    "reduce_scatter": f"{__name__}.library:ReduceScatter",
+    "all_to_all": f"{__name__}.all_to_all:AllToAll",
+    "all_to_all, two workers": f"{__name__}.two_workers:TwoWorkers",
+    "symmetric": f"{__name__}.symmetric:Symmetric",
+    "tree": f"{__name__}.tree:Tree",
+}
+
+
 def make(name: str, group: Group, tree: str | Sequence[int] = TREES[0], unit: int = ALIGN) -> Transport:
     """The transport of this name, which is resolved, over `group`.
 
     tree: the shape that `tree` takes: a name, or each rank's parent. unit: what the length of a shard is a multiple of.
     A class of the user's own is called with the group. Raises ImportError or AttributeError where there is none.
     """
-    match name:  # imported when used: `import kfuse` is quick
-        case "allreduce":
-            from kfuse.comm.transports.library import AllReduce
-
-            return AllReduce(group)
-        case "reduce_scatter":
-            from kfuse.comm.transports.library import ReduceScatter
-
-            return ReduceScatter(group, unit)
-        case "all_to_all" if group.size == 2 and not devices.of(group.device).asynchronous:
-            from kfuse.comm.transports.two_workers import TwoWorkers
-
-            return TwoWorkers(group, unit)
-        case "all_to_all":
-            from kfuse.comm.transports.all_to_all import AllToAll
-
-            return AllToAll(group, unit)
-        case "symmetric":
-            from kfuse.comm.transports.symmetric import Symmetric
-
-            return Symmetric(group, unit)
-        case "tree":
-            from kfuse.comm.transports.tree import Tree
-
-            return Tree(group, tree)
-    made: Transport = pkgutil.resolve_name(name)(group)
+    if name == "all_to_all" and group.size == 2 and not devices.of(group.device).asynchronous:
+        name = "all_to_all, two workers"
+    arguments: tuple[Any, ...] = (tree,) if name == "tree" else (unit,) if name in _CLASSES else ()
+    made: Transport = pkgutil.resolve_name(_CLASSES.get(name, name))(group, *arguments)
     return made

@@ -89,7 +89,7 @@ class Symmetric:
         part = self._parts.pop(key)
         shard = self._group.shards(part.stop - part.start, self._unit)[self._group.rank]
         here = slice(part.start + shard.start, part.start + shard.stop)
-        rows = [self._memories[k].of(rank)[here] for rank, count in enumerate(self._pieces) for k in range(count)]
+        rows = [self._memories[k].of[rank][here] for rank, count in enumerate(self._pieces) for k in range(count)]
         # After an abort they may be dropped while the kernel still runs.
         self._device.keep([flat, *([] if sumsq is None else [sumsq])], self._device.current_stream())
         pull(rows, self._merges, flat[shard], sumsq)

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kfuse.comm import devices
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
 from kfuse.comm.topology import Links, check_parents, chunks, depths, spanning_tree
@@ -48,50 +47,41 @@ class _Shape:
     """A tree, or one for each host."""
 
     def __init__(self, parents: Sequence[int]) -> None:
-        self.parents, self.depths = parents, depths(parents)
+        self.parents, self.depths = list(parents), depths(parents)
         self.roots = [r for r, parent in enumerate(parents) if parent == r]
         self.levels = max(self.depths)
 
 
 class Tree:
-    """The transport `tree`. All ranks call each round's all-to-all, some of them with no data.
-
-    The first message is sent as backward goes on, the others when the step waits for the bucket.
-    """
+    """The transport `tree`: all ranks call each round's all-to-all, some with no data, when the step waits for it."""
 
     def __init__(self, group: Group, shape: str | Sequence[int]) -> None:
         """shape: a name in TREES, or each rank's parent. Raises ValueError where that is no tree.
 
         With `latency`, `launch` raises RuntimeError unless the group's links have been measured.
         """
-        self._group, self._device = group, devices.of(group.device)
+        self._group = group
         self._shape: _Shape | None = None  # that of the links
         if not isinstance(shape, str):
             check_parents(shape, group.size)
-            self._shape = _Shape(list(shape))
+            self._shape = _Shape(shape)
         elif shape != "latency":
             self._shape = _Shape(parents(shape, group.hosts))
         self._links: Links | None = None
         self._by_bytes: dict[int, _Shape] = {}  # of `_links`, by bytes of a bucket
-        self._started: dict[int, tuple[Pending | None, Iterator[Pending]]] = {}
+        self._launched: dict[int, Iterator[Pending]] = {}
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
         """Nothing to prepare: each worker contributes one slot."""
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
-        """Starts the first message, unless it connects the hosts first: a hook of backward must not wait for that."""
-        flat = slots[0]
-        shape = self._shape or self._measured(flat.nbytes)
-        messages = self._messages(flat, shape, what)
-        connects = not shape.levels and not self._group.has_part(shape.roots)
-        self._started[key] = None if connects else next(messages), messages
+        """Sends nothing: the first sum connects the hosts, and a hook of backward must not wait for that."""
+        shape = self._shape or self._measured(slots[0].nbytes)
+        self._launched[key] = self._messages(slots[0], shape, what)
 
     def wait(self, key: int) -> None:
         """Sums up to the root, and sends the sum down. Raises CommError."""
-        first, messages = self._started.pop(key)
-        if first is not None:
-            first.wait_on_stream()
-        for message in messages:
+        for message in self._launched.pop(key):
             message.wait_on_stream()
 
     def _measured(self, nbytes: int) -> _Shape:
@@ -101,10 +91,9 @@ class Tree:
         if links is not self._links:
             self._links, self._by_bytes = links, {}
         if nbytes not in self._by_bytes:
-            tree = links.tree(nbytes)
-            self._by_bytes[nbytes] = _Shape(tree)
+            self._by_bytes[nbytes] = found = _Shape(links.tree(nbytes))
             if self._group.rank == 0:
-                _LOG.info("comm.tree=latency: messages of %d bytes go along the parents %s", nbytes, tree)
+                _LOG.info("comm.tree=latency: messages of %d bytes go along the parents %s", nbytes, found.parents)
         return self._by_bytes[nbytes]
 
     def _messages(self, flat: Tensor, shape: _Shape, what: str) -> Iterator[Pending]:
@@ -126,11 +115,12 @@ class Tree:
                 yield from self._group.sum_among(flat, shape.roots, f"{what} (tree, between hosts)")
             up, down = chunk(step - levels + depth[rank]), chunk(step - levels - depth[rank])
             children, above = chunk(step - levels + depth[rank] + 1), chunk(step - levels - depth[rank] + 1)
-            sends, brings = list[Tensor](), list[Tensor]()
+            sends, brings = [flat[:0]] * self._group.size, [flat[:0]] * self._group.size
             for r in range(self._group.size):
-                is_child, is_parent = r != rank and parent[r] == rank, r != rank and parent[rank] == r
-                sends.append(down if is_child else up if is_parent else flat[:0])
-                brings.append(children if is_child else above if is_parent else flat[:0])
+                if r != rank and parent[r] == rank:
+                    sends[r], brings[r] = down, children
+                elif r != rank and parent[rank] == r:
+                    sends[r], brings[r] = up, above
             into, cut = [each.numel() for each in brings], [each.numel() for each in sends]
             outgoing = [each for each in sends if each.numel()]
             sent = outgoing[0] if len(outgoing) == 1 else torch.cat(outgoing) if outgoing else flat[:0]
@@ -142,7 +132,6 @@ class Tree:
 
     def _take(self, received: Tensor, places: Sequence[Tensor], parent: int) -> None:
         """Adds each child's chunk to its place in the buffer; the parent's is the sum already. By rank."""
-        self._device.keep([received], self._device.current_stream())  # `launch` was perhaps called on another one
         pieces = torch.split(received, [place.numel() for place in places])
         for rank, (place, brought) in enumerate(zip(places, pieces, strict=True)):
             if brought.numel():

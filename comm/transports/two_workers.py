@@ -24,13 +24,11 @@ PART = 2**20
 
 @dataclass
 class _Part:
-    """A part of this worker's shard, of which the other's contributions are under way."""
+    """A part of this worker's shard (elements of the bucket), of which the other's contributions are under way."""
 
     elements: slice
-    """Of the bucket."""
     own: list[Tensor]
     brought: list[Tensor]
-    """A message may write there until it has been waited for. After a failure they are not used again."""
     exchanges: list[Pending]
 
 

@@ -6,6 +6,7 @@ written, is in README.md beside this file; each rule has a number there, and her
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -17,7 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,18 +36,9 @@ _SERVERS: list[TCPStore] = []
 """Of this process's groups: each rank 0 serves its group's store until the process ends."""
 
 
-class Observer(Protocol):
-    """What the double tells: see `OBSERVER`."""
-
-    def enqueued(self, work: Work, reads: list[Tensor], writes: list[Tensor]) -> None:
-        """A collective was put on the communicator's own stream, behind what the current stream has so far."""
-
-    def synchronized(self, work: Work) -> None:
-        """The current stream will wait for the work."""
-
-
-OBSERVER: Observer | None = None
-"""Is told of each collective as it is enqueued, and of each stream that waits for one."""
+OBSERVER: Any = None
+"""Is told of each collective as it is enqueued, `enqueued(work, reads, writes)`, and of each stream that waits for one,
+`synchronized(work)`."""
 
 HOST_IS_STREAM = True
 """On a CPU the host does the stream's work: `synchronize` blocks it, for as long as the work takes. So it must for a
@@ -103,8 +96,7 @@ def install(log: Path | None = None, faults: Faults | None = None) -> None:
     global _faults
     if log is not None:
         os.environ[LOG] = str(log)
-    given = os.environ.get(FAULTS)
-    _faults = faults or (_read(given) if given else Faults())
+    _faults = faults or Faults(**ast.literal_eval(os.environ.get(FAULTS) or "{}"))
     known: dict[torch.device, AsynchronousCpu] = {}
     devices.of = lambda name: known.setdefault(name, AsynchronousCpu(name))  # type: ignore[assignment]
     dist.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment,attr-defined]
@@ -112,14 +104,7 @@ def install(log: Path | None = None, faults: Faults | None = None) -> None:
 
 def environment(log: Path, faults: Faults | None = None) -> dict[str, str]:
     """For processes that call `install` without arguments."""
-    return {LOG: str(log), FAULTS: json.dumps(asdict(faults or Faults()))}
-
-
-def _read(text: str) -> Faults:
-    given = json.loads(text)
-    for name in ("error_on", "slow_s"):
-        given[name] = {int(rank): value for rank, value in given[name].items()}
-    return Faults(**given)
+    return {LOG: str(log), FAULTS: repr(asdict(faults or Faults()))}
 
 
 def record(what: str, **fields: Any) -> None:
@@ -145,19 +130,12 @@ def messages(log: Path) -> dict[str, dict[int, list[str]]]:
     return found
 
 
-class Config:
-    """ncclConfig_t as torch's bindings have it (torch/_C/_distributed_c10d.pyi:737-742, torch 2.13)."""
-
-    def __init__(self) -> None:
-        self.blocking: int | bool | None = None
-
-
 class Options:
     """ProcessGroupNCCL::Options."""
 
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
-        self.config = Config()
+    def __init__(self) -> None:
+        self.is_high_priority_stream = False
+        self.config = SimpleNamespace(blocking=None)  # ncclConfig_t
         self._timeout = timedelta(minutes=10)
 
 
@@ -189,14 +167,6 @@ class Work:
     def is_completed(self) -> bool:
         """True on an error too, and after an abort. [1]"""
         return self.error is not None or self.over.is_set()
-
-    def is_success(self) -> bool:
-        """Cannot be asked."""
-        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")  # [1]
-
-    def exception(self) -> None:
-        """Cannot be asked from Python: std::exception_ptr has no type there."""
-        raise TypeError("Unable to convert function return value to a Python type!")
 
     def get_future_result(self) -> _Result:
         """Tells the error, if there is one. [1]"""

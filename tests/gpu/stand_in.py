@@ -25,11 +25,9 @@ class StandInWork:
         self._recorder, self.communicator = recorder, communicator
 
     def is_completed(self) -> bool:
-        """Whether the host may know that it is."""
         return self._recorder.completed(self)
 
     def synchronize(self) -> None:
-        """The current stream waits."""
         self._recorder.synchronized(self)
 
     def get_future_result(self) -> Any:
@@ -55,7 +53,6 @@ class StandInProcessGroup:
         """Connects."""
 
     def allreduce(self, tensor: Tensor, op: Any = None) -> StandInWork:
-        """In place: the sum of equal contributions."""
         with _disable_current_modes():
             tensor.mul_(self._size)
         return self._enqueue([tensor], [tensor])
@@ -68,7 +65,6 @@ class StandInProcessGroup:
         return self._enqueue([tensor], [out])
 
     def _reduce_scatter_base(self, out: Tensor, tensor: Tensor) -> StandInWork:
-        """The sum of equal contributions."""
         with _disable_current_modes():
             out.mul_(self._size)
         return self._enqueue([tensor], [out])
@@ -78,7 +74,6 @@ class StandInProcessGroup:
         return self._enqueue([tensor], [tensor])
 
     def broadcast(self, tensor: Tensor, root: int) -> StandInWork:
-        """The tensor stays as it is."""
         return self._enqueue([tensor], []) if root == 0 else self._enqueue([], [tensor])
 
     def _allgather_base(self, out: Tensor, tensor: Tensor) -> StandInWork:
@@ -88,7 +83,6 @@ class StandInProcessGroup:
         return self._enqueue([tensor], [out])
 
     def abort(self) -> None:
-        """Ends what is under way."""
         self.recorder.aborted()
 
     def shutdown(self) -> None:

@@ -151,28 +151,6 @@ def test_a_probe_has_room_for_what_the_last_rank_receives() -> None:
             messages.seconds("all_to_all", elements)
 
 
-def late_barrier(log: Path) -> float:
-    with installed(log):
-        group, waits = connect(), log / "rank 0 waits"
-        if rank() == 1:
-            while not waits.exists():
-                time.sleep(0.01)
-            time.sleep(0.5)
-        began = time.monotonic()
-        if rank() == 0:
-            waits.touch()
-        group.barrier()
-        waited = time.monotonic() - began
-        group.finish()
-        others_stay()
-        return waited
-
-
-def test_a_barrier_waits_on_the_host(tmp_path: Path) -> None:
-    waited = run_workers(2, late_barrier, tmp_path)
-    assert waited[0] > 0.3  # rank 1 comes half a second after rank 0
-
-
 # -- failures -------------------------------------------------------------------------------------------------------
 
 

@@ -27,11 +27,8 @@ class Memory:
     """In place of `SymmetricMemory`: the other ranks' are memories of their own, of zeros."""
 
     def __init__(self, group: Group, numel: int) -> None:
-        self._all = [torch.zeros(numel, device=group.device) for _ in range(group.size)]
-        self.own = self._all[group.rank]
-
-    def of(self, rank: int) -> Tensor:
-        return self._all[rank]
+        self.of = [torch.zeros(numel, device=group.device) for _ in range(group.size)]
+        self.own = self.of[group.rank]
 
     def barrier(self) -> None:
         """Work on the current stream."""
