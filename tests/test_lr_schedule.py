@@ -205,22 +205,3 @@ def test_a_training_ends_where_its_schedule_does(
         assert progress - gains[-1] < 24 <= progress + 1e-9
     else:
         assert len(policy.seen) == 24
-
-
-def test_adascales_steps_are_those_of_the_base_batch() -> None:
-    """At the base batch size as many as planned, also where epochs end with smaller steps; at 4 times it fewer."""
-    torch.manual_seed(0)
-    data = (problem(72)[0], torch.randint(0, 3, (72,)))  # noise: large batches pay
-    steps = {}
-    for scaling, sizes in itertools.product(("adascale", "linear"), ({}, {0: 64})):
-        net, policy = network(), Sizes(sizes)
-        opt = kf.FusedSGD(net.parameters(), lr=0.05)
-        given: Any = {"train_steps": 60, "batch_size": BASE, "batch_micro": 2, "lr_scaling": scaling}
-        summary = kf.fit(net, data, opt, kf.Hook(policy), **given)
-        assert summary is not None and summary["exit_reason"] == "steps"
-        steps[scaling, len(sizes)] = summary["steps"]
-        if scaling == "adascale" and sizes:
-            gains = [seen.lr / 0.05 for seen in policy.seen]
-            assert gains[:4] == [1.0] * 4 and max(gains) <= 4
-            assert sum(gains[:-1]) < 60 <= sum(gains) + 1e-9
-    assert 15 < steps.pop(("adascale", 1)) < 60 and set(steps.values()) == {60}
