@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -45,21 +46,23 @@ def sends(it: Job) -> None:
 def receives(it: Job) -> None:
     """From rank 1. The double of the process group sends no bytes: the structure is this rank's own."""
     own = state(it)
-    structure, descriptions, tensors = training_state._take_apart(own.capture())
-    sizes = [tensor.nbytes for tensor in tensors]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_state, "_share_structure", lambda *_: (b"", sizes))
-        patch.setattr(training_state, "decode", lambda *_: (structure, descriptions, [False] * len(sizes)))
+    with as_sent(own):
         received = training_state.share(it.group, 1, own.capture, own.room_for)
     own.restore(received)
 
 
 def stands_by(it: Job) -> None:
-    *_, tensors = training_state._take_apart(state(it).capture())
-    sizes = [tensor.nbytes for tensor in tensors]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_state, "_share_structure", lambda *_: (b"", sizes))
+    with as_sent(state(it)):
         assert training_state.share(it.group, 1, dict, None) is None
+
+
+@contextlib.contextmanager
+def as_sent(own: TrainingState) -> Iterator[None]:
+    structure, descriptions, tensors = training_state._take_apart(own.capture())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_state, "_share_bytes", lambda *_: b"")
+        patch.setattr(training_state, "decode", lambda *_: (structure, descriptions, [False] * len(tensors)))
+        yield
 
 
 @pytest.mark.parametrize("elastic", [False, True])
