@@ -109,7 +109,7 @@ class PackTable:
         return torch.tensor([0, *accumulate(self.chunk_counts)], dtype=torch.int64).to(self.device)
 
     @cached_property
-    def _flat_sizes(self) -> tuple[int, ...]:
+    def flat_sizes(self) -> tuple[int, ...]:
         """Sizes that split `flat[:end]` into gap, tensor, gap, tensor, ..."""
         starts = [0, *(offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True))]
         gaps = (offset - start for offset, start in zip(self.offsets, starts, strict=False))
@@ -118,7 +118,7 @@ class PackTable:
     def segments(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Each tensor's place in a flat buffer, 1-D. Kept for the next call with the same buffer."""
         if self.kept.flat is not flat:
-            self.kept.flat, self.kept.segments = flat, flat[: self.end].split_with_sizes(self._flat_sizes)[1::2]
+            self.kept.flat, self.kept.segments = flat, flat[: self.end].split_with_sizes(self.flat_sizes)[1::2]
         return self.kept.segments
 
     def pointers(self, addresses: tuple[int, ...]) -> Tensor:

@@ -126,6 +126,11 @@ def _work(
     os._exit(0)  # a message under way must not keep a failed worker from ending
 
 
+def call(file: str, name: str, *args: Any) -> None:
+    """The target of a process: calls a function of a test's file, which no process can import by its module's name."""
+    getattr(load(file), name)(*args)
+
+
 def load(file: str) -> Any:
     """The module in `file`, under its own name, with its neighbours importable."""
     name = Path(file).stem

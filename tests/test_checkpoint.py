@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from distributed import call
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -432,7 +433,9 @@ class Writer:
     def __init__(self, directory: Path, first: int, saves: int, keep: int, die_at: int = 0) -> None:
         """die_at: it dies before that operation on the file system, if not 0."""
         self.wrote, theirs = CONTEXT.Pipe(False)
-        self.process = CONTEXT.Process(target=_writer, args=(theirs, directory, first, saves, keep, die_at))
+        self.process = CONTEXT.Process(
+            target=call, args=(__file__, _writer.__name__, theirs, directory, first, saves, keep, die_at)
+        )
         self.process.start()
         theirs.close()
         assert self.wrote.poll(PATIENCE_S) and self.wrote.recv() == "begins"

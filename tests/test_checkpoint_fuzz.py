@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from distributed import call
 from elastic_job import (
     DEADLINE_S,
     FileRecorder,
@@ -91,7 +92,7 @@ def fuzz(directory: Path, kills: int, seed: int, done: Callable[[], Any] = lambd
 
 def _start(directory: Path, overrides: list[str]) -> ForkServerProcess:
     """The supervisor, in a process of its own."""
-    process = CONTEXT.Process(target=_supervise, args=(str(directory), compose(overrides)))
+    process = CONTEXT.Process(target=call, args=(__file__, _supervise.__name__, str(directory), compose(overrides)))
     process.start()
     return process
 

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,25 @@ class Ended:
 STARTER = ("-m", "kfuse.cli.kfuse_run")
 
 
-def run_script(folder: Path, text: str, *arguments: str, workers: int = 2, starter: Any = STARTER) -> Ended:
-    """What a script, which is given the path of a file `marker`, does under kfuse-run; fails if it does not end."""
+def run_script(
+    folder: Path,
+    text: str,
+    *arguments: str,
+    workers: int = 2,
+    starter: Sequence[str] = STARTER,
+    after: Sequence[str] | None = None,
+) -> Ended:
+    """What a script does under kfuse-run, with the arguments `after` it: by itself, the path of a file `marker`.
+
+    Fails if it does not end.
+    """
     path, run_dir = folder / "train.py", folder / "run"
     path.write_text(text)
     command = [sys.executable, *starter, "--workers", str(workers), "--run-dir", str(run_dir), *arguments, str(path)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run([*command, str(folder / "marker")], **pipes, timeout=DEADLINE_S, cwd=folder)
+    done = subprocess.run(
+        [*command, *([str(folder / "marker")] if after is None else after)], **pipes, timeout=DEADLINE_S, cwd=folder
+    )
     return Ended(done.returncode, done.stdout, run_dir)
 
 

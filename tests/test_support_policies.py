@@ -117,22 +117,27 @@ def facts(choice: Choice) -> dict[str, Any]:
     return support.facts(choice.case) | _settings(choice) | asked | scheduler
 
 
-def outcomes(choices: list[Choice]) -> dict[Choice, str | Refused]:
-    """For a worker of a group: of each combination the hash of the trained model, or how a script is refused it."""
+def outcomes(values: list[tuple[str, ...]]) -> dict[tuple[str, ...], str | Refused]:
+    """For a worker of a group: of each combination the hash of the trained model, or how a script is refused it.
+
+    values: the combinations' values, as plain tuples: a worker cannot import this file by its module's name.
+    """
+    choices = [Choice(*each) for each in values]
 
     def trained(choice: Choice, group: Group) -> str:
         model = support.train(choice.case, group, STEPS, BATCH, partial(_arguments, choice))
         assert all(bool(p.isfinite().all()) for p in model.parameters()), choice
         return params_sha256(model)
 
-    return support.asked_by_workers(choices, trained)
+    return {tuple(choice): outcome for choice, outcome in support.asked_by_workers(choices, trained).items()}
 
 
 def ask_scripts(choices: list[Choice], workers: int = 2) -> dict[Choice, str | Refused]:
     """What becomes of each combination in a script on so many workers, on all of them alike."""
-    results = run_workers(workers, outcomes, choices, timeout_s=500)
+    results = run_workers(workers, outcomes, [tuple(choice) for choice in choices], timeout_s=500)
     found: dict[Choice, str | Refused] = {}
-    for choice, outcome in itertools.chain.from_iterable(result.items() for result in results):
+    for values, outcome in itertools.chain.from_iterable(result.items() for result in results):
+        choice = Choice(*values)
         assert found.setdefault(choice, outcome) == outcome, f"{choice}: the workers end with different models"
     return found
 
