@@ -185,9 +185,10 @@ class Audit:
         group = self._session.group
         text = f"{torch.get_num_threads()} {torch.__version__} {devices.of(group.device).model()}".encode()
         kind = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-        mine = [torch.zeros((), dtype=torch.int64) if digest is None else digest for digest in (first, again)]
-        numbers = torch.stack([number.to(group.device) for number in (*mine, torch.tensor(kind))])
-        return [list(map(int, each.tolist())) for each in group.all_gather(numbers, what)]
+        nothing, own_kind = (torch.full((), number, dtype=torch.int64, device=group.device) for number in (0, kind))
+        mine = torch.stack([*(nothing if digest is None else digest for digest in (first, again)), own_kind])
+        found: list[list[int]] = torch.stack(group.all_gather(mine, what)).tolist()
+        return found
 
     def _tell_of_unequal_workers(self) -> None:
         """Warns once for each group."""
