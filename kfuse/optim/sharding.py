@@ -75,16 +75,16 @@ def move(
     everywhere = _announce(group, held, what)
     plans: list[list[Move]] = []
     lost: list[str] = []
-    for bucket, theirs, wishes, of_bucket in zip(buckets, everywhere, wanted, names, strict=True):
+    for bucket, theirs, wanted_places, of_bucket in zip(buckets, everywhere, wanted, names, strict=True):
         try:
-            plans.append(plan_moves(theirs, wishes) if of_bucket else [])
+            plans.append(plan_moves(theirs, wanted_places) if of_bucket else [])
         except ShardsLost as error:
             lost.append(f"{bucket.name}, {error}")
     if lost:
         raise ShardsLost(f"comm.state=sharded: no worker has this optimizer state any more: {'; '.join(lost)}")
     moved: list[list[Part]] = []
-    for bucket, mine, plan, wishes, of_bucket in zip(buckets, held, plans, wanted, names, strict=True):
-        new = [Part(place) for place in wishes[group.rank] if place.stop > place.start]
+    for bucket, mine, plan, wanted_places, of_bucket in zip(buckets, held, plans, wanted, names, strict=True):
+        new = [Part(place) for place in wanted_places[group.rank] if place.stop > place.start]
         for part in new:
             part.make(of_bucket, bucket.device)
         for name in of_bucket:
