@@ -1,9 +1,14 @@
-"""A small classification problem, and a network that learns it, for tests of training loops."""
+"""Small problems, networks that learn them, and optimizers with their twins of torch, for tests of training loops."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+import kfuse as kf
 
 
 def problem(count: int = 64) -> tuple[Tensor, Tensor]:
@@ -17,3 +22,50 @@ def network() -> nn.Sequential:
     """From inputs (n, 4) to logits (n, 3); always with the same initial values."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Inputs (count, 5) and targets (count, 2) for `Net`."""
+    x = torch.randn(count, 5, generator=torch.Generator().manual_seed(seed))
+    return x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1]], 1)
+
+
+class Net(nn.Module):
+    """A regression with a layer that may be left out, and one that is never used; always the same initial values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.middle, self.last = nn.Linear(5, 40), nn.Linear(40, 30), nn.Linear(30, 2)
+        self.sometimes = nn.Linear(5, 2, bias=False)
+        self.never = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, sometimes: bool = True) -> Tensor:
+        out = self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+        return out + self.sometimes(x) if sometimes else out
+
+
+def gradients(net: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.detach().clone() for p in net.parameters()]
+
+
+def relative(ours: Iterable[Tensor | None], theirs: Iterable[Tensor | None]) -> float:
+    """The largest relative difference; infinite where only one of the two has a tensor."""
+    worst = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        if a is None or b is None:
+            worst = worst if a is b else float("inf")
+        else:
+            worst = max(worst, float(((a - b).norm() / b.norm()).detach()))
+    return worst
+
+
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "adamw": (lambda p: kf.FusedAdamW(p, lr=0.01), lambda p: torch.optim.AdamW(p, lr=0.01)),
+    "sgd": (lambda p: kf.FusedSGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    "wrapped": (
+        lambda p: kf.Optimizer(torch.optim.SGD(p, lr=0.1, nesterov=True, momentum=0.5)),
+        lambda p: torch.optim.SGD(p, lr=0.1, nesterov=True, momentum=0.5),
+    ),
+}
+"""Each of kfuse's, and the same of torch."""

@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from distributed import run_workers
 from elastic_job import assert_exact, assert_same_training, chaos, run_job, words
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from problems import network, problem
 
 import kfuse as kf
 from kfuse.data.sampler import micro_batch_sizes
 from kfuse.policies import SchedulePolicy
-from kfuse.train.evaluation import params_sha256
 from kfuse.train.settings import Settings
 
 
@@ -60,43 +57,22 @@ def test_bounds(data: st.DataObject) -> None:
 PHASES = [{"step": 4, "batch_size": 64}, {"step": 9, "batch_size": 200}, {"step": 14, "batch_size": 48}]
 
 
-class Noted(nn.Module):
-    """Notes how many samples each forward has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 4))
-        self.sizes: list[int] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.sizes.append(len(x))
-        return self.layers(x)  # type: ignore[no-any-return]
-
-
-def trained(reproducible: bool, most: int | None) -> tuple[str, list[int]]:
-    """Digest of the parameters, and the samples of each forward."""
-    kf.init(comm_reproducible=reproducible)
-    x = torch.randn(3000, 8, generator=torch.Generator().manual_seed(1))
-    model = Noted()
+def passes(most: int | None) -> list[int]:
+    """The samples of each forward."""
+    x, y = problem(3000)
+    model, sizes = network(), []
+    model.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
     opt = kf.FusedAdamW(model.parameters(), lr=0.01)
     given: Any = {"train_steps": 20, "batch_size": 32, "batch_micro": 8, "batch_micro_max": most}
-    kf.fit(model, (x, (x.sum(1) > 0).long()), opt, kf.Hook(SchedulePolicy(PHASES)), **given)
-    return params_sha256(model), model.sizes
-
-
-def test_the_same_bits_for_any_number_of_workers() -> None:
-    [(digest, sizes)] = run_workers(1, trained, True, 64)
-    assert set(sizes) == {8, 16, 56, 32}, "200 = 3 * 56 + 32; 48 = 6 * 8"
-    for workers in (2, 3):
-        assert {found[0] for found in run_workers(workers, trained, True, 64)} == {digest}
+    kf.fit(model, (x, y), opt, kf.Hook(SchedulePolicy(PHASES)), **given)
+    return sizes
 
 
 def test_fewer_passes_over_the_same_samples() -> None:
-    small, large = (run_workers(2, trained, False, most) for most in (None, 64))
-    for found in (small, large):
-        assert sum(sum(sizes) for _, sizes in found) == 4 * 32 + 5 * 64 + 5 * 200 + 6 * 48
-    assert sum(len(sizes) for _, sizes in large) < 0.7 * sum(len(sizes) for _, sizes in small)
+    small, large = passes(None), passes(64)
+    assert sum(small) == sum(large) == 4 * 32 + 5 * 64 + 5 * 200 + 6 * 48
+    assert set(large) == {8, 16, 56, 32}, "200 = 3 * 56 + 32; 48 = 6 * 8"
+    assert len(large) < 0.7 * len(small)
 
 
 TRAINING = words(

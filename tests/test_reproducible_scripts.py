@@ -20,12 +20,15 @@ from kfuse.train import state as training_state
 class Augmented(torch.utils.data.Dataset[tuple[Tensor, int]]):
     """Noise from all three global generators, as people's transforms draw it."""
 
+    def __init__(self, count: int = 48) -> None:
+        self.count = count
+
     def __len__(self) -> int:
-        return 48
+        return self.count
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
         noise = torch.rand(4) + float(np.random.rand()) + random.random()
-        return torch.full((4,), i / 48) + noise, i % 3
+        return torch.full((4,), i / self.count) + noise, i % 3
 
 
 class RunningMean(nn.Module):
@@ -43,43 +46,79 @@ class RunningMean(nn.Module):
         return x - self.mean + self.table
 
 
-def networks(kind: str) -> nn.Module:
-    torch.manual_seed(3)
-    match kind:
-        case "running_mean":
-            return nn.Sequential(RunningMean(), nn.Linear(4, 3))
-        case "spectral_norm":
-            return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 3))
-        case "batch_norm":
-            return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
-    raise ValueError(kind)
+class Model(nn.Module):
+    """Everything that could depend on who computes what: dropout, running statistics, a layer not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.shift = RunningMean()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 33))
+        self.norm = nn.BatchNorm1d(3)
+        self.dropout = nn.Dropout(0.3)
+        self.last = nn.Linear(33, 3)
+        self.rare = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(self.shift(x)).view(-1, 3, 11)  # eleven values a channel, also for one sample
+        out: Tensor = self.last(self.dropout(torch.relu(self.norm(hidden).flatten(1))))
+        return out + self.rare(x) if float(x[0, 0].detach()) > 2.5 else out
 
 
-def bits(kind: str, how: str) -> dict[str, list[float]]:
-    kf.init(comm_reproducible=True)
+class Grow(kf.BasePolicy):
+    """Decides by the statistics' very bits."""
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        if signals.step % 3:
+            return None
+        odd = np.float64(signals.grad_variance or signals.grad_norm).view(np.int64) >> 24 & 1
+        return kf.Decision(batch_size=signals.batch_size + 5 * int(1 + odd), lr_scale=0.9 + 0.1 * float(odd))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: kf.FusedAdamW(p, lr=0.01, clip_norm=0.5),
+    "sgd": lambda p: kf.FusedSGD(p, lr=0.1, momentum=0.9, clip_norm=0.5),
+    "wrapped": lambda p: kf.Optimizer(torch.optim.Adam(p, lr=0.01), clip_norm=0.5),
+}
+
+
+def bits(kind: str, count: int, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What a training with `kf.fit` reports, or nothing with `kf.DataLoader`; and the bits of its state."""
+    kf.init(comm_reproducible=True, comm_bucket_mb=0.0008)
     assert torch.get_num_threads() == 1
-    net = networks(kind)
-    opt = kf.FusedAdamW(net.parameters(), lr=0.05)
-    if how == "fit":
-        kf.fit(net, Augmented(), opt, batch_size=12, batch_micro=3, train_epochs=3)
+    model, data = Model(), Augmented(count)
+    opt = OPTIMIZERS[kind](model.parameters())
+    summary: dict[str, Any] = {}
+    if kind != "sgd":
+        summary = kf.fit(model, data, opt, kf.Hook(Grow()), train_epochs=2, heldout=data, **settings) or {}
+        del summary["wall_s"], summary["workers"]
+        assert summary["steps"] > 3
     else:
-        for step in kf.DataLoader(Augmented(), net, opt, batch_size=12, batch_micro=3, train_epochs=3):
+        for step in kf.DataLoader(data, model, opt, policy=Grow(), train_epochs=2, **settings):
             for x, y in step:
-                F.cross_entropy(net(x), y).backward()
+                F.cross_entropy(model(x), y).backward()
             opt.step()
             opt.zero_grad()
-    return {name: value.double().flatten().tolist() for name, value in net.state_dict().items()}
+    return summary, {name: value.numpy().tobytes() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), [("running_mean", "fit"), ("spectral_norm", "loader"), ("batch_norm", "loader")]
+    ("kind", "count", "settings"),
+    [
+        ("adamw", 130, {"batch_size": 32, "batch_micro": 4}),
+        ("sgd", 131, {"batch_size": 17, "batch_micro": 3}),
+        ("wrapped", 38, {"batch_size": 4, "batch_micro": 4}),
+        ("adamw", 300, {"batch_size": 24, "batch_micro": 6, "batch_micro_max": 24}),
+    ],
+    ids=["even", "ragged", "fewer micro-batches than workers", "growing micro-batches"],
 )
-def test_parameters_and_buffers_have_the_same_bits(kind: str, how: str) -> None:
+def test_state_and_report_have_the_same_bits(kind: str, count: int, settings: dict[str, Any]) -> None:
     """Transforms that draw from torch, numpy and random included, whatever was drawn in the process before."""
     torch.set_num_threads(2)
     random.seed(7), np.random.seed(8), torch.manual_seed(9)
-    alone = bits(kind, how)
-    assert run_workers(3, bits, kind, how) == [alone] * 3
+    alone = bits(kind, count, settings)
+    for workers in (2, 3, 4):
+        assert run_workers(workers, bits, kind, count, settings) == [alone] * workers, f"{workers} workers"
 
 
 def test_the_users_generators_are_where_they_were() -> None:
