@@ -6,7 +6,6 @@ written, is in README.md beside this file; each rule has a number there, and her
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import os
@@ -15,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,16 +28,10 @@ from torch.distributed import PrefixStore, TCPStore
 from kfuse.comm import devices
 
 LOG = "KFUSE_NCCL_DOUBLE_LOG"
-FAULTS = "KFUSE_NCCL_DOUBLE_FAULTS"
 _POLL_S = 0.002
 _FOREVER_S = 10**6
 _SERVERS: list[TCPStore] = []
 """Of this process's groups: each rank 0 serves its group's store until the process ends."""
-
-
-OBSERVER: Any = None
-"""Is told of each collective as it is enqueued, `enqueued(work, reads, writes)`, and of each stream that waits for one,
-`synchronized(work)`."""
 
 HOST_IS_STREAM = True
 """On a CPU the host does the stream's work: `synchronize` blocks it, for as long as the work takes. So it must for a
@@ -49,7 +42,7 @@ the host goes on.
 
 @dataclass
 class Faults:
-    """What goes wrong. `install` takes them; processes that it does not reach get them by the environment (FAULTS)."""
+    """What goes wrong."""
 
     error_on: dict[int, int] = field(default_factory=dict)
     """By rank: the number of the work that fails there (from 0, connecting takes two)."""
@@ -96,15 +89,10 @@ def install(log: Path | None = None, faults: Faults | None = None) -> None:
     global _faults
     if log is not None:
         os.environ[LOG] = str(log)
-    _faults = faults or Faults(**ast.literal_eval(os.environ.get(FAULTS) or "{}"))
+    _faults = faults or Faults()
     known: dict[torch.device, AsynchronousCpu] = {}
     devices.of = lambda name: known.setdefault(name, AsynchronousCpu(name))  # type: ignore[assignment]
     dist.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment,attr-defined]
-
-
-def environment(log: Path, faults: Faults | None = None) -> dict[str, str]:
-    """For processes that call `install` without arguments."""
-    return {LOG: str(log), FAULTS: repr(asdict(faults or Faults()))}
 
 
 def record(what: str, **fields: Any) -> None:
@@ -162,7 +150,6 @@ class Work:
         self.error: str | None = None
         self.handled = False
         """Somebody has seen the error."""
-        self.enqueued_at = time.monotonic()
 
     def is_completed(self) -> bool:
         """True on an error too, and after an abort. [1]"""
@@ -175,15 +162,11 @@ class Work:
 
     def synchronize(self) -> None:
         """The current stream waits; it raises nothing, and after an abort the data are not there. [3]"""
-        if OBSERVER is not None:
-            OBSERVER.synchronized(self)
         if HOST_IS_STREAM:
             self.over.wait()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits on the host, for an error too; then aborts the communicator and raises. [2] [3]"""
-        if OBSERVER is not None:
-            OBSERVER.synchronized(self)
         deadline = time.monotonic() + (timeout or self.group.options._timeout).total_seconds()
         while not self.is_completed():
             if time.monotonic() > deadline:
@@ -262,19 +245,18 @@ class ProcessGroupNCCL:
         """In place. SUM, MIN or MAX."""
         name = next(name for name in ("SUM", "MIN", "MAX") if op == getattr(dist.ReduceOp, name))
         message = f"allreduce {tensor.numel()} {tensor.dtype} {name}"
-        return self._enqueue(message, [tensor], [tensor], lambda gloo: gloo.allreduce(tensor, op))
+        return self._enqueue(message, [tensor], lambda gloo: gloo.allreduce(tensor, op))
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         """In place, from the root."""
-        reads, writes = ([tensor], []) if root == self.rank else ([], [tensor])
         message = f"broadcast {tensor.numel()} {tensor.dtype} from {root}"
-        return self._enqueue(message, reads, writes, lambda gloo: gloo.broadcast(tensor, root))
+        return self._enqueue(message, [tensor], lambda gloo: gloo.broadcast(tensor, root))
 
     def _allgather_base(self, out: Tensor, mine: Tensor) -> Work:
         if out.numel() != self.size * mine.numel() or out.dtype != mine.dtype:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
         message = f"allgather {mine.numel()} {mine.dtype}"
-        return self._enqueue(message, [mine], [out], lambda gloo: gloo._allgather_base(out, mine.clone()))
+        return self._enqueue(message, [mine, out], lambda gloo: gloo._allgather_base(out, mine.clone()))
 
     def _reduce_scatter_base(self, out: Tensor, tensor: Tensor) -> Work:
         """The rank's part of the sum, perhaps in place: NCCL allows `out` where the rank's part of `tensor` is, only.
@@ -287,12 +269,12 @@ class ProcessGroupNCCL:
         if 0 <= start < tensor.nbytes and start != self.rank * out.nbytes:
             raise ValueError("in place, the output must be this rank's part of the input")
         message = f"reducescatter {out.numel()} {out.dtype}"
-        return self._enqueue(message, [tensor], [out], lambda gloo: gloo._reduce_scatter_base(out, tensor.clone()))
+        return self._enqueue(message, [tensor, out], lambda gloo: gloo._reduce_scatter_base(out, tensor.clone()))
 
     def reduce(self, tensor: Tensor, root: int) -> Work:
         """In place on the root. SUM."""
         message = f"reduce {tensor.numel()} {tensor.dtype} to {root}"
-        return self._enqueue(message, [tensor], [tensor], lambda gloo: gloo.reduce(tensor, root))
+        return self._enqueue(message, [tensor], lambda gloo: gloo.reduce(tensor, root))
 
     def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int]) -> Work:
         """cut[r] elements go to rank r, into[r] come from it. Raises ValueError where the splits do not add up."""
@@ -300,12 +282,10 @@ class ProcessGroupNCCL:
             raise ValueError("Split sizes doesn't match total dim 0 size")
         message = f"alltoall {tensor.dtype}"
         run = lambda gloo: gloo.alltoall_base(out, tensor, into, cut)  # noqa: E731
-        return self._enqueue(message, [tensor], [out], run, sends=cut, receives=into)
+        return self._enqueue(message, [tensor, out], run, sends=cut, receives=into)
 
-    def _enqueue(
-        self, message: str, reads: list[Tensor], writes: list[Tensor], run: Callable[[Any], Any], **splits: list[int]
-    ) -> Work:
-        if not all(tensor.is_contiguous() for tensor in (*reads, *writes)):
+    def _enqueue(self, message: str, tensors: list[Tensor], run: Callable[[Any], Any], **splits: list[int]) -> Work:
+        if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("Tensors must be contiguous")
         self._communicator()
         work = Work(self, len(self._works), message, run)
@@ -315,8 +295,6 @@ class ProcessGroupNCCL:
         self._works.append(work)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{work.number}/{self.rank}", json.dumps({"message": message, **splits}))
-        if OBSERVER is not None:
-            OBSERVER.enqueued(work, reads, writes)
         self._queue.put(work)
         return work
 

@@ -78,9 +78,9 @@ class Job:
         """Of a forward."""
         return F.mse_loss(self.model(self.x), self.y)
 
-    def bare_step(self) -> None:
-        """A loop of one's own: one backward."""
-        self.loss().backward()
+    def bare_step(self, factor: float = 1.0) -> None:
+        """A loop of one's own: one backward, of the loss times a factor."""
+        (self.loss() * factor).backward()
         self.end_step()
 
     def forwards_on_two_streams(self, layer: str = "middle") -> None:
@@ -146,9 +146,9 @@ class Job:
         self.opt.engine.set_group(self.group)
         gc.collect()
 
-    def scaled_step(self, scaler: Any) -> None:
+    def scaled_step(self, scaler: Any, factor: float = 1.0) -> None:
         """A bare backward of the scaled loss, and the update through the scaler."""
-        scaler.scale(self.loss()).backward()
+        scaler.scale(self.loss() * factor).backward()
         scaler.step(self.opt)
         scaler.update()
         self.opt.zero_grad()

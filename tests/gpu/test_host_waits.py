@@ -14,9 +14,7 @@ from kfuse.comm.sync.pair import Pair, Pull
 AHEAD = 2  # steps that the host is ahead of the device, whatever it does
 
 
-@pytest.mark.parametrize(
-    ("schedule", "optimizer"), [("allreduce", "adamw"), ("all_to_all", "lamb"), ("tree", "wrapped fused adamw")]
-)
+@pytest.mark.parametrize(("schedule", "optimizer"), [("all_to_all", "lamb"), ("tree", "wrapped fused adamw")])
 def test_one_a_step_where_workers_may_change(schedule: str, optimizer: str) -> None:
     """The wait for the last message; after it the statistics of the step before have arrived."""
     with job(OPTIMIZERS[optimizer], 3, elastic=True, lag=AHEAD, schedule=schedule) as it:
@@ -29,22 +27,12 @@ def test_one_a_step_where_workers_may_change(schedule: str, optimizer: str) -> N
             assert waits == []
 
 
-@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
-def test_an_averaging_of_local_sgd_waits_for_its_message(parameters: torch.dtype) -> None:
-    with job(lag=AHEAD, parameters=parameters) as it:
+def test_an_averaging_of_local_sgd_waits_for_its_message() -> None:
+    with job(lag=AHEAD, parameters=torch.bfloat16) as it:
         for _ in range(2):
             assert it.recorder.waits_of(lambda: it.planned_step([range(0, 2), range(2, 4)], local=True)) == []
             waits = it.recorder.waits_of(it.opt.updates.average_models)
             assert len(waits) == 1 and waits[0].startswith("polling"), waits
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "sgd", "wrapped fused adamw"])
-def test_none_with_bf16_parameters(optimizer: str) -> None:
-    with job(OPTIMIZERS[optimizer], lag=AHEAD, parameters=torch.bfloat16, check_every=1) as it:
-        for _ in range(5):
-            it.bare_step()
-            it.step()
-        assert it.recorder.host_waits == []
 
 
 def test_what_a_wrapped_optimizer_waits_for() -> None:
@@ -79,14 +67,9 @@ def test_a_host_ahead_still_knows_the_time_of_a_micro_batch() -> None:
         assert seconds == [0.0] * 3 + [0.001] * 3
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "parameters"), [("adamw", torch.bfloat16), ("sgd", torch.float32)], ids=["adamw", "sgd"]
-)
-def test_pair_averaging_waits_in_the_thread_that_serves_a_snapshot_alone(
-    optimizer: str, parameters: torch.dtype
-) -> None:
+def test_pair_averaging_waits_in_the_thread_that_serves_a_snapshot_alone() -> None:
     """In each step a snapshot has arrived in pinned memory, as the puller's thread leaves it there."""
-    with job(OPTIMIZERS[optimizer], lag=AHEAD, parameters=parameters) as it:
+    with job(lag=AHEAD, parameters=torch.bfloat16) as it:
         weights = it.opt.updates.weights()
         pair = Pair(weights, 0, "127.0.0.1", lambda step, ranks: ranks[0])
         it.opt.average_with(pair)

@@ -85,7 +85,7 @@ def test_a_killed_worker_is_replaced_with_the_same_bits(undisturbed: Job, tmp_pa
 # -- a job of fixed size --------------------------------------------------------------------------------------------
 
 STEPS = 30
-BRIEF_S = 10.0  # of those that wait until the timeout
+BRIEF_S = 5.0  # of those that wait until the timeout
 
 
 def fit(directory: Path, transport: dict[str, Any], checkpoints: bool = True, timeout_s: float = 60.0) -> list[float]:
@@ -95,29 +95,11 @@ def fit(directory: Path, transport: dict[str, Any], checkpoints: bool = True, ti
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
     opt = kf.FusedAdamW(net.parameters(), lr=0.01)
     x = torch.randn(96, 8, generator=torch.Generator().manual_seed(2))
-    given: dict[str, Any] = (
-        {"checkpoint_dir": directory, "checkpoint_every_steps": 1000, "checkpoint_resume": "auto"}
-        if checkpoints
-        else {}
-    )
-    kf.fit(
-        net,
-        (x, x[:, :3].argmax(1)),
-        opt,
-        train_steps=STEPS,
-        batch_size=12,
-        batch_micro=4,
-        observe_progress=False,
-        **given,
-    )
+    given: dict[str, Any] = {"checkpoint_dir": directory, "checkpoint_every_steps": 1000, "checkpoint_resume": "auto"}
+    given = (given if checkpoints else {}) | {"train_steps": STEPS, "batch_size": 12, "batch_micro": 4}
+    kf.fit(net, (x, x[:, :3].argmax(1)), opt, observe_progress=False, **given)
     parameters: list[float] = torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
     return parameters
-
-
-def assert_same(runs: list[list[float]], exactly: bool) -> None:
-    """Without reproducible sums a product of matrices may differ in its last bit from run to run."""
-    for parameters in runs:
-        assert parameters == (runs[0] if exactly else pytest.approx(runs[0], rel=1e-4, abs=1e-6))
 
 
 def fit_until_a_loss(log: Path, directory: Path, transport: dict[str, Any]) -> None:
@@ -129,11 +111,8 @@ def fit_until_a_loss(log: Path, directory: Path, transport: dict[str, Any]) -> N
             record("survived", error=str(error), seconds=time.monotonic() - began)
 
 
-@pytest.mark.parametrize("transport", [{"reproducible": True}, {"schedule": "allreduce"}], ids=str)
-def test_a_loss_ends_a_fixed_job_in_commerror_with_a_last_checkpoint_that_is_right(
-    tmp_path: Path, transport: dict[str, Any]
-) -> None:
-    log, directory = tmp_path / "double", tmp_path / "checkpoints"
+def test_a_loss_ends_a_fixed_job_in_commerror_with_a_last_checkpoint_that_is_right(tmp_path: Path) -> None:
+    log, directory, transport = tmp_path / "double", tmp_path / "checkpoints", {"reproducible": True}
     with pytest.raises(WorkersFailed, match="1 of 3 workers"):
         run_workers(3, fit_until_a_loss, log, directory, transport)
     reports = records(log, "survived")
@@ -142,9 +121,8 @@ def test_a_loss_ends_a_fixed_job_in_commerror_with_a_last_checkpoint_that_is_rig
     assert list(directory.iterdir()), "the last checkpoint"
     assert_one_order(log)
     resumed = run_workers(3, fit, directory, transport)
-    whole = run_workers(3, fit, tmp_path / "other", transport)
-    assert resumed[0] == resumed[1] == resumed[2]
-    assert_same([*resumed, *whole], exactly=transport.get("reproducible", False))  # as if nothing had happened
+    whole = run_workers(1, fit, tmp_path / "other", transport)  # on any number of workers, as if nothing had happened
+    assert resumed == [whole[0]] * 3
 
 
 def fit_over_nccl(log: Path, directory: Path, transport: dict[str, Any], faults: Faults) -> list[float]:
@@ -158,6 +136,7 @@ def test_a_fixed_job_whose_transport_is_chosen_by_a_probe_trains_as_over_gloo(tm
     transport, faults = {"schedule": "auto"}, Faults(slow_s={1: 0.002})
     results = run_workers(3, fit_over_nccl, tmp_path / "double", tmp_path, transport, faults)
     assert results[0] == results[1] == results[2]
-    assert_same([*results, *run_workers(3, fit, tmp_path, transport, False)], exactly=False)
+    # Without reproducible sums a product of matrices may differ in its last bit from run to run.
+    assert results[0] == pytest.approx(run_workers(3, fit, tmp_path, transport, False)[0], rel=1e-4, abs=1e-6)
     assert_one_order(tmp_path / "double")
     assert nccl_double.records(tmp_path / "double", "constructed")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from distributed import run_workers
 from nccl_double import Faults, installed, messages, records
-from test_two_optimizers import gan, one_backward, two_contexts
+from test_two_optimizers import gan, one_backward
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -52,23 +52,13 @@ def ranges(step: int, size: int) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in zip(starts, ends, strict=True))[:size]
 
 
-def train(
-    schedule: str,
-    reproducible: bool,
-    dtype: str = "fp32",
-    pause_s: float = 0.0,
-    steps: int = 4,
-    state: str = "replicated",
-    bucket_mb: float = 1e-4,
-    timeout_s: float = 60.0,
-) -> list[float]:
+def train(options: CommOptions, pause_s: float = 0.0) -> list[float]:
     """The parameters after some planned steps on this worker and the others."""
-    options = CommOptions(schedule=schedule, reproducible=reproducible, dtype=dtype, state=state, bucket_mb=bucket_mb)
-    kf.init(**options.named(), comm_timeout_s=timeout_s)
+    kf.init(**options.named(), comm_timeout_s=60.0)
     session = current()
     net = Net(pause_s)
     opt = kf.FusedAdamW(net.parameters(), lr=0.01, clip_norm=1.0)
-    for step in range(steps):
+    for step in range(4):
         mine = ranges(step, session.group.size)
         opt.begin(StepPlan(4 * mine[-1].stop, mine))
         for j in mine[session.group.rank]:
@@ -83,49 +73,47 @@ def train(
     return parameters
 
 
-def over_nccl(log: Path, faults: Faults, *arguments: Any) -> list[float]:
-    with installed(log, faults):
-        return train(*arguments)
+def over_nccl(log: Path, options: CommOptions, slow_s: float, pause_s: float) -> list[float]:
+    with installed(log, Faults(slow_s={1: slow_s})):
+        return train(options, pause_s)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("schedule", "reproducible", "dtype", "state"),
+    "options",
     [
-        ("all_to_all", True, "fp32", "replicated"),
-        ("all_to_all", False, "bf16", "replicated"),
-        ("allreduce", False, "bf16", "replicated"),
-        ("tree", False, "fp32", "replicated"),
-        ("reduce_scatter", False, "fp32", "sharded"),
+        CommOptions("all_to_all", reproducible=True, bucket_mb=1e-4),
+        CommOptions("all_to_all", dtype="bf16", bucket_mb=1e-4),
+        CommOptions("allreduce", dtype="bf16", bucket_mb=1e-4),
+        CommOptions("tree", bucket_mb=1e-4),
+        CommOptions("reduce_scatter", state="sharded", bucket_mb=1e-4),
     ],
+    ids=lambda options: f"{options.schedule}-{options.dtype}-{options.state}",
 )
-def test_every_transport_trains_as_over_gloo_in_one_order(
-    tmp_path: Path, schedule: str, reproducible: bool, dtype: str, state: str
-) -> None:
+def test_every_transport_trains_as_over_gloo_in_one_order(tmp_path: Path, options: CommOptions) -> None:
     """Sharded: with buckets that are smaller than a shard, of 4096 elements; all of a bucket is some rank's."""
-    plain = run_workers(3, train, schedule, reproducible, dtype, 0.0, 4, state)
-    faults = Faults(slow_s={1: 0.003})
-    results = run_workers(3, over_nccl, tmp_path, faults, schedule, reproducible, dtype, 0.001, 4, state)
+    plain = run_workers(3, train, options)
+    results = run_workers(3, over_nccl, tmp_path, options, 0.003, 0.001)
     assert results[0] == results[1] == results[2]
     # gloo's own sums have an order that may differ between two runs.
-    exactly = schedule in ("all_to_all", "tree")
+    exactly = options.schedule in ("all_to_all", "tree")
     assert results[0] == (plain[0] if exactly else pytest.approx(plain[0], rel=1e-2, abs=1e-4))
-    (logs,) = messages(tmp_path).values()
-    assert logs[0] == logs[1] == logs[2]
     assert not records(tmp_path, "wrong order") and not records(tmp_path, "abort")
+    assert_one_order(tmp_path)
 
 
-def fixed_order(log: Path) -> list[float]:
-    with installed(log, Faults(slow_s={1: 0.002})):
-        return train("all_to_all", True, steps=2)
+def assert_one_order(log: Path) -> list[str]:
+    """The messages, which all ranks have enqueued in the same order."""
+    (logs,) = messages(log).values()
+    assert all(enqueued == logs[0] for enqueued in logs.values())
+    return logs[0]
 
 
 def test_all_to_all_starts_each_share_after_the_next_exchange(tmp_path: Path) -> None:
-    results = run_workers(3, fixed_order, tmp_path)
+    options = CommOptions("all_to_all", reproducible=True, bucket_mb=1e-4)
+    results = run_workers(3, over_nccl, tmp_path, options, 0.002, 0.0)
     assert results[0] == results[1] == results[2]
-    (logs,) = messages(tmp_path).values()
-    assert logs[0] == logs[1] == logs[2]
-    kinds = [message.split()[0] for message in logs[0]]
+    kinds = [message.split()[0] for message in assert_one_order(tmp_path)]
     first = kinds.index("alltoall")
     exchanges = "".join("x" if kind == "alltoall" else "s" for kind in kinds[first:-2])
     assert exchanges.startswith("xx")
@@ -138,28 +126,25 @@ def test_all_to_all_starts_each_share_after_the_next_exchange(tmp_path: Path) ->
 def two_over_nccl(log: Path, script: str, schedule: str) -> float:
     with installed(log):
         kf.init(comm_schedule=schedule, comm_bucket_mb=64 * 4 / 2**20, comm_timeout_s=60.0)
-        run: Any = {"one_backward": one_backward, "gan": gan, "two_contexts": two_contexts}[script]
+        run: Any = {"one_backward": one_backward, "gan": gan}[script]
         drift: float = run(schedule, 6)
         current().group.finish()
         return drift
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("script", "schedule"), [("one_backward", "allreduce"), ("gan", "all_to_all"), ("two_contexts", "tree")]
-)
+@pytest.mark.parametrize(("script", "schedule"), [("one_backward", "allreduce"), ("gan", "all_to_all")])
 def test_two_optimizers_share_one_communicator_in_one_order(tmp_path: Path, script: str, schedule: str) -> None:
     """Buckets that started as backward reaches them would have an order of their own on each rank."""
     for drift in run_workers(2, two_over_nccl, tmp_path, script, schedule):
         assert drift <= 1e-4
-    (logs,) = messages(tmp_path).values()
-    assert logs[0] == logs[1]
+    assert_one_order(tmp_path)
 
 
-def pair_with_an_idle_rank(log: Path, schedule: str) -> list[float]:
+def pair_with_an_idle_rank(log: Path) -> list[float]:
     """As a GAN's pair: one backward through both. Rank 2 has no micro-batch."""
     with installed(log):
-        kf.init(comm_schedule=schedule, comm_bucket_mb=1e-4, comm_timeout_s=60.0)
+        kf.init(comm_schedule="all_to_all", comm_bucket_mb=1e-4, comm_timeout_s=60.0)
         session = current()
         torch.manual_seed(5)
         first, second = nn.Linear(16, 16), nn.Linear(16, 16)
@@ -182,7 +167,6 @@ def pair_with_an_idle_rank(log: Path, schedule: str) -> list[float]:
 
 @pytest.mark.full
 def test_a_rank_without_micro_batches_keeps_the_order_of_two_optimizers(tmp_path: Path) -> None:
-    results = run_workers(3, pair_with_an_idle_rank, tmp_path, "all_to_all")
+    results = run_workers(3, pair_with_an_idle_rank, tmp_path)
     assert results[0] == results[1] == results[2]
-    (logs,) = messages(tmp_path).values()
-    assert logs[0] == logs[1] == logs[2]
+    assert_one_order(tmp_path)

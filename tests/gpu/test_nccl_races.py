@@ -1,4 +1,4 @@
-"""A group over NCCL whose thread ends it at the worst moment: the main thread gets CommError, and no other error."""
+"""A group over NCCL in one process: its thread ends it at the worst moment, or NCCL does; and what counts as late."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu.recorder import Recorder
-from gpu.stand_in import nccl_stood_in
+from gpu.stand_in import StandInProcessGroup, StandInWork, nccl_stood_in
 
+from kfuse.comm import group as groups
 from kfuse.comm.group import CommError
 from kfuse.comm.nccl import NcclGroup
 
@@ -59,3 +60,33 @@ def test_it_is_ended_at_the_end_of_its_view(group: NcclGroup, monkeypatch: pytes
     group.finish()
     with pytest.raises(CommError, match=LOST):
         group.settle()
+
+
+def test_an_error_as_a_message_is_started_names_the_message(group: NcclGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def aborted(*_: object) -> None:
+        raise RuntimeError("NCCL communicator was aborted on rank 0.")
+
+    monkeypatch.setattr(StandInProcessGroup, "allreduce", aborted)
+    said = r"^bucket 7: starting it with rank 1: .* was aborted"
+    with pytest.raises(CommError, match=said):
+        group.all_reduce(torch.zeros(3, device=DEVICE), "bucket 7")
+    with pytest.raises(CommError, match=said):
+        group.settle()
+
+
+def test_time_that_the_device_computes_does_not_count_as_waiting(
+    group: NcclGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[bool] = []
+    event = SimpleNamespace(record=lambda stream=None: None, query=lambda: bool(computed))
+    monkeypatch.setattr(group._device, "event", lambda timing=False: event)
+    monkeypatch.setattr(StandInWork, "is_completed", lambda work: False)
+    monkeypatch.setattr(groups, "GRACE_S", 0.0)
+    group.timeout_s = 0.0
+    message = group.all_reduce(torch.zeros(3, device=DEVICE), "bucket 1")
+    for _ in range(3):
+        group._look()
+        group.raise_failure()
+    computed.append(True)
+    with pytest.raises(CommError, match=r"bucket 1: waited 0\.. s for rank 1"):
+        group.wait_until(lambda: message not in group.under_way)

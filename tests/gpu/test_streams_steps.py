@@ -10,6 +10,7 @@ import torch
 from gpu.steps import OPTIMIZERS, SMALL_BUCKETS, TINY_BUCKETS, Job, job
 
 import kfuse as kf
+from kfuse.comm.plan import StepPlan
 from kfuse.comm.topology import Links
 from kfuse.comm.transports.all_to_all import AllToAll
 
@@ -28,6 +29,8 @@ class Case(NamedTuple):
     elastic: bool
     buckets: float
     dtype: str
+    """Of messages."""
+    parameters: torch.dtype
     layer: str | None
     """The layer that runs on a stream of its own."""
     batch_norm: bool
@@ -41,9 +44,10 @@ AXES: tuple[tuple[Any, ...], ...] = (
     (False, True),
     (TINY_BUCKETS, SMALL_BUCKETS, 25.0),
     ("fp32", "bf16"),
+    (torch.float32, torch.bfloat16),
     (None, "middle", "sometimes"),
     (False, True),
-    ("bare", "micro-batches", "planned", "scaled", "read"),
+    ("bare", "micro-batches", "planned", "scaled", "read", "local"),
 )
 
 
@@ -52,23 +56,24 @@ def is_supported(case: Case) -> bool:
         return False
     if case.transport == "reproducible" and case.dtype == "bf16":
         return False
+    if case.loop == "local" and (case.state == "sharded" or case.transport == "reproducible"):
+        return False
     return not (case.elastic and case.loop == "scaled")
 
 
 def covering() -> list[Case]:
-    """As few cases as a greedy search finds, in which each two values occur together that can."""
-    left = {case: set(itertools.combinations(enumerate(case), 2)) for case in map(Case._make, _sample())}
+    """As few cases as a greedy search finds, in which each two values occur together that can.
+
+    It looks at every 31st supported combination: all of them would take too long.
+    """
+    sample = [case for case in map(Case._make, itertools.product(*AXES)) if is_supported(case)][::31]
+    left = {case: set(itertools.combinations(enumerate(case), 2)) for case in sample}
     wanted, chosen = set().union(*left.values()), list[Case]()
     while wanted:
         best = max(left, key=lambda case: len(left[case] & wanted))
         chosen.append(best)
         wanted -= left.pop(best)
     return chosen
-
-
-def _sample() -> list[tuple[Any, ...]]:
-    """Every 13th supported combination: all of them would take the search too long."""
-    return [case for case in itertools.product(*AXES) if is_supported(Case._make(case))][::13]
 
 
 def run(it: Job, loop: str) -> None:
@@ -86,6 +91,9 @@ def run(it: Job, loop: str) -> None:
         elif loop == "read":
             it.step()
             assert it.opt.stats is not None
+        elif loop == "local":
+            it.planned_step([range(0, 3), range(3, 5), range(5, 6)], by_weight=True, local=True)
+            it.opt.updates.average_models()
         else:
             it.planned_step([range(0, 3), range(3, 5), range(5, 6)])
             it.planned_step([range(0, 0), range(0, 2), range(2, 4)])
@@ -98,35 +106,43 @@ def test_every_use_of_memory_is_in_order(case: Case) -> None:
     if case.transport == "reproducible":
         options = {"reproducible": True}
     width = WIDE if case.state == "sharded" else 40 if case.buckets == SMALL_BUCKETS else 10
-    options |= {"state": case.state, "bucket_mb": case.buckets, "dtype": case.dtype, "batch_norm": case.batch_norm}
-    with job(
-        OPTIMIZERS[case.optimizer], 3, case.elastic, lag=2, width=width, all_used=case.layer is not None, **options
-    ) as it:
+    options |= {"state": case.state, "bucket_mb": case.buckets, "dtype": case.dtype, "parameters": case.parameters}
+    options |= {"width": width, "all_used": case.layer is not None, "batch_norm": case.batch_norm}
+    with job(OPTIMIZERS[case.optimizer], 3, case.elastic, lag=2, **options) as it:
         if case.layer is not None:
             it.forwards_on_two_streams(case.layer)
         run(it, case.loop)
-        if not case.elastic and case.optimizer != "wrapped adamw" and case.loop != "read":
+        if not case.elastic and case.optimizer != "wrapped adamw" and case.loop not in ("read", "local"):
             assert it.recorder.host_waits == []
 
 
-@pytest.mark.parametrize("ranges", [[0, 2], [11, 5]], ids=str)
-def test_reproducible_sums_of_several_slots(ranges: list[int]) -> None:
+def test_reproducible_sums_of_several_slots_on_a_rank_that_may_have_none() -> None:
     with job(size=2, reproducible=True, lag=2) as it:
-        for _ in range(3):
-            it.planned_step([range(ranges[0]), range(ranges[0], sum(ranges))])
+        for first, second in ((11, 5), (0, 2)) * 2:
+            it.planned_step([range(first), range(first, first + second)])
         assert it.recorder.host_waits == []
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_local_sgd(schedule: str) -> None:
-    with job(schedule=schedule, elastic=True) as it:
-        for by_weight in (False, True):
-            it.planned_step([range(0, 2), range(2, 4)], by_weight=by_weight, local=True)
-            it.opt.updates.average_models()
+def test_digests_of_an_audit_are_taken_without_a_wait() -> None:
+    """This worker has the micro-batch that is audited, or is one that checks it."""
+    ranges = (range(0, 3), range(3, 5))
+    with job(lag=2, reproducible=True, all_used=True, batch_norm=True) as it:
+        it.forwards_on_two_streams()
+        params = list(it.model.parameters())
+        for audited in (0, 4, 1):
+            it.run(StepPlan(40, ranges, audited=audited))
+            assert audited not in ranges[0] or it.opt.engine.audited.digest().shape == ()
+            kept = [p.grad for p in params]
+            for p in params:
+                p.grad = None
+            assert it.opt.engine.audited.again(it.loss().backward).shape == ()
+            for p, grad in zip(params, kept, strict=True):
+                p.grad = grad
+            it.end_step()
+        assert it.recorder.host_waits == []
 
 
-@pytest.mark.parametrize("tree", ["latency", (3, 0, 0, 3)], ids=str)
-def test_steps_along_a_tree(tree: str | tuple[int, ...]) -> None:
+def test_steps_along_a_tree_of_measured_links() -> None:
     slow, ranks = {0, 1}, range(4)
     links = Links(
         tuple(tuple(0.0 if a == b else 1e-4 for b in ranks) for a in ranks),
@@ -134,7 +150,7 @@ def test_steps_along_a_tree(tree: str | tuple[int, ...]) -> None:
     )
     with job(size=4, schedule="tree", bucket_mb=SMALL_BUCKETS, all_used=True) as it:
         it.group.take_links(links)
-        it.opt.engine.use_transport(None, tree)
+        it.opt.engine.use_transport(None, "latency")
         it.bare_step()
         it.forwards_on_two_streams("sometimes")
         it.step()
@@ -185,12 +201,20 @@ def test_two_receive_buffers_do_for_any_number_of_buckets(monkeypatch: pytest.Mo
 # -- aborts -----------------------------------------------------------------------------------------------------------
 
 
+BACKWARD, UPDATE = "in the last backward", "before the update"
+
+
 @pytest.mark.parametrize(
-    ("schedule", "state"),
-    [*((schedule, "replicated") for schedule in SCHEDULES), ("all_to_all", "sharded")],
+    ("schedule", "state", "where"),
+    [
+        ("allreduce", "replicated", BACKWARD),
+        ("all_to_all", "replicated", UPDATE),
+        ("reduce_scatter", "replicated", UPDATE),
+        ("tree", "replicated", BACKWARD),
+        ("all_to_all", "sharded", BACKWARD),
+    ],
 )
-@pytest.mark.parametrize("where", ["in the last backward", "before the update"])
-def test_an_aborted_step(where: str, schedule: str, state: str) -> None:
+def test_an_aborted_step(schedule: str, state: str, where: str) -> None:
     """Buffers that messages may still write to are not used again before the communicator has been aborted."""
     with job(schedule=schedule, state=state, width=WIDE if state == "sharded" else 10) as it:
         it.step()
@@ -201,7 +225,7 @@ def test_an_aborted_step(where: str, schedule: str, state: str) -> None:
 def fail_in_a_step(it: Job, where: str) -> None:
     """A step that ends in an error, after which the group is another one."""
     weight = it.model.first.weight
-    handle = weight.register_hook(lambda grad: 1 / 0) if where == "in the last backward" else None
+    handle = weight.register_hook(lambda grad: 1 / 0) if where == BACKWARD else None
     it.opt.engine.on_last_micro_batch = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError), it.opt.micro_batch(samples=8):
         it.loss().backward()

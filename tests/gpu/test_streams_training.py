@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu.order import RecordedEvent
 from gpu.recorder import Recorder
 from gpu.steps import job
 from torch import nn
@@ -57,9 +56,3 @@ def test_fit_with_audits_waits_for_the_comparison_alone() -> None:
     assert errors == []
     for step, waits in enumerate(steps, 1):
         assert len(waits) == (step % 2 == 0) and all("audit.py" in wait for wait in waits), waits
-
-
-def test_a_batch_that_is_used_before_its_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecordedEvent, "wait", lambda event, stream=None: None)
-    _, errors = train(workers=1)
-    assert any("data/feeder.py" in error and "no order between" in error for error in errors), errors

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-from gpu.recorder import RecordedEvent, RecordedStream
 from gpu.steps import Job, job
 
 from kfuse.checkpoint.snapshot import Snapshots, snapshot
 from kfuse.comm import chunks
-from kfuse.comm.nccl import NcclPending
 from kfuse.train import state as training_state
 from kfuse.train.state import TrainingState
 
@@ -80,33 +76,3 @@ def test_a_checkpoint_makes_the_host_wait_for_nothing() -> None:
         taker, own = Snapshots(), state(it).capture()
         assert it.recorder.waits_of(lambda: taker.take(own, "state")) == []
         assert it.recorder.waits_of(lambda: snapshot(own, "state")) != [], "kf.state_dict is complete"
-
-
-def found(act: Callable[[Job], None], monkeypatch: pytest.MonkeyPatch, kind: Any, name: str) -> list[str]:
-    """The errors where this method does nothing."""
-    with job(size=3, batch_norm=True) as it:
-        it.step()
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, name, lambda *_: None)
-            act(it)
-        it.step()
-        it.group.abort()
-        gc.collect()
-        errors = it.recorder.take_errors()
-    return errors
-
-
-def take_one(it: Job) -> None:
-    captured = state(it).capture()  # waits for the step's statistics
-    it.model.norm.running_mean.add_(1.0)
-    taken = Snapshots().take(captured, "state")
-    it.model.norm.running_mean.add_(1.0)
-    assert taken.on_the_way
-
-
-def test_a_transfer_or_snapshot_without_an_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = found(receives, monkeypatch, NcclPending, "wait")
-    assert any("no order between a collective" in error for error in errors), errors
-    for kind, name in ((RecordedEvent, "wait"), (RecordedStream, "wait_stream")):
-        errors = found(take_one, monkeypatch, kind, name)
-        assert any("no order between" in error for error in errors), errors

@@ -1,7 +1,7 @@
-"""A checkpoint from a GPU: one pinned buffer for all of them, and the host never waits in `save`.
+"""Batches go to a GPU, and states come from it, by pinned memory; the host does not wait for the copies.
 
-`Gpu` stands for the GPU. Its copies happen at once (its tensors are the CPU's). `test_transfer_streams.py` tests the
-order of the streams.
+`Gpu` stands for the GPU. Its copies happen at once; `test_transfer_streams.py` tests the order of the streams. Batches
+go to the meta device: what is copied there has a shape and a type, and no data.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ from kfuse.checkpoint.format import Checkpointer, load
 from kfuse.checkpoint.snapshot import Snapshots, snapshot
 from kfuse.comm import chunks, devices
 from kfuse.comm.devices import Device
+from kfuse.data.batch import pinned_copy, to_device
+from kfuse.data.dataset import TensorData
+from kfuse.data.feeder import Feeder
+from kfuse.data.fetching import Loading
+from kfuse.data.sampler import EpochSampler
+
+META = torch.device("meta")
 
 
 class Gpu(Device):
@@ -27,7 +34,7 @@ class Gpu(Device):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.pinned_bytes: list[int] = []
+        self.pinned_shapes: list[tuple[int, ...]] = []
         self.current_in: list[str] = []
         self.held = threading.Event()
         self.held.set()
@@ -40,8 +47,8 @@ class Gpu(Device):
         return Arrival(self)
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        self.pinned_bytes.append(shape[0])
-        return torch.full(tuple(shape), 255, dtype=dtype)
+        self.pinned_shapes.append(tuple(shape))
+        return torch.empty(tuple(shape), dtype=dtype)
 
 
 class Arrival(devices.Event):
@@ -59,7 +66,55 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu()
     monkeypatch.setattr(devices, "of", lambda name: made)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self: False)  # asks CUDA, which is not there
     return made
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meta(gpu: Gpu) -> Gpu:
+    gpu.name = META
+    return gpu
+
+
+def test_each_tensor_of_a_batch_goes_by_pinned_memory_without_a_wait(
+    meta: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    to = Tensor.to
+
+    def count(self: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        asked.append(named["non_blocking"])
+        return to(self, *arguments, **named)
+
+    monkeypatch.setattr(Tensor, "to", count)
+    batch = {"x": [torch.zeros(4, 3)], "temperature": torch.tensor(0.5), "name": "a"}
+    moved = to_device(batch, META)
+    assert meta.pinned_shapes == [(4, 3), ()] and asked == [True] * 2
+    assert moved["x"][0].device == moved["temperature"].device == META
+    there = torch.zeros(3, device=META)
+    assert to_device([there], META)[0] is there and len(meta.pinned_shapes) == 2
+
+
+def test_a_tensor_keeps_its_strides_on_the_way_and_one_that_is_not_dense_goes_without_pinned_memory(meta: Gpu) -> None:
+    """Else the bits of a model in channels_last would depend on the number of loader processes."""
+    feeder = Feeder(TensorData((torch.zeros(1), torch.zeros(1))), EpochSampler(1, 0), Loading(workers=1), META)
+    channels_last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    for tensor in (torch.tensor(0.5), channels_last, torch.randn(4, 3).t()):
+        meta.pinned_shapes.clear()
+        started = feeder._start_copy([tensor])
+        assert started is not None and started[0][0].stride() == tensor.stride() and len(meta.pinned_shapes) == 1
+        copy = pinned_copy(meta, tensor)
+        assert torch.equal(copy, tensor) and copy.data_ptr() != tensor.data_ptr()
+        assert to_device([tensor], META)[0].stride() == tensor.stride()
+    meta.pinned_shapes.clear()
+    every_second = torch.arange(6)[::2]
+    assert pinned_copy(meta, every_second) is every_second and meta.pinned_shapes == []
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def state_of(step: int, width: int = 40) -> dict[str, Any]:
@@ -86,15 +141,15 @@ def assert_equal(found: Any, wanted: Any) -> None:
 
 def test_only_the_writer_waits_and_all_checkpoints_share_one_buffer(gpu: Gpu, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, 9, lambda event: None)
-    for step, width in enumerate((40, 40, 40, 60)):
+    for step, width in enumerate((40, 40, 60)):
         gpu.held.clear()
         assert checkpointer.save(step, state_of(step, width)), "the host has not waited"
         assert not checkpointer.save(9, state_of(9)), "the buffer is in use until the first one is written"
         gpu.held.set()
         checkpointer.wait()
         assert_equal(load(tmp_path / f"step-{step:08d}"), state_of(step, width))
-    assert len(gpu.pinned_bytes) == 2 and gpu.pinned_bytes[0] < gpu.pinned_bytes[1]
-    assert len(gpu.current_in) == 4 and "MainThread" not in gpu.current_in
+    assert len(gpu.pinned_shapes) == 2 and gpu.pinned_shapes[0] < gpu.pinned_shapes[1]
+    assert len(gpu.current_in) == 3 and "MainThread" not in gpu.current_in
 
 
 def test_small_tensors_share_a_copy_to_the_host(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +163,7 @@ def test_small_tensors_share_a_copy_to_the_host(gpu: Gpu, monkeypatch: pytest.Mo
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**20)
     monkeypatch.setattr(Tensor, "copy_", count)
     Snapshots().take({f"p{i}": torch.randn(10) for i in range(100)} | {"large": torch.randn(2**18)}, "state")
-    assert sorted(size for size, _ in copies) == [100 * 64 - 24, 2**20]
-    assert all(non_blocking for _, non_blocking in copies)
+    assert sorted(copies) == [(100 * 64 - 24, True), (2**20, True)]
 
 
 def test_what_was_copied_is_written_alone(gpu: Gpu, tmp_path: Path) -> None:
@@ -119,13 +173,6 @@ def test_what_was_copied_is_written_alone(gpu: Gpu, tmp_path: Path) -> None:
     checkpointer.save(1, {"model": {"a": flat[5:11].view(2, 3)}, "optimizer": {"b": flat}, "rest": 1})
     checkpointer.wait()
     assert (tmp_path / "step-00000001" / "model.pt").stat().st_size < 4000
-
-
-def test_a_snapshot_for_the_caller_is_a_copy_that_keeps_ties(gpu: Gpu) -> None:
-    tied = nn.Parameter(torch.randn(3))
-    copy = snapshot({"a": tied, "b": tied}, "state")
-    assert copy["a"] is copy["b"] and torch.equal(copy["a"], tied) and type(copy["a"]) is Tensor
-    assert copy["a"].data_ptr() != tied.data_ptr()
 
 
 def test_a_failed_copy_is_an_event(gpu: Gpu, tmp_path: Path) -> None:
@@ -139,9 +186,10 @@ def test_a_failed_copy_is_an_event(gpu: Gpu, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_on_the_cpu_nothing_is_pinned_and_each_tensor_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_on_the_cpu_copies_each_tensor_once_and_keeps_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "pinned", lambda *_: pytest.fail("pinned"))
-    state = state_of(3)
+    tied = nn.Parameter(torch.randn(3))
+    state = state_of(3) | {"ties": [tied, tied]}
     made: list[int] = []
     to = Tensor.to
 
@@ -150,6 +198,10 @@ def test_on_the_cpu_nothing_is_pinned_and_each_tensor_is_copied_once(monkeypatch
         return to(self, *arguments, **named)
 
     monkeypatch.setattr(Tensor, "to", count)
-    taken = Snapshots().take(state, "state")
-    assert taken.on_the_way == () and len(made) == 7
-    assert_equal(taken.value, state)
+    taken = snapshot(state, "state")
+    assert len(made) == 8
+    first, second = taken.pop("ties")
+    assert first is second and torch.equal(first, tied) and type(first) is Tensor
+    assert first.data_ptr() != tied.data_ptr()
+    del state["ties"]
+    assert_equal(taken, state)
