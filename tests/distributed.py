@@ -1,7 +1,6 @@
 """Runs a function in several real worker processes, as torchrun would, and hands back what each one returned.
 
-Processes are forked from a server that has imported what they need, so that a launch costs a tenth of a second. The
-server itself has run nothing: no thread and no session is inherited.
+Processes are forked from a server that has imported what they need and run nothing else.
 """
 
 from __future__ import annotations

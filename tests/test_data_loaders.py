@@ -1,7 +1,5 @@
 """CIFAR-10, image folders and text are read as published, augmented by the generator alone; other files are refused."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -29,9 +27,6 @@ def assert_augmented_by_the_generator_alone(data):
     assert not torch.equal(first, data.fetch(rows, torch.Generator().manual_seed(6))[0])
     plain = data.fetch(rows)[0]
     assert torch.equal(plain, data.fetch(rows)[0]) and not torch.equal(first, plain)
-
-
-# -- CIFAR-10 -----------------------------------------------------------------------------------------------------
 
 
 def cifar10_files(folder):
@@ -65,8 +60,6 @@ def test_damaged_and_missing_files_of_cifar10_are_named(tmp_path):
     file.unlink()
     with pytest.raises(DataError, match=r"data_batch_4\.bin cannot be read: No such file"):
         load_cifar10(tmp_path)
-    with pytest.raises(DataError, match=r"data\.path=FOLDER"):
-        load_cifar10()
 
 
 def test_cifar10_is_augmented_by_the_generator_alone():
@@ -86,9 +79,6 @@ def test_crops_are_shifts_of_the_padded_image_or_its_mirror():
         [match] = [kind for kind, window in windows.items() if torch.equal(crop, window)]
         kinds.add(match)
     assert len(kinds) == 18  # every shift, mirrored and not, occurs in 200 images
-
-
-# -- folders of images --------------------------------------------------------------------------------------------
 
 
 def write_images(root, per_class=4, colours=COLOURS):
@@ -143,8 +133,7 @@ def test_without_augmentation_the_middle_square_is_kept(tmp_path):
 def test_grey_and_transparent_images_become_rgb(tmp_path):
     grey, clear = np.full((9, 9), 77, np.uint8), np.array([77, 77, 77, 255], np.uint8) * np.ones((9, 9, 1), np.uint8)
     data = load_image_folder(write_pair(tmp_path, grey, clear), size=8, heldout=0.25).train
-    x, _ = data.fetch(np.arange(3))
-    torch.testing.assert_close(pixels(x), torch.full((3, 3, 8, 8), 77.0), atol=1e-3, rtol=0)
+    torch.testing.assert_close(pixels(data.fetch(np.arange(3))[0]), torch.full((3, 3, 8, 8), 77.0), atol=1e-3, rtol=0)
 
 
 def test_images_are_augmented_by_the_generator_alone_and_half_are_mirrored(tmp_path):
@@ -156,7 +145,7 @@ def test_images_are_augmented_by_the_generator_alone_and_half_are_mirrored(tmp_p
 
 
 def test_random_boxes_lie_in_the_image():
-    draws = np.random.default_rng(0).random((500, 4))
+    draws = np.random.default_rng(0).random((300, 4))
     corners = np.array(np.meshgrid(*[[0.0, 1 - 2**-53]] * 4)).reshape(4, -1).T
     for width, height in [(64, 64), (300, 20), (3, 7)]:
         for draw in [*draws, *corners]:
@@ -176,9 +165,7 @@ def test_a_corrupt_image_is_named(tmp_path):
             data.fetch(np.array([i for i, file in enumerate(data.files) if file.parent.name == "red"]))
 
 
-def test_unusable_folders_are_one_clear_error(tmp_path, monkeypatch):
-    with pytest.raises(DataError, match=r"data\.path=FOLDER"):
-        load_image_folder()
+def test_unusable_folders_are_one_clear_error(tmp_path):
     with pytest.raises(DataError, match="missing cannot be read: No such file"):
         load_image_folder(tmp_path / "missing")
     with pytest.raises(DataError, match="has 0 class folders: at least 2"):
@@ -186,18 +173,10 @@ def test_unusable_folders_are_one_clear_error(tmp_path, monkeypatch):
     write_images(tmp_path, per_class=1)
     (tmp_path / ".cache").mkdir()  # hidden folders are no classes
     assert load_image_folder(tmp_path, size=8).spec["num_classes"] == 3
-    with pytest.raises(DataError, match="size=0"):
-        load_image_folder(tmp_path, size=0)
-    with monkeypatch.context() as without_pillow, pytest.raises(DataError, match=r"pip install 'kfuse\[vision\]'"):
-        without_pillow.setitem(sys.modules, "PIL.Image", None)
-        load_image_folder(tmp_path)
     (tmp_path / "zebra").mkdir()
     (tmp_path / "zebra" / "notes.txt").touch()
     with pytest.raises(DataError, match=r"zebra has no image: files must end in one of \.bmp"):
         load_image_folder(tmp_path)
-
-
-# -- text ---------------------------------------------------------------------------------------------------------
 
 
 def write(folder, content):
@@ -228,7 +207,6 @@ def test_a_file_is_split_at_its_last_tenth(tmp_path):
 def test_the_default_is_the_standard_library(tmp_path, monkeypatch):
     split = load_text()
     assert len(split.train.tokens) + len(split.heldout.tokens) == STDLIB_BYTES
-    assert stdlib_source(20_000) == split.train.tokens[:20_000].tobytes()
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(DataError, match="no source of the standard library"):
         load_text()
@@ -240,15 +218,12 @@ def test_the_default_is_the_standard_library(tmp_path, monkeypatch):
 
 def test_unusable_text_is_one_clear_error(tmp_path):
     for content, message in [
-        (b"", "too short: its 0 bytes"),
-        (b"x" * 300, "too short.*270 to train on and 30 held out"),
-        (b"x" * 644, "too short"),
+        (b"x" * 644, "too short.*580 to train on and 64 held out"),
         (b"x" * 700 + b"\xff" + b"x" * 700, "not UTF-8: .* byte 0xff in position 700"),
     ]:
         with pytest.raises(DataError, match=message):
             load_text(write(tmp_path, content))
     with pytest.raises(DataError, match=r"missing\.txt cannot be read: No such file"):
         load_text(tmp_path / "missing.txt")
-    for wrong in ({"block_size": 0}, {"heldout": 1.5}):
-        with pytest.raises(DataError, match="must be at least 1, and above 0 and below 1"):
-            load_text(**wrong)
+    with pytest.raises(DataError, match="must be at least 1, and above 0 and below 1"):
+        load_text(block_size=0)

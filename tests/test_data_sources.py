@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import logging.handlers
 import math
-import pickle
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import numpy as np
 import pytest
-import streams
 import torch
-from distributed import run_workers
 from elastic_job import compose
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +31,6 @@ from torch.utils.data import (
 import kfuse as kf
 from kfuse.data import (
     DataError,
-    DataSplit,
     IterableStream,
     MapData,
     SourceStream,
@@ -82,9 +77,6 @@ def fetched(stream: Any, numbers: Any) -> list[Any]:
     return batch.tolist() if isinstance(batch, torch.Tensor) else list(zip(*(c.tolist() for c in batch), strict=True))
 
 
-# -- number <-> (shard, position) --------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 10**12), st.integers(1, 5000), st.integers(1, 300))
 def test_each_place_has_one_number(number: int, shards: int, block: int) -> None:
     shard, position = place(number, shards, block)
@@ -102,9 +94,6 @@ def test_a_number_means_the_same_sample_in_any_order_of_reading(lengths: list[in
     assert fetched(SourceStream(Shards(*lengths, block=block)), order) == [expected[n] for n in order]
 
 
-# -- seeking -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_worker_reads_on_and_finds_a_shards_end_without_reading_it() -> None:
     source = Shards(*[1000] * 4, block=8)
     stream = SourceStream(source)
@@ -112,8 +101,7 @@ def test_a_worker_reads_on_and_finds_a_shards_end_without_reading_it() -> None:
     for step in range(20):  # 4 micro-batches of 8 a step, the last two of them this worker's
         fetched(stream, range(32 * step + 16, 32 * step + 32))
     assert source.opened - before == 2
-    source = Shards(1000, block=16)
-    stream = SourceStream(source)
+    stream = SourceStream(source := Shards(1000, block=16))
     assert fetched(stream, [123_456]) == [(0, 456)]
     assert source.opened < 25
     before = source.opened
@@ -122,30 +110,16 @@ def test_a_worker_reads_on_and_finds_a_shards_end_without_reading_it() -> None:
 
 
 def test_only_some_iterators_stay_open() -> None:
+    alive: WeakSet[Any] = WeakSet()
+
     class Counted(Shards):
-        open_now = 0
-
         def open(self, shard: int, position: int) -> Iterator[tuple[int, int]]:
-            self.open_now += 1
-            try:
-                for p in range(position, self.lengths[shard]):
-                    yield shard, p
-            finally:
-                self.open_now -= 1
+            alive.add(samples := ((shard, p) for p in range(position, 50)))
+            return samples
 
-    source = Counted(*[50] * 400, block=1)
-    stream = SourceStream(source)
-    assert fetched(stream, range(1200)) == [(n % 400, n // 400) for n in range(1200)]
-    assert source.open_now <= 128
-
-
-def test_a_stream_is_read_anew_in_another_process() -> None:
-    for stream in (SourceStream(Shards(5, 5, block=2)), IterableStream(Letters(5))):
-        first = fetched(stream, range(3))
-        assert fetched(pickle.loads(pickle.dumps(stream)), range(3)) == first
-
-
-# -- what cannot seek --------------------------------------------------------------------------------------------------
+    stream = SourceStream(Counted(*[50] * 200, block=1))
+    assert fetched(stream, range(600)) == [(n % 200, n // 200) for n in range(600)]
+    assert len(alive) <= 128
 
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 80), min_size=1, max_size=30))
@@ -182,34 +156,16 @@ def test_a_failure_while_reading_is_not_taken_for_the_end() -> None:
     assert fetched(stream, range(4, 12)) == [4, 5, 6, 7, 8, 9, 0, 1]
 
 
-# -- wrong sources -----------------------------------------------------------------------------------------------------
-
-
 class Other:
-    """A source with these shards, and an `open` that gives what is made."""
+    """A source with one shard, and an `open` that gives what is made."""
 
-    def __init__(self, shards: int = 1, made: Any = None, block: int = 16) -> None:
-        self.shards, self.made, self.block = shards, made, block
+    shards = 1
 
-    def open(self, shard: int, position: int) -> Any:
-        return self.made(shard, position)
-
-
-def test_what_is_no_stream_is_refused_or_left_alone() -> None:
-    for source, kind, said in [
-        (Shards(0), DataError, "Shards: shard 0 gave no sample: each of 1 must have one"),
-        (Other(shards=0), DataError, "Other: shards=0, block=16: must be at least 1"),
-        (Other(block=0), DataError, "Other: shards=1, block=0: must be at least 1"),
-        (iter([1, 2]), TypeError, "list_iterator: can be read once only"),
-    ]:
-        with pytest.raises(kind, match=said):
-            as_stream(source)
-    array = type("Array", (list,), {"shards": 1, "open": lambda self, shard, position: None})([1, 2])
-    for data in ((torch.zeros(2), torch.zeros(2)), [(1, 2)], random, None, array):
-        assert as_stream(data) is None
+    def __init__(self, made: Any = iter, block: int = 16) -> None:
+        self.open, self.block = made, block
 
 
-def test_where_there_is_no_sample_it_is_said() -> None:
+def test_what_has_no_samples_is_refused_and_what_is_no_stream_left_alone() -> None:
     class Once(IterableDataset):
         samples = iter(range(3))
 
@@ -222,17 +178,20 @@ def test_where_there_is_no_sample_it_is_said() -> None:
         asked.append(position)
         return iter(range(position, 3)) if len(asked) < 3 else iter(())
 
-    for stream, said in [
-        (lambda: SourceStream(Shards(9, 0, block=4)), "Shards: shard 1 gave no sample"),
-        (lambda: SourceStream(Other(made=changing)), "Other: shard 0 gave no sample"),
-        (lambda: IterableStream(Letters(0)), "Letters: an iteration gave no sample, after 0 of those before"),
-        (lambda: IterableStream(Once()), "Once: an iteration gave no sample, after 3 of those before"),
+    for source, kind, said in [
+        (Shards(0), DataError, "Shards: shard 0 gave no sample: each of 1 must have one"),
+        (Shards(9, 0, block=4), DataError, "Shards: shard 1 gave no sample"),
+        (Other(made=changing), DataError, "Other: shard 0 gave no sample"),
+        (Letters(0), DataError, "Letters: an iteration gave no sample, after 0 of those before"),
+        (Once(), DataError, "Once: an iteration gave no sample, after 3 of those before"),
+        (Other(block=0), DataError, "Other: shards=1, block=0: must be at least 1"),
+        (iter([1, 2]), TypeError, "list_iterator: can be read once only"),
     ]:
-        with pytest.raises(DataError, match=said):
-            fetched(stream(), range(9))
-
-
-# -- random numbers ----------------------------------------------------------------------------------------------------
+        with pytest.raises(kind, match=said):
+            fetched(as_stream(source), range(9))
+    array = type("Array", (list,), {"shards": 1, "open": lambda self, shard, position: None})([1, 2])
+    for data in ((torch.zeros(2), torch.zeros(2)), array):
+        assert as_stream(data) is None
 
 
 class Noisy(Shards):
@@ -279,9 +238,6 @@ def test_random_numbers_belong_to_the_sample(make: Any) -> None:
     assert read([numbers], seed=1) != once
 
 
-# -- training on a stream ----------------------------------------------------------------------------------------------
-
-
 class Regression(Shards):
     """Samples (x, y) of a linear problem; `seen` has each one's place."""
 
@@ -310,13 +266,10 @@ def linear() -> tuple[torch.nn.Module, Any]:
 def test_a_stream_is_trained_on_as_its_samples_in_order_are() -> None:
     source = Regression(30, 50, 20)
     model, opt = linear()
-    signals = Recorder()
     how: dict[str, Any] = {"batch_size": 16, "batch_micro": 4, "lr_decay": "cosine"}
-    summary = kf.fit(model, source, opt, kf.Hook(signals), train_steps=12, **how)
+    summary = kf.fit(model, source, opt, train_steps=12, **how)
     assert summary is not None
-    got = {name: summary[name] for name in ("steps", "epochs", "samples", "exit_reason")}
-    assert got == {"steps": 12, "epochs": 0, "samples": 192, "exit_reason": "steps"}
-    assert signals.calls == ["before_epoch"]
+    assert [summary[name] for name in ("steps", "epochs", "samples", "exit_reason")] == [12, 0, 192, "steps"]
     places = [place(n, 3, 4) for n in range(192)]
     assert source.seen[1:] == [(s, p % (30, 50, 20)[s]) for s, p in places]  # the first was to see that there is one
 
@@ -325,25 +278,6 @@ def test_a_stream_is_trained_on_as_its_samples_in_order_are() -> None:
     with patch("kfuse.data.sampler.permutation", lambda length, seed, epoch: np.arange(length)):
         kf.fit(by_hand, rows, plain, train_epochs=1, **how)
     assert params_sha256(by_hand) == summary["params_sha256"]
-
-
-class Recorder(kf.BasePolicy):
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def before_epoch(self) -> None:
-        self.calls.append("before_epoch")
-
-    def after_epoch(self) -> None:
-        self.calls.append("after_epoch")
-
-
-def test_a_stream_that_cannot_seek_trains_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    model, opt = linear()
-    summary = kf.fit(model, Rows(), opt, train_steps=9, batch_size=16)
-    assert summary is not None and summary["samples"] == 144
-    [said] = [record.message for record in caplog.records]
-    assert said.startswith("Rows cannot seek: each worker reads the whole stream")
 
 
 @pytest.mark.parametrize(("make", "workers"), [(lambda: Noisy(40, 30, block=4), 3), (Shuffled, 1)])
@@ -361,68 +295,45 @@ def test_loader_processes_read_a_stream_with_the_same_bits(make: Any, workers: i
     assert workers > 1 or trained(DataLoader(make(), 12, num_workers=workers)) == alone
 
 
-def test_a_loop_of_ones_own_takes_a_stream() -> None:
-    model, opt = linear()
-    loop = kf.DataLoader(Regression(30, 30), model, opt, train_steps=5, batch_size=8)
-    for number, step in enumerate(loop):
-        assert (len(loop), loop.epoch, loop.step) == (5, 0, number)
-        for x, y in step:
-            torch.nn.functional.mse_loss(model(x), y).backward()
-        opt.step()
-        opt.zero_grad()
-    assert number == 4
-
-
-# -- a torch DataLoader given as data ----------------------------------------------------------------------------------
-
-
 def pairs(count: int = 48) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(itertools.islice(Regression(count).open(0, 0), count))
 
 
-def test_a_data_loader_trains_as_its_data_set_does() -> None:
-    hashes = set()
-    for data, more in (
-        (pairs(), {"batch_size": 12}),
-        (DataLoader(pairs(), batch_size=5, shuffle=True), {"batch_size": 12}),
-        (DataLoader(pairs(), sampler=RandomSampler(pairs()), batch_size=12, num_workers=2), {}),
-    ):
-        model, opt = linear()
-        summary = kf.fit(model, data, opt, train_epochs=2, batch_micro=3, **more)
-        assert summary is not None and (summary["steps"], summary["batch_size"]) == (8, 12)
-        hashes.add(summary["params_sha256"])
-    assert len(hashes) == 1
+def doubled(samples: list[Any]) -> Any:
+    x, y = default_collate(samples)
+    return x, 2 * y
 
 
-def test_collate_fn_makes_the_batches_of_training_and_evaluation() -> None:
-    def doubled(samples: list[Any]) -> Any:
-        x, y = default_collate(samples)
-        return x, 2 * y
-
+def test_a_data_loader_trains_and_evaluates_as_its_data_set_does() -> None:
     twice = [(x, 2 * y) for x, y in pairs()]
-    hashes = set()
-    for data, heldout, collate_fn in (
-        (twice, twice, None),
-        (DataLoader(pairs(), 32, True, collate_fn=doubled), DataLoader(pairs(), 7, collate_fn=doubled), None),
-        (DataLoader(pairs(), 32, True, collate_fn=lambda samples: None), pairs(), doubled),
+    plain = DataLoader(pairs(), sampler=RandomSampler(pairs()), batch_size=12, num_workers=2)
+    for alike in (
+        [
+            (pairs(), pairs(), {"batch_size": 12}),
+            (DataLoader(pairs(), batch_size=5, shuffle=True), pairs(), {"batch_size": 12}),
+            (plain, DataLoader(pairs(), 7), {}),
+        ],
+        [
+            (twice, twice, {}),
+            (DataLoader(pairs(), 32, True, collate_fn=doubled), DataLoader(pairs(), 7, collate_fn=doubled), {}),
+            (DataLoader(pairs(), 32, True, collate_fn=list), pairs(), {"collate_fn": doubled}),
+        ],
     ):
-        model, opt = linear()
-        summary = kf.fit(model, data, opt, heldout=heldout, collate_fn=collate_fn)
-        assert summary is not None
-        hashes.add((summary["params_sha256"], summary["eval_loss"]))
-    assert len(hashes) == 1
+        found = set()
+        for data, heldout, more in alike:
+            model, opt = linear()
+            summary = kf.fit(model, data, opt, heldout=heldout, train_epochs=2, **more)  # type: ignore[arg-type]
+            assert summary is not None
+            found.add(tuple(summary[name] for name in ("steps", "batch_size", "params_sha256", "eval_loss")))
+        assert len(found) == 1
 
 
 def test_what_a_data_loader_holds_is_taken_over() -> None:
-    def init(worker: int) -> None:
-        pass
-
-    loader = DataLoader(pairs(), 9, True, num_workers=2, prefetch_factor=3, worker_init_fn=init)
+    loader = DataLoader(pairs(), 9, True, num_workers=2, prefetch_factor=3, worker_init_fn=print)
     given = training_data(loader)
     assert isinstance(given.data, MapData) and given.data.dataset is loader.dataset
     assert given.of_loader == {"batch_size": 9, "data_workers": 2, "data_prefetch": 3}
-    assert (given.worker_init_fn, given.remarks) == (init, ())
-    assert training_data(loader, None, print).worker_init_fn is print
+    assert (given.worker_init_fn, given.remarks) == (print, ())
     remarks = training_data(DataLoader(pairs(), 9, True, drop_last=True, generator=torch.Generator())).remarks
     assert [remark.split()[1] for remark in remarks] == ["drop_last=True", "generator="]
     stream = training_data(DataLoader(Rows(), 9))
@@ -446,23 +357,12 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DataLoader(pairs(), 4, sampler=RandomSampler(pairs(), replacement=True)), {}, DataError, ORDER),
     (DataLoader(pairs(), 4, sampler=DistributedSampler(pairs(), 2, 0)), {}, DataError, ORDER),
     (DataLoader(pairs(), batch_sampler=BatchSampler(RandomSampler(pairs()), 4, False)), {}, DataError, OWN),
-    (DataLoader(Rows(), batch_size=None), {"train_steps": 3}, DataError, OWN),
     (Pairs(pairs(), 4, shuffle=True), {}, DataError, "Pairs iterates in its own way"),
-    (iter(DataLoader(pairs(), 4)), {}, TypeError, "_SingleProcessDataLoaderIter: can be read once only"),
-    (Rows(), {}, ValueError, "train_epochs=1"),
     (Rows(), {"train_epochs": 2, "train_steps": 5}, ValueError, "train_epochs=2"),
-    (Letters(0), {"train_steps": 5}, DataError, "Letters: an iteration gave no sample"),
-    ([torch.zeros(3), torch.zeros(4)], {}, ValueError, "must have the same first dimension"),
-    ([(torch.zeros(n), 0) for n in range(1, 40)], {}, RuntimeError, "stack expects each tensor to be equal size"),
     ((torch.zeros(3, 3), torch.zeros(3)), {"collate_fn": list}, TypeError, "collate_fn= with tuple, whose samples are"),
     (DataLoader(Rows(), 4, num_workers=2), {"train_steps": 3}, DataError, "data_workers=2 with Rows, which cannot"),
     (pairs(), {"heldout": Regression(9)}, DataError, "heldout=Regression: a stream has no length"),
-    (
-        pairs(),
-        {"heldout": DataLoader(pairs(), sampler=DistributedSampler(pairs(), 2, 0))},
-        DataError,
-        r"heldout=DataLoader\(sampler=DistributedSampler\): make it without a sampler",
-    ),
+    (pairs(), {"heldout": DataLoader(pairs(), sampler=DistributedSampler(pairs(), 2, 0))}, DataError, "heldout=DataL"),
 ]
 
 
@@ -476,48 +376,8 @@ def test_wrong_data_is_answered_in_one_line_before_training() -> None:
         assert params_sha256(model) == before
 
 
-def remarks_of_a_data_loader() -> list[str]:
-    """What this worker logs of a DataLoader, first with the loader's batch size and then with another."""
-    handler = logging.handlers.BufferingHandler(100)
-    logging.getLogger("kfuse").addHandler(handler)
-    settings: tuple[dict[str, int], ...] = ({}, {"batch_size": 24})
-    for size in settings:
-        model, opt = linear()
-        kf.fit(model, DataLoader(pairs(), 12, True, drop_last=True), opt, **size)  # type: ignore[arg-type]
-    return [record.getMessage() for record in handler.buffer]
-
-
-@pytest.mark.full
-def test_several_workers_are_told_whose_batch_it_is() -> None:
-    first, second = run_workers(2, remarks_of_a_data_loader)
-    assert first[0].startswith("batch_size=12 of the DataLoader is taken as the global batch, of all workers together")
-    assert [line[:38] for line in first[1:]] == ["DataLoader: drop_last=True is not used"] * 2
-    assert second == []
-
-
-def test_the_command_line_refuses_epochs_of_a_stream_and_names_the_wrong_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"train\.epochs=2: must be null"):
-        compose(["train.epochs=2", "data._target_=streams.split", "model=mlp"])
-    endless = ["train.epochs=null", "train.steps=9", "data._target_=streams.split"]
+def test_the_command_line_refuses_epochs_of_a_stream() -> None:
+    endless = ["data._target_=streams.split", "train.epochs=null", "train.steps=9"]
     assert compose(endless)["train"]["steps"] == 9
-    wrong = DataSplit(streams.Digits(), streams.Digits())
-    monkeypatch.setattr(streams, "split", lambda: wrong)
-    with pytest.raises(ConfigError, match="heldout: heldout=Digits: a stream has no length"):
-        compose(endless)
-
-
-def test_the_example_of_the_documentation_reads_its_files(tmp_path: Path) -> None:
-    text = Path(__file__).parents[1].joinpath("docs", "data.md").read_text()
-    code = text.partition("```python\n")[2].partition("\nkf.fit")[0]
-    names: dict[str, Any] = {"np": np, "torch": torch}
-    exec(code, names)
-    tokens = [np.arange(100, dtype=np.uint16), np.arange(1000, 1045, dtype=np.uint16)]
-    for i, each in enumerate(tokens):
-        each.tofile(tmp_path / f"{i}")
-    stream = SourceStream(names["Tokens"]([tmp_path / "0", tmp_path / "1"], 8))
-    x, y = stream.fetch(np.arange(64))
-    for number in range(64):
-        shard, position = place(number, 2)
-        start = position % (12, 5)[shard] * 8  # whole blocks that have a next token
-        expected = torch.from_numpy(tokens[shard][start : start + 9].astype(np.int64))
-        assert torch.equal(x[number], expected[:-1]) and torch.equal(y[number], expected[1:])
+    with pytest.raises(ConfigError, match=r"train\.epochs=2: must be null"):
+        compose([*endless, "train.epochs=2"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import contextlib
+import io
+import runpy
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ from kfuse.data import EpochSampler
 from kfuse.elastic.job import Elasticity
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-PORTED = ("llama", "resnet")
+PORTED, ELASTIC = ("llama", "resnet"), ("kungfu_batch_size", "noise_scale_policy")
 
 
 class InKfuseOrder:
@@ -36,9 +38,8 @@ class InKfuseOrder:
         self.data, self.batch_size, self.epoch = data, batch_size, 0
 
     def __iter__(self) -> Iterator[Any]:
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        sampler, share = EpochSampler(len(self.data), 0), self.batch_size // ranks
-        for begin in range(rank * share, len(self.data), self.batch_size):
+        sampler, share = EpochSampler(len(self.data), 0), self.batch_size // dist.get_world_size()
+        for begin in range(dist.get_rank() * share, len(self.data), self.batch_size):
             yield default_collate([self.data[int(i)] for i in sampler.indices(self.epoch, begin, share)])
         self.epoch += 1
 
@@ -49,18 +50,16 @@ def ported_losses(name: str, argument: str) -> list[float]:
     return [kf.allreduce(loss, "avg") for loss in losses]
 
 
-def plain_losses(name: str, argument: str, workers: int) -> list[float]:
-    """Of the plain script; with several workers its model is wrapped in DistributedDataParallel."""
+def plain_losses(name: str, argument: str) -> list[float]:
+    """Of the plain script, its model wrapped in DistributedDataParallel."""
     script = load(str(EXAMPLES / "plain" / f"{name}.py"))
     script.DataLoader = InKfuseOrder
-    if workers > 1:
-        dist.init_process_group("gloo")
-        model = {"llama": "Llama", "resnet": "resnet"}[name]
-        setattr(script, model, partial(wrapped, getattr(script, model)))
+    dist.init_process_group("gloo")
+    build = "Llama" if name == "llama" else "resnet"
+    setattr(script, build, partial(wrapped, getattr(script, build)))
     losses = torch.tensor(script.main(argument), dtype=torch.float64)
-    if workers > 1:
-        dist.all_reduce(losses)
-    return (losses / workers).tolist()
+    dist.all_reduce(losses)
+    return (losses / dist.get_world_size()).tolist()
 
 
 def wrapped(build: Callable[..., nn.Module], *args: Any) -> nn.Module:
@@ -85,36 +84,31 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", PORTED)
-def test_a_port_trains_as_the_plain_script(name: str, workers: int, arguments: dict[str, str]) -> None:
-    ours = run_workers(workers, ported_losses, name, arguments[name])
-    theirs = run_workers(workers, plain_losses, name, arguments[name], workers)
+def test_a_port_trains_as_the_plain_script(name: str, arguments: dict[str, str]) -> None:
+    ours = run_workers(2, ported_losses, name, arguments[name])
+    theirs = run_workers(2, plain_losses, name, arguments[name])
     assert len(ours[0]) == len(theirs[0]) >= 4
     np.testing.assert_allclose(ours[0], theirs[0], rtol=2e-4)
     assert ours[0][-1] < 0.8 * ours[0][0]  # it learns
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in PORTED))
-def test_an_example_runs(name: str, workers: int, arguments: dict[str, str], tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in (*PORTED, *ELASTIC))
+)
+def test_an_example_runs(name: str, arguments: dict[str, str]) -> None:
     given = [arguments["llama"], str(EXAMPLES.parent / "README.md")] if name == "streaming_text" else []
-    done = subprocess.run(
-        [*torchrun, str(EXAMPLES / f"{name}.py"), *given],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    fixed = name in ("noise_scale_policy", "kungfu_batch_size")
-    expected = ["kf.resize: this job's number of workers is fixed"] if fixed else []
-    warnings = [line for line in done.stderr.splitlines() if "Warning:" in line]
-    assert all(any(text in line for text in expected) for line in warnings), warnings
+    ranks = run_workers(2, run_example, str(EXAMPLES / f"{name}.py"), given)
+    assert any(printed for printed, _ in ranks) and not any(warned for _, warned in ranks), ranks
+
+
+def run_example(script: str, arguments: list[str]) -> tuple[str, list[str]]:
+    """What it prints and warns of."""
+    sys.argv = [script, *arguments]
+    with warnings.catch_warnings(record=True) as warned, contextlib.redirect_stdout(io.StringIO()) as printed:
+        KEPT.append(runpy.run_path(script, run_name="__main__"))
+    return printed.getvalue(), [str(warning.message) for warning in warned]
 
 
 SLOWLY = """
@@ -136,7 +130,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["noise_scale_policy", "kungfu_batch_size"])
+@pytest.mark.parametrize("name", ELASTIC)
 def test_kungfus_policies_add_workers(name: str, tmp_path: Path) -> None:
     """To the end of training; the second one's batch grows with them."""
     (tmp_path / "slowly.py").write_text(SLOWLY)

@@ -5,29 +5,26 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from elastic_job import is_alive, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_fetching import Noise
+from test_fetching import Noise, train
 from torch import Tensor
 
 import kfuse as kf
 from kfuse.data import EpochSampler, MapData
 from kfuse.data.feeder import Feeder
 from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan
-from kfuse.data.loader_process import _silent_without_parent
 
 SEED, LENGTH = 3, 40
 CPU = torch.device("cpu")
@@ -63,9 +60,6 @@ def none_left() -> Iterator[None]:
     before = children()
     yield
     assert children() <= before
-
-
-# -- what is fetched ----------------------------------------------------------------------------------------------
 
 
 # Steps in a row, each with a batch size, a micro-batch, workers, and this worker's rank among them.
@@ -119,26 +113,12 @@ def test_results_that_fit_a_changed_plan_are_not_fetched_again(tmp_path: Path) -
     assert sorted(map(int, epoch)) == list(range(LENGTH))
 
 
-def noise_seen(workers: int) -> tuple[dict[int, list[float]], list[float]]:
-    """What a training's forwards got, and the parameters that it ended with."""
-    seen: dict[int, list[float]] = {}
-
-    def step_fn(model: torch.nn.Module, batch: Any) -> Tensor:
-        for i, noise in batch[0].tolist():
-            seen.setdefault(int(i), []).append(noise)
-        return torch.nn.functional.dropout(model(batch[0].float()), 0.5).square().mean()
-
-    torch.manual_seed(0)
-    model = torch.nn.Linear(2, 1)
-    opt = kf.FusedSGD(model.parameters(), lr=1e-4)
-    sizes: dict[str, Any] = {"batch_size": 8, "batch_micro": 3, "train_epochs": 2}
-    kf.fit(model, Noise(), opt, seed=SEED, step_fn=step_fn, data_workers=workers, **sizes)
-    return seen, [value for p in model.parameters() for value in p.flatten().tolist()]
-
-
 def test_training_has_the_same_bits_with_any_number_of_loader_processes() -> None:
-    alone = noise_seen(0)
-    assert noise_seen(1) == noise_seen(3) == alone
+    def trained(workers: int) -> tuple[Any, ...]:
+        heard = train(8, 3, Noise(), data_workers=workers)
+        return heard.seen, heard.drawn, [p.tolist() for p in heard.parameters()]
+
+    assert trained(1) == trained(3) == trained(0)
 
 
 def test_many_requests_and_large_replies_do_not_wait_for_each_other() -> None:
@@ -170,9 +150,6 @@ def test_the_data_set_sees_a_loader_process_as_torchs() -> None:
     assert got == [[0, 2, 1, 1], [1, 2, 1, 1]]
 
 
-# -- what fails ---------------------------------------------------------------------------------------------------
-
-
 class Broken(Noise):
     """Sample 7 cannot be had."""
 
@@ -198,19 +175,14 @@ def test_an_exception_in_the_data_set_is_raised_at_the_step_that_needs_it() -> N
     assert "in loader process" in note and "in open" in note and note.endswith("KeyError: 'sample 7 is damaged'")
 
 
-class Unpicklable(Exception):
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
-
-
 class Raising(Noise):
     def __getitem__(self, i: int) -> Any:
-        raise Unpicklable(1, 2)
+        raise type("Local", (Exception,), {})("it has no module")
 
 
 class Derived(Noise):
-    def fetch(self, indices: np.ndarray, generator: Any = None) -> Any:
-        return torch.zeros(len(indices)), torch.zeros(len(indices), requires_grad=True) * 2
+    def __getitem__(self, i: int) -> Any:
+        return torch.zeros(1, requires_grad=True) * 2, 0
 
 
 class Leaving(Noise):
@@ -225,83 +197,50 @@ def no_file(number: int) -> None:
 @pytest.mark.parametrize(
     ("data", "init", "kind", "said"),
     [
-        (MapData(Raising()), None, RuntimeError, "Unpicklable: 1 and 2"),  # an exception that cannot be sent
+        (Raising(), None, RuntimeError, "Local: it has no module"),  # an exception that cannot be sent
         (Derived(), None, RuntimeError, "requires_grad"),  # a batch that cannot be sent
-        (MapData(Noise()), no_file, OSError, "no file for loader 0"),
-        (MapData(Leaving()), None, LoaderError, r"\d \(pid \d+\) ended with exit status 5.*the second one lost"),
+        (Noise(), no_file, OSError, "no file for loader 0"),
+        (Leaving(), None, LoaderError, r"\d \(pid \d+\) ended with exit status 5.*the second one lost"),
     ],
 )
 def test_what_fails_in_a_loader_process_is_said(data: Any, init: Any, kind: type[Exception], said: str) -> None:
-    with (fed := Feeder(data, EpochSampler(LENGTH, SEED), Loading(1, init=init), CPU)).running():
+    with (fed := feeder(data, init=init)).running():
         fed.expect(plan(0, 0))
         with pytest.raises(kind, match=said):
             fed.fetch(Task(0, 0, 4))
 
 
-def test_short_shared_memory_names_the_remedy() -> None:
-    class Large(Noise):
-        def __getitem__(self, i: int) -> tuple[Tensor, int]:
-            return torch.zeros(100_000), i
-
-    def init(number: int) -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # of a file in /dev/shm too
-
-    with (fed := feeder(Large(), init=init)).running():
-        fed.expect(plan(0, 0))
-        with pytest.raises(RuntimeError) as caught:
-            fed.fetch(Task(0, 0, 4))
-    [note] = caught.value.__notes__
-    assert "shared memory is short (/dev/shm): give it more (docker run --shm-size=8g), or lower data.prefetch" in note
-
-
-def test_a_second_loss_ends_the_worker_only_where_no_batch_was_used_since() -> None:
-    with (fed := feeder(workers=1)).running():
+def test_killed_loader_processes_are_restarted_as_long_as_batches_come(caplog: pytest.LogCaptureFixture) -> None:
+    lost: list[tuple[int, str]] = []
+    killed = []
+    with (fed := feeder(on_loss=lambda pid, how: lost.append((pid, how)))).running():
         for cursor in (0, 8, 16):
             fed.expect(plan(0, cursor))
-            os.kill(children().pop(), signal.SIGKILL)
+            killed.append(children().pop())
+            os.kill(killed[-1], signal.SIGKILL)
             for task in tasks_of_step(plan(0, cursor)):
                 assert_equal(fed.fetch(task), task)
-
-
-def test_a_loader_process_that_is_killed_is_restarted(caplog: pytest.LogCaptureFixture) -> None:
-    lost: list[tuple[int, str]] = []
-    with (fed := feeder(workers=2, on_loss=lambda pid, how: lost.append((pid, how)))).running():
-        first = sorted(children())
-        for cursor in range(0, LENGTH, 8):
-            fed.expect(plan(0, cursor))
-            if cursor == 16:
-                os.kill(first[0], signal.SIGKILL)
-            for task in tasks_of_step(plan(0, cursor)):
-                assert_equal(fed.fetch(task), task)
-    [(pid, how)] = lost
-    assert pid == first[0] and "SIGKILL" in how and f"(pid {pid}) was ended by SIGKILL" in caplog.text
-
-
-# -- none is left -------------------------------------------------------------------------------------------------
-
-
-def own_loop(until: Callable[[int], None]) -> None:
-    model = torch.nn.Linear(2, 1)
-    opt = kf.FusedSGD(model.parameters(), lr=1e-4)
-    for number, step in enumerate(kf.DataLoader(Noise(), model, opt, batch_size=8, train_epochs=3, data_workers=2)):
-        for x, _ in step:
-            model(x.float()).mean().backward()
-        opt.step()
-        opt.zero_grad()
-        until(number)
+    assert [pid for pid, _ in lost] == killed and all("SIGKILL" in how for _, how in lost)
+    assert f"(pid {killed[0]}) was ended by SIGKILL" in caplog.text
 
 
 def test_loader_processes_live_as_long_as_the_loop() -> None:
     seen: set[int] = set()
 
-    def stop(number: int) -> None:
-        seen.update(children())
-        if number == 7:  # in the second epoch
-            raise KeyboardInterrupt
+    def loop() -> None:
+        model = torch.nn.Linear(2, 1)
+        opt = kf.FusedSGD(model.parameters(), lr=1e-4)
+        for step in kf.DataLoader(Noise(), model, opt, batch_size=8, train_epochs=3, data_workers=2):
+            for x, _ in step:
+                model(x.float()).mean().backward()
+            opt.step()
+            opt.zero_grad()
+            seen.update(children())
+            if step.number == 7:  # in the second epoch
+                raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        own_loop(stop)
+        loop()
     del caught  # its traceback holds the loop
     assert len(seen) == 2  # the same ones over epochs
     assert not any(is_alive(pid) for pid in seen)
@@ -344,29 +283,14 @@ for number, step in enumerate(kf.DataLoader(Data(), model, opt, **how)):
 """
 
 
-def started(act: str = "pass", number: int = 0) -> tuple[Any, list[int]]:
-    """The script's process, and its loader processes'. number: if negative, these never come to an end."""
-    command = [sys.executable, "-W", "error::DeprecationWarning", "-c", SCRIPT.format(act=act, number=number)]
+def started(act: str = "pass", stuck: bool = False) -> tuple[Any, list[int]]:
+    """The script's process, and its loader processes'. stuck: these never come to an end."""
+    code = SCRIPT.format(act=act, number=-stuck)
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, process_group=0, **pipes)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error::DeprecationWarning", "-c", code], process_group=0, **pipes
+    )
     return process, [int(process.stdout.readline()) for _ in range(2)]
-
-
-@pytest.mark.full
-def test_loader_processes_are_killed_with_their_training_worker() -> None:
-    """At once, by the kernel, whatever they are doing: they have the training worker's connections open."""
-    process, loaders = started(number=-1)
-    assert all(map(is_alive, loaders))
-    process.kill()
-    wait_until("the loader processes' end", lambda: not any(map(is_alive, loaders)))
-    process.communicate()
-
-
-def test_a_loader_process_tells_no_news_of_a_script_that_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    """A script that ends as it receives a tensor closes the connection, at any of its messages."""
-    for error in (ConnectionResetError(), BrokenPipeError(), EOFError(), ValueError("a defect")):
-        _silent_without_parent(type(error), error, None)
-    assert capsys.readouterr().err == "ValueError: a defect\n"
 
 
 @pytest.mark.full
@@ -382,9 +306,10 @@ def test_a_loader_process_tells_no_news_of_a_script_that_ends(capsys: pytest.Cap
 def test_nothing_is_left_of_a_script_however_it_ends(
     act: str, sent: signal.Signals | None, status: int, said: str
 ) -> None:
-    process, loaders = started(act)
+    """After a SIGKILL at once, by the kernel, whatever they are doing: they have the worker's connections open."""
+    process, loaders = started(act, stuck=sent == signal.SIGKILL)
     if sent == signal.SIGKILL:
-        os.kill(process.pid, sent)
+        process.kill()
     elif sent is not None:
         os.killpg(process.pid, sent)  # as a terminal does, and a cluster's scheduler
     _, errors = process.communicate()

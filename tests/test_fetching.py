@@ -20,9 +20,6 @@ from kfuse.data.sampler import micro_batch_sizes, permutation, worker_range
 
 lengths, seeds, epochs = st.integers(1, 300), st.integers(0, 2**64), st.integers(0, 1000)
 
-# -- order --------------------------------------------------------------------------------------------------------
-
-
 # A step's batch size, micro-batch, and the weights of its workers (None: equal).
 steps = st.tuples(
     st.integers(1, 60),
@@ -40,6 +37,7 @@ def test_each_epoch_is_covered_once_through_resizes_and_batch_size_changes(
     while cursor < length:
         batch, micro, weights = next(schedule)
         sizes = micro_batch_sizes(min(batch, length - cursor), micro)
+        assert all(size == micro for size in sizes[:-1]) and 1 <= sizes[-1] <= micro
         offsets = [0, *itertools.accumulate(sizes)]
         for rank in range(len(weights)):
             sampler = EpochSampler(length, seed)
@@ -73,13 +71,6 @@ def test_the_order_is_the_same_on_every_machine() -> None:
         EpochSampler(0, 0)
 
 
-@given(st.integers(0, 1000), st.integers(1, 64))
-def test_micro_batches_are_full_except_the_last(count: int, micro: int) -> None:
-    sizes = micro_batch_sizes(count, micro)
-    assert sum(sizes) == count and all(size == micro for size in sizes[:-1])
-    assert all(1 <= size <= micro for size in sizes[-1:])
-
-
 def shares(micro_batches: int, workers: int, weights: Any = None) -> list[int]:
     ranges = [worker_range(micro_batches, workers, rank, weights) for rank in range(workers)]
     assert list(itertools.chain.from_iterable(ranges)) == list(range(micro_batches))
@@ -101,9 +92,6 @@ def test_equal_shares_differ_by_at_most_one_and_equal_weights_are_no_weights(
     sizes = shares(micro_batches, workers)
     assert max(sizes) - min(sizes) <= 1 and sizes[0] == max(sizes)
     assert shares(micro_batches, workers, [weight] * workers) == sizes
-
-
-# -- random numbers -----------------------------------------------------------------------------------------------
 
 
 class Noise(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -150,15 +138,10 @@ def test_a_samples_noise_depends_on_seed_epoch_and_index_alone(
             cursor += size
 
 
-@given(seeds, epochs, st.integers(0, 39), st.integers(1, 40))
-def test_a_whole_micro_batch_is_drawn_by_its_first_index(seed: int, epoch: int, cursor: int, count: int) -> None:
-    task = Task(epoch, cursor, min(count, 40 - cursor))
-    first = Fetcher(Drawing(), EpochSampler(40, seed)).fetch(task)
+def test_a_whole_micro_batch_is_drawn_by_its_first_index_and_each_seed_and_epoch_have_their_own() -> None:
+    first = fetch(Drawing(), np.arange(5, 9), 1, 0)
     disturb()
-    assert all(map(torch.equal, first, Fetcher(Drawing(), EpochSampler(40, seed)).fetch(task)))
-
-
-def test_another_epoch_or_seed_draws_other_numbers() -> None:
+    assert all(map(torch.equal, first, fetch(Drawing(), np.arange(5, 9), 1, 0)))
     for data in (MapData(Noise()), Drawing()):
         one, *others = (fetch(data, np.arange(6), seed, epoch)[0] for seed, epoch in ((1, 0), (1, 1), (2, 0)))
         assert all(not torch.equal(one, other) for other in others)
@@ -192,12 +175,12 @@ class Quiet(Noise):
         return torch.tensor([float(i), 0.0], dtype=torch.float64), i
 
 
-def train(batch_size: int, batch_micro: int, data: Any) -> Heard:
-    kf.init()
+def train(batch_size: int, batch_micro: int, data: Any, **more: Any) -> Heard:
+    torch.manual_seed(0)
     model = Heard()
     opt = kf.FusedSGD(model.parameters(), lr=1e-4)
-    sizes = {"batch_size": batch_size, "batch_micro": batch_micro}
-    kf.fit(model, data, opt, train_epochs=2, seed=3, loss_fn=lambda output, target: output.mean(), **sizes)  # type: ignore[arg-type]
+    more |= {"batch_size": batch_size, "batch_micro": batch_micro, "train_epochs": 2, "seed": 3}
+    kf.fit(model, data, opt, loss_fn=lambda output, target: output.mean(), **more)
     return model
 
 

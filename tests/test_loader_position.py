@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,28 +19,22 @@ class Grows(kf.BasePolicy):
         return kf.Decision(batch_size=16)
 
 
-def loader(count: int, **arguments: Any) -> tuple[kf.DataLoader, kf.FusedSGD, Any]:
+class Stream:
+    """One shard of 20 samples."""
+
+    shards = 1
+
+    def open(self, shard: int, position: int) -> Iterator[Any]:
+        return iter([*zip(*problem(20), strict=True)][position:])
+
+
+def train(data: Any, **arguments: Any) -> Iterator[tuple[kf.DataLoader, Any]]:
+    """Yields the loader and each step, before it is made."""
     net = network()
     opt = kf.FusedSGD(net.parameters())
-    return kf.DataLoader(problem(count), net, opt, batch_size=8, batch_micro=4, **arguments), opt, net
-
-
-@pytest.mark.parametrize(
-    ("count", "arguments", "steps"),
-    [
-        (20, {"train_epochs": 2}, 6),
-        (20, {"train_epochs": 2, "train_steps": 4}, 4),
-        (20, {"train_steps": 7}, 7),
-        (16, {}, 2),
-    ],
-)
-def test_a_loader_knows_its_steps_and_where_it_is(count: int, arguments: dict[str, Any], steps: int) -> None:
-    loop, opt, net = loader(count, **arguments)
-    assert len(loop) == steps and (loop.epoch, loop.step) == (0, 0)
-    seen = []
-    for number, step in enumerate(loop):
-        assert step.number == loop.step == number and step.epoch == loop.epoch
-        assert len(loop) == steps
+    loop = kf.DataLoader(data, net, opt, batch_size=8, batch_micro=4, **arguments)
+    for step in loop:
+        yield loop, step
         sizes = []
         for x, y in step:
             F.cross_entropy(net(x), y).backward()
@@ -47,20 +42,27 @@ def test_a_loader_knows_its_steps_and_where_it_is(count: int, arguments: dict[st
         assert len(sizes) == len(step)
         opt.step()
         opt.zero_grad()
-        seen.append(step.epoch)
-    a_epoch = -(-count // 8)
-    assert seen == [number // a_epoch for number in range(steps)]
-    assert (loop.step, len(loop)) == (steps, steps)
+    yield loop, None
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "epochs"),
+    [
+        (problem(20), {"train_epochs": 2, "train_steps": 4}, [0, 0, 0, 1]),
+        (problem(20), {"train_steps": 7}, [0, 0, 0, 1, 1, 1, 2]),
+        (Stream(), {"train_steps": 4}, [0, 0, 0, 0]),
+    ],
+)
+def test_a_loader_knows_its_steps_and_where_it_is(data: Any, arguments: dict[str, Any], epochs: list[int]) -> None:
+    seen = []
+    for number, (loop, step) in enumerate(train(data, **arguments)):
+        assert len(loop) == len(epochs) and loop.step == number
+        if step is not None:
+            assert step.number == number and step.epoch == loop.epoch
+            seen.append(step.epoch)
+    assert seen == epochs
 
 
 def test_the_length_follows_the_batch_size() -> None:
-    loop, opt, net = loader(64, train_epochs=2, policy=Grows())
-    assert len(loop) == 16
-    steps = 0
-    for step in loop:
-        for x, y in step:
-            F.cross_entropy(net(x), y).backward()
-        opt.step()
-        opt.zero_grad()
-        steps += 1
-    assert len(loop) == steps < 16
+    lengths = [len(loop) for loop, _ in train(problem(64), train_epochs=2, policy=Grows())]
+    assert lengths[0] == 16 and lengths[-1] == len(lengths) - 1 < 16

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from elastic_job import is_alive, wait_until
 
 from kfuse.cli.app import main
 from kfuse.comm.options import CommOptions
 from kfuse.tools.doctor import command as doctor
-from kfuse.tools.doctor import machine, processes, self_test
+from kfuse.tools.doctor import machine, self_test
 
 BAD_TRANSPORTS = """
 import os, signal, time
@@ -68,9 +66,6 @@ def bad_transports(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# -- the whole report ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_this_machine_is_well_and_the_overrides_choose_what_is_tried(tmp_path: Path) -> None:
     status, found = run(tmp_path, "comm.schedule=tree", "comm.dtype=bf16")
@@ -83,42 +78,6 @@ def test_this_machine_is_well_and_the_overrides_choose_what_is_tried(tmp_path: P
         assert part in found["reduction"][1]
     assert re.search(r"one bucket in fp32: auto would take \w+: allreduce [\d.]+ ms", found["schedule"][1])
     assert list(tmp_path.iterdir()) == [], "it writes nothing"
-
-
-def test_in_a_worker_of_a_job_its_processes_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would connect to the job's supervisor."""
-    given: list[dict[str, str]] = []
-
-    def refuse(command: list[str], env: dict[str, str], **more: Any) -> None:
-        given.append(env)
-        raise OSError("none is started")
-
-    monkeypatch.setenv("KFUSE_CONTROL", "127.0.0.1:1")
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    with pytest.raises(OSError, match="none is started"), processes.started("devices", {}, RANK="0"):
-        pass
-    assert "KFUSE_CONTROL" not in given[0] and given[0]["RANK"] == "0" and "PATH" in given[0]
-
-
-def test_a_process_that_does_not_end_when_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It hangs in a driver."""
-    limits: list[float | None] = []
-
-    class Hangs(subprocess.Popen[bytes]):
-        def wait(self, timeout: float | None = None) -> int:
-            limits.append(timeout)
-            ended = super().wait()
-            if timeout is None:
-                return ended
-            raise subprocess.TimeoutExpired(self.args, timeout)
-
-    monkeypatch.setattr(subprocess, "Popen", Hangs)
-    with processes.started("devices", {}):
-        pass
-    assert limits == [5.0]
-
-
-# -- what is wrong is found ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -144,40 +103,35 @@ def test_a_wrong_reduction_fails(transport: str, said: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("no_kernels")
-def test_a_hanging_self_test_says_what_it_waited_for(bad_transports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_self_test_says_what_it_waited_for_and_its_processes_die(
+    bad_transports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The time is up as soon as both ranks hang."""
-    monkeypatch.setattr(subprocess.Popen, "wait", lambda process, timeout: both_hang(bad_transports))
+    monkeypatch.setattr(subprocess.Popen, "wait", lambda process, timeout: wait_for("rank0", "rank1"))
     line = next(doctor._self_test(CommOptions(schedule="bad.Hangs").named(), 0))
     assert line.status == "fail"
     assert "rank 0: no answer within 40 s; it was reducing by bad.Hangs" in line.found
-    assert_ended(bad_transports)
+    assert_ended("rank0", "rank1")
 
 
-def both_hang(folder: Path) -> None:
-    deadline = time.monotonic() + 90
-    while not all((folder / f"rank{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def wait_for(*files: str) -> None:
+    wait_until("both to hang", lambda: all(Path(file).exists() and Path(file).read_text() for file in files))
+
+
+def assert_ended(*files: str) -> None:
+    pids = [int(Path(file).read_text()) for file in files]
+    wait_until("the self-test's processes to end", lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.full
-def test_its_processes_die_with_it(bad_transports: Path) -> None:
+@pytest.mark.usefixtures("no_kernels")
+def test_its_processes_die_with_it() -> None:
     command = [sys.executable, "-m", "kfuse", "doctor", "comm.schedule=bad.Hangs"]
-    process = subprocess.Popen(command, cwd=bad_transports, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    both_hang(bad_transports)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for("rank0", "rank1")
     process.kill()
     assert process.communicate(timeout=120)[1] == ""
-    assert_ended(bad_transports)
-
-
-def assert_ended(folder: Path) -> None:
-    """The processes of `Hangs` have ended, or do so at once."""
-    deadline = time.monotonic() + 60
-    for rank in range(2):
-        status = Path("/proc", (folder / f"rank{rank}").read_text(), "stat")
-        while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
-            assert time.monotonic() < deadline, "a process of the self-test lives on"
-            time.sleep(0.05)
+    assert_ended("rank0", "rank1")
 
 
 def test_what_triton_needs_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +145,6 @@ def test_what_triton_needs_to_compile(tmp_path: Path, monkeypatch: pytest.Monkey
     assert machine.compiler().status == "fail" and machine.compiler().remedy
 
 
-# -- GPUs: lines for answers of machines that are not here -----------------------------------------------------------
-
 H100 = {"name": "NVIDIA H100", "capability": "9.0", "memory_gib": 79.2, "free_gib": 78.5}
 
 
@@ -203,11 +155,7 @@ def answer(*gpus: dict[str, Any], peers: list[list[int]], problem: str | None = 
 def test_lines_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     old = H100 | {"capability": "7.5"}
     for devices, triton, expected in (
-        (
-            answer(H100, H100, peers=[[0, 1]]),
-            "3.6.0",
-            {"GPUs": "ok", "links": "ok", "NCCL": "ok"},
-        ),
+        (answer(H100, H100, peers=[[0, 1]]), "3.6.0", {"GPUs": "ok", "links": "ok", "NCCL": "ok"}),
         (answer(H100, H100, peers=[]), "3.6.0", {"GPUs": "ok", "links": "warn", "NCCL": "ok"}),
         (answer(old, peers=[]), "3.6.0", {"GPUs": "warn", "NCCL": "ok"}),
         (answer(H100, peers=[], problem="ncclSystemError"), "3.6.0", {"GPUs": "ok", "NCCL": "fail"}),
@@ -245,54 +193,20 @@ def test_the_driver_is_asked_as_torch_documents(monkeypatch: pytest.MonkeyPatch)
     gpu = {"name": "NVIDIA H100", "capability": "9.0", "memory_gib": 79.0, "free_gib": 78.0}
     assert self_test.devices() == {"gpus": [gpu, gpu], "peers": [[0, 1]], "nccl": "2.28.9", "nccl_problem": None}
     assert not dist.is_initialized()
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert self_test.devices()["nccl_problem"] == "this build of torch has no ProcessGroupNCCL"
 
 
-def test_with_one_gpu_ranks_do_without_it_and_ranks_whose_bits_differ_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = {"schedule": "all_to_all", "reason": "allreduce 3 ms, all_to_all 2 ms", "probe_s": 0.1}
-    reduction = {"backend": "gloo", "digests": {"all_to_all": "0"}, "wrong": {}, "choice": choice}
-    answers = {"devices": answer(H100, peers=[]), "reduction": reduction, "kernels": {"pack": None}}
-    started: list[tuple[str, Any, dict[str, str]]] = []
-
-    @contextlib.contextmanager
-    def scripted(what: str, arguments: Any, **environment: str) -> Iterator[Any]:
-        started.append((what, arguments, environment))
-        yield lambda: (answers[what], None)
-
-    monkeypatch.setattr(doctor, "started", scripted)
-    monkeypatch.setattr(processes, "started", scripted)
-    found = {line.name: line for line in doctor.lines(config_of())}
-    assert found["reduction"].status == found["kernels"].status == "ok"
-    assert "NCCL between two processes is not tried" in found["reduction"].found
-    assert "auto would take all_to_all: allreduce 3 ms, all_to_all 2 ms" in found["schedule"].found
-    [kernels] = [each for each in started if each[0] == "kernels"]
-    assert kernels[1:] == ({"device": "cuda:0"}, {})
-    assert [each[2]["CUDA_VISIBLE_DEVICES"] for each in started if each[0] == "reduction"] == ["", ""]
-    other = reduction | {"digests": {"all_to_all": "1"}}
-    line = doctor._reduction([(reduction, None), (other, None)], 0)
-    assert doctor.main(config_of()) == 0
-    answers["kernels"] = {"pack": "result 0 is off by 1.0e-01"}
-    assert doctor.main(config_of()) == 1
-    assert line.status == "fail" and "all_to_all: the ranks have different bits" in line.found
+def test_ranks_whose_bits_differ_fail() -> None:
+    one = {"backend": "gloo", "digests": {"all_to_all": "0"}, "wrong": {}}
+    for digest, status in (("0", "ok"), ("1", "fail")):
+        line = doctor._reduction([(one, None), (one | {"digests": {"all_to_all": digest}}, None)], 0)
+        assert line.status == status and "all_to_all" in line.found and bool(line.remedy) == (status == "fail")
+    for found, status in ((None, "ok"), ("result 0 is off by 1.0e-01", "fail")):
+        assert doctor._kernels({"pack": found}, None, 1).status == status
 
 
 def test_wrong_arguments_end_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
-        (["batch.size=0"], "batch.size=0: must be a whole number, "),
-        (["-m"], "kfuse doctor takes overrides only, not --multirun"),
-        (["--fast"], "--fast: no such flag"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["kfuse", "doctor", *words])
+    for word, said in (("batch.size=0", "batch.size=0: must be a whole number"), ("--fast", "--fast: no such flag")):
+        monkeypatch.setattr(sys, "argv", ["kfuse", "doctor", word])
         assert main() == 2
         printed = capsys.readouterr()
         assert printed.err.startswith(f"kfuse: error: {said}") and printed.err.count("\n") == 1 and not printed.out
-
-
-def config_of(*overrides: str) -> dict[str, Any]:
-    import hydra
-    from omegaconf import OmegaConf
-
-    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
-        config: Any = OmegaConf.to_container(hydra.compose("config", list(overrides)), resolve=True)
-    return config

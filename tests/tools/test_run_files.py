@@ -18,8 +18,7 @@ from omegaconf import OmegaConf
 import kfuse as kf
 from kfuse.cli.app import main
 from kfuse.policies import SchedulePolicy
-from kfuse.settings.tree import ConfigError
-from kfuse.tools.run_files import read_config, read_metrics
+from kfuse.tools.run_files import read_metrics
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -137,12 +136,3 @@ def test_damaged_configurations_are_refused(run: Path, tmp_path: Path, capsys: C
         file.write_text(other, encoding="latin-1")
         for words in given.values():
             refused(words, f"{file}: ", capsys)
-
-
-def test_what_a_command_does_not_need_may_be_missing(run: Path) -> None:
-    """A setting that the run's version did not have is none that damages it."""
-    file = run / ".hydra" / "config.yaml"
-    file.write_text(file.read_text().replace("  decay_fraction: 0.1\n", ""))
-    with pytest.raises(ConfigError, match=r"config.yaml: lr.decay_fraction: missing: another version of kfuse"):
-        read_config(run, ["lr.decay_fraction"])
-    assert kfuse("replay", run) == 0
