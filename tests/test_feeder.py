@@ -22,7 +22,7 @@ from test_fetching import Noise, train
 from torch import Tensor
 
 import kfuse as kf
-from kfuse.data import EpochSampler, MapData
+from kfuse.data import Dataset, EpochSampler, MapData
 from kfuse.data.feeder import Feeder
 from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def feeder(data: Any = None, workers: int = 1, prefetch: int = 2, **more: Any) -> Feeder:
-    data = MapData(Noise() if data is None else data)
+    data = data if isinstance(data, Dataset) else MapData(data or Noise())
     loading = Loading(workers, prefetch, init=more.pop("init", None))
     return Feeder(data, EpochSampler(len(data), SEED), loading, CPU, **more)
 
@@ -181,8 +181,8 @@ class Raising(Noise):
 
 
 class Derived(Noise):
-    def __getitem__(self, i: int) -> Any:
-        return torch.zeros(1, requires_grad=True) * 2, 0
+    def fetch(self, indices: Any, generator: Any = None) -> Any:
+        return torch.zeros(len(indices), requires_grad=True) * 2
 
 
 class Leaving(Noise):
