@@ -28,7 +28,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CPU = torch.device("cpu")
 PADDING = 0.15  # bytes a parameter: the tail, tables of chunks, and shards that are not all of one size
 Script = Callable[[str], Any]
-STEPS = "local,local-noise-scale,ddp,ddp-noise-scale,allreduce-no-stats,reproducible"
+STEPS = "local,local-noise-scale,ddp,allreduce-no-stats,reproducible"
 
 
 @pytest.fixture

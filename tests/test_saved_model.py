@@ -215,7 +215,7 @@ def test_a_run_starts_from_a_saved_model(tmp_path: Path) -> None:
     start = [*zero, f"model.init={tmp_path / 'first' / 'model.safetensors'}"]
     with command_line(tmp_path / "second", start) as (process, second):
         assert process.wait(120) == 0
-    assert second.summary["eval_accuracy"] == first.summary["eval_accuracy"] > 0.5
+    assert second.summary["eval_accuracy"] == first.summary["eval_accuracy"] > 0.2
     assert not (tmp_path / "second" / "model.pt").exists() and "model" not in second.summary
 
 
