@@ -69,3 +69,14 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     ),
 }
 """Each of kfuse's, and the same of torch."""
+
+
+class Seen(kf.BasePolicy):
+    """Keeps the signals of each step. decisions: by the step that is measured."""
+
+    def __init__(self, decisions: dict[int, kf.Decision] | None = None) -> None:
+        self.decisions, self.signals = decisions or {}, list[kf.Signals]()
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.signals.append(signals)
+        return self.decisions.get(signals.step)

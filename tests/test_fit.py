@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,40 +12,15 @@ import torch
 import torch.nn.functional as F
 from distributed import run_workers
 from elastic_job import read_lines
-from problems import network, problem
-from torch import Tensor, nn
+from problems import Seen, network, problem
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import kfuse as kf
 from kfuse.session import reset
-from kfuse.train.reporter import Reporter
 
 
-class Recorder(kf.BasePolicy):
-    """Notes every signal."""
-
-    def __init__(self) -> None:
-        self.signals: list[kf.Signals] = []
-
-    def decide(self, signals: kf.Signals) -> kf.Decision | None:
-        self.signals.append(signals)
-        return None
-
-
-class Pairs:
-    """A map-style data set that is not torch's."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.pairs = list(zip(x, y.tolist(), strict=True))
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.pairs[index]
-
-
-@pytest.mark.parametrize("wrap", [lambda x, y: (x, y), TensorDataset, Pairs], ids=["tuple", "TensorDataset", "map"])
+@pytest.mark.parametrize("wrap", [TensorDataset, lambda x, y: list(zip(x, y.tolist(), strict=True))])
 def test_trains_on_what_users_have(wrap: Any) -> None:
     x, y = problem()
     net = network()
@@ -63,7 +37,7 @@ def test_trains_on_what_users_have(wrap: Any) -> None:
 
 
 def test_hooks_run_in_order_and_every_step_is_decided_upon_once() -> None:
-    class Hooks(Recorder):
+    class Hooks(Seen):
         pass
 
     calls: list[str] = []
@@ -106,12 +80,16 @@ def test_kungfus_script_runs_as_written() -> None:
     assert caught and all("number of workers is fixed" in str(w.message) for w in caught)
 
 
-class Orders(kf.BasePolicy):
+class Orders(Seen):
     """Calls verbs after given steps, each with its value; notes what was in force in each step."""
 
     def __init__(self, orders: dict[int, Any], leader_only: bool = False) -> None:
+        super().__init__()
         self.orders, self.leader_only, self.step = orders, leader_only, 0
-        self.seen: list[tuple[int, float]] = []
+
+    @property
+    def seen(self) -> list[tuple[int, float]]:
+        return [(signals.batch_size, signals.lr) for signals in self.signals]
 
     def after_step(self) -> None:
         if kf.rank() == 0 or not self.leader_only:
@@ -119,9 +97,10 @@ class Orders(kf.BasePolicy):
                 getattr(kf, verb)(value)
         self.step += 1
 
-    def decide(self, signals: kf.Signals) -> kf.Decision | None:
-        self.seen.append((signals.batch_size, signals.lr))
-        return None
+
+def train(policy: kf.BasePolicy, lr: float = 0.1, samples: int = 64, **arguments: Any) -> Any:
+    net = network()
+    return kf.fit(net, problem(samples), kf.FusedSGD(net.parameters(), lr=lr), kf.Hook(policy), **arguments)
 
 
 def adapt(samples: int, batch_size: int, micro_batch: int) -> tuple[Any, ...]:
@@ -163,12 +142,15 @@ def test_orders_of_the_leader_take_effect_on_every_worker_at_one_step(
         ("set_sync", 4, "must be one of ssgd, local:N, sma, pair"),
         ("set_batch_size", 0, "must be at least 1"),
         ("set_lr", -1.0, "must be a finite number above 0"),
+        ("set_lr", 1e-40, r"set_lr\(1e-40\): must be 1.18e-38 to 3.4e\+38, fp32's range"),
+        ("set_lr", 1e38, r"a learning rate of 5.0 would become 1e\+39, out of fp32's range, 1.18e-38 to 3.4e\+38"),
     ],
 )
 def test_wrong_orders_say_what_is_allowed(verb: str, value: Any, message: str) -> None:
     net = network()
+    opt = kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 5.0}], lr=0.5)
     with pytest.raises(ValueError, match=message):
-        kf.fit(net, problem(), kf.FusedSGD(net.parameters()), kf.Hook(Orders({0: [(verb, value)]})), batch_size=8)
+        kf.fit(net, problem(), opt, kf.Hook(Orders({0: [(verb, value)]})), batch_size=8)
 
 
 def test_what_was_asked_for_in_the_last_step_is_not_for_the_next_training() -> None:
@@ -190,17 +172,13 @@ def test_all_parameter_groups_follow_set_lr() -> None:
     assert [group["lr"] for group in opt.param_groups] == [0.1, 0.3]  # they are the user's
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"), [(10**6, 32), (1, 2), (27, 27)]
-)  # the last one is no whole micro-batches
+@pytest.mark.parametrize(("asked", "expected"), [(10**6, 32), (1, 2), (27, 27)])  # 27 is no whole micro-batches
 def test_a_batch_size_is_clipped_to_its_bounds(asked: int, expected: int) -> None:
-    net, policy = network(), Orders({0: [("set_batch_size", asked)]})
-    given: Any = {"batch_size": 8, "batch_micro": 2, "batch_max": 32}
-    summary = kf.fit(net, problem(256), kf.FusedSGD(net.parameters()), kf.Hook(policy), **given)
-    assert summary is not None and summary["batch_size"] == expected
+    policy = Orders({0: [("set_batch_size", asked)]})
+    assert train(policy, samples=256, batch_size=8, batch_micro=2, batch_max=32)["batch_size"] == expected
 
 
-def test_the_same_clipping_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_clipping_is_reported_once(tmp_path: Path) -> None:
     class Greedy(kf.BasePolicy):
         def decide(self, signals: kf.Signals) -> kf.Decision | None:
             if signals.step in (2, 3):
@@ -209,15 +187,8 @@ def test_the_same_clipping_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> 
             bad = {"lr_scale": math.nan, "topology": "nowhere", "replace": 7}
             return kf.Decision(batch_size=sizes.get(signals.step, 10**6), **bad)  # type: ignore[arg-type]
 
-    notes: list[tuple[int, str]] = []
-
-    def event(self: Reporter, step: int, kind: str, **fields: Any) -> None:
-        if kind == "clipped":
-            notes.append((step, fields["note"]))
-
-    monkeypatch.setattr(Reporter, "event", event)
-    net = network()
-    kf.fit(net, problem(1600), kf.FusedSGD(net.parameters()), kf.Hook(Greedy()), batch_size=8, batch_max=32)
+    train(Greedy(), samples=1600, batch_size=8, batch_max=32, run_dir=tmp_path)
+    notes = [(event["step"], event["note"]) for event in events(tmp_path, "clipped")]
     asked = [(step, note.split(" clipped")[0]) for step, note in notes if note.startswith("batch_size")]
     first = asked[0][0]
     assert [note for _, note in asked] == [f"batch_size {10**size}" for size in (6, 5, 6, 6)]
@@ -227,18 +198,21 @@ def test_the_same_clipping_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> 
         assert sum(words in note for note in others) == 1
 
 
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run_dir / "events.jsonl") if event["kind"] == kind]
+
+
 @pytest.mark.parametrize("hook", ["before_train", "before_step"])
 def test_hooks_before_the_first_step_may_use_the_verbs(hook: str) -> None:
     policy = Orders({})
 
     def ask() -> None:
-        if not policy.seen:
+        if not policy.signals:
             kf.set_batch_size(16)
             kf.set_lr(0.05)
 
     setattr(policy, hook, ask)
-    net = network()
-    kf.fit(net, problem(), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=8, lr_scaling="none")
+    train(policy, batch_size=8, lr_scaling="none")
     assert policy.seen[0] == (8, 0.1) and policy.seen[-1] == (16, pytest.approx(0.05))
 
 
@@ -246,9 +220,9 @@ BATCH, RATE = ("set_batch_size", 64), ("set_lr", 0.02)
 
 
 def both(calls: dict[int, list[tuple[str, float]]], **arguments: Any) -> list[tuple[int, float]]:
-    net, policy = network(), Orders(calls)
+    policy = Orders(calls)
     given = {"batch_size": 16, "batch_micro": 8, "train_steps": 24, "train_epochs": 90} | arguments
-    kf.fit(net, problem(256), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), **given)
+    train(policy, samples=256, **given)
     return policy.seen
 
 
@@ -291,30 +265,11 @@ def test_set_lr_holds_in_its_first_step_under_a_warm_up_and_a_decay() -> None:
         assert rates[6:] == pytest.approx([0.02 * part(step) / part(6) for step in range(6, 24)])
 
 
-@pytest.mark.parametrize(
-    ("lr", "message"),
-    [
-        (1e-40, "must be 1.18e-38 to 3.4e+38, fp32's range"),
-        (1e38, "a learning rate of 300.0 would become 3e+41, out of fp32's range, 1.18e-38 to 3.4e+38"),
-    ],
-)
-def test_set_lr_refuses_what_fp32_cannot_hold(lr: float, message: str) -> None:
-    net = network()
-    opt = kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 300.0}], lr=0.1)
-    with pytest.raises(ValueError, match=re.escape(f"kf.set_lr({lr}): {message}")):
-        kf.fit(net, problem(), opt, kf.Hook(Orders({0: [("set_lr", lr)]})))
-
-
 def test_an_lr_scale_that_fp32_cannot_hold_is_dropped_with_an_event(tmp_path: Path) -> None:
-    class Extreme(kf.BasePolicy):
-        def decide(self, signals: kf.Signals) -> kf.Decision | None:
-            return kf.Decision(lr_scale=1e38, batch_size=8)
-
-    net = network()
-    opt = kf.FusedSGD(net.parameters(), lr=100.0)
-    summary = kf.fit(net, problem(), opt, kf.Hook(Extreme()), batch_size=4, lr_scaling="none", run_dir=tmp_path / "run")
-    assert summary is not None and (summary["lr"], summary["batch_size"]) == (100.0, 8)
-    (told,) = [event["note"] for event in read_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "clipped"]
+    policy = Seen({step: kf.Decision(lr_scale=1e38, batch_size=8) for step in range(16)})
+    summary = train(policy, lr=100.0, batch_size=4, lr_scaling="none", run_dir=tmp_path)
+    assert (summary["lr"], summary["batch_size"]) == (100.0, 8)
+    (told,) = [event["note"] for event in events(tmp_path, "clipped")]
     assert told.startswith("lr_scale 1e+38 dropped: a learning rate of 100.0 would become 1e+40, out of fp32's range")
 
 
@@ -337,26 +292,10 @@ def test_verbs_that_change_training_belong_inside_fit() -> None:
         kf.fit(net, problem(), opt)
 
 
-def test_the_users_random_numbers_go_on() -> None:
-    """Same seed, same model, same data: the same run, whatever was drawn before."""
-    results = []
-    for draws in (0, 3):
-        reset()
-        net = nn.Sequential(nn.Dropout(0.5), network())
-        torch.rand(draws)
-        summary = kf.fit(net, problem(), kf.FusedSGD(net.parameters(), lr=0.1), seed=4)
-        assert summary is not None
-        results.append(summary["params_sha256"])
-    assert results[0] == results[1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"opt": torch.optim.SGD(network().parameters())},
-            r"takes a kfuse optimizer \(kf\.Optimizer wraps any\), not SGD",
-        ),
+        ({"opt": torch.optim.SGD(network().parameters())}, r"takes a kfuse optimizer \(kf\.Optimizer wraps any\), not S"),
         ({"data": [1, 2]}, "int|pair"),
         ({"batch_size": "8"}, "batch_size=8: must be"),
         ({"hook": kf.BasePolicy()}, "Hook"),
@@ -366,11 +305,14 @@ def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], message:
     net = network()
     with pytest.raises((TypeError, ValueError), match=message):
         kf.fit(net, **{"data": problem(), "opt": kf.FusedSGD(net.parameters()), **arguments})
+
+
+def test_a_policy_is_a_base_policy() -> None:
+    net = network()
     with pytest.raises(TypeError, match=r"kf\.BasePolicy, not type"):
         kf.Hook(kf.GNSPolicy)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"takes policy= a kf\.BasePolicy, not Hook"):
-        hook: Any = kf.Hook(kf.BasePolicy())
-        kf.DataLoader(problem(), net, kf.FusedSGD(net.parameters()), policy=hook)
+        kf.DataLoader(problem(), net, kf.FusedSGD(net.parameters()), policy=kf.Hook(kf.BasePolicy()))  # type: ignore[arg-type]
 
 
 def test_fit_goes_on_with_an_optimizer_that_has_made_steps() -> None:
@@ -383,7 +325,7 @@ def test_fit_goes_on_with_an_optimizer_that_has_made_steps() -> None:
         opt.step()
         opt.zero_grad()
     for _ in range(2):
-        policy = Recorder()
+        policy = Seen()
         kf.fit(net, (x, y), opt, kf.Hook(policy), batch_size=16)
         assert len(policy.signals) == 4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import pytest
 import support
 import torch
 from distributed import run_workers
-from problems import network, problem
+from problems import Seen, network, problem
 from support import Case, Refused
 
 import kfuse as kf
@@ -24,26 +24,29 @@ from kfuse.train.evaluation import params_sha256
 
 
 class Choice(NamedTuple):
-    """A combination: one value of each axis."""
+    """A combination: one value of each axis, those of `support` in `case`."""
 
     policy: str = "none"
     scaling: str = "sqrt"
     decay: str = "none"
     micro_batches: str = "as at first"
     scheduler: str = "none"
-    optimizer: str = "adamw"
-    sync: str = "ssgd"
-    state: str = "replicated"
-    schedule: str = "auto"
-    workers: str = "fixed"
-    reproducible: str = "no"
-    precision: str = "fp32"
-    clip: str = "none"
+    case: Case = Case()
+
+    @classmethod
+    def of(cls, values: dict[str, str]) -> Choice:
+        """values: by axis; the others have their defaults."""
+        own = {name: value for name, value in values.items() if name in cls._fields}
+        return cls(**own, case=Case(**{name: value for name, value in values.items() if name not in own}))
+
+    def values(self) -> dict[str, str]:
+        """By axis."""
+        own = self._asdict()
+        return own | own.pop("case")._asdict()
 
     @property
-    def case(self) -> Case:
-        """Its values of the axes of `support`."""
-        return Case(**{name: getattr(self, name) for name in Case._fields})
+    def workers(self) -> str:
+        return self.case.workers
 
 
 AXES: dict[str, tuple[str, ...]] = {
@@ -55,10 +58,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "decay": ("none", "constant", "cosine", "linear", "wsd"),
     "micro_batches": ("as at first", "grow"),
     "scheduler": ("none", "torch's"),
-    **{name: support.AXES[name] for name in ("optimizer", "sync", "state", "schedule")},
+    **support.AXES,
     "workers": ("fixed", "elastic, mirror"),
-    "reproducible": ("no", "yes"),
-    "precision": support.AXES["precision"],
     "clip": ("none", "clip_norm"),
 }
 """The values of each axis. `policy`, `_settings` and `support.overrides` have what gives them."""
@@ -148,27 +149,27 @@ def ask_command_line(choice: Choice) -> str | None:
     return support.ask_command_line(choice.case, words, {"train.steps": STEPS, **_settings(choice)})
 
 
-def covering(is_refused: Callable[[Choice], bool]) -> list[Choice]:
+Value = tuple[str, str]
+"""An axis, and a value of it."""
+
+
+def pairs() -> Iterator[tuple[Value, Value]]:
+    """Each two values of different axes."""
+    values = [(axis, value) for axis in AXES for value in AXES[axis]]
+    return ((one, other) for one, other in itertools.combinations(values, 2) if one[0] != other[0])
+
+
+def covering() -> list[Choice]:
     """Combinations that are not refused, in which each two values occur together that are ever allowed together."""
     chosen, seen, draw = list[Choice](), set[Any](), random.Random(0)
-    for (first, one), (second, other) in itertools.combinations(_values(), 2):
-        pair = (first, one), (second, other)
-        if first == second or pair in seen or is_refused(Choice(**{first: one, second: other})):
+    for pair in pairs():
+        if pair in seen or is_refused(Choice.of(dict(pair))):
             continue
-        choice = next(each for each in _drawn(dict(pair), draw) if not is_refused(each))
+        drawn = ({axis: draw.choice(values) for axis, values in AXES.items()} | dict(pair) for _ in range(10_000))
+        choice = next(each for each in map(Choice.of, drawn) if not is_refused(each))
         chosen.append(choice)
-        seen |= set(itertools.combinations(zip(Choice._fields, choice, strict=True), 2))
+        seen |= set(itertools.combinations(choice.values().items(), 2))
     return chosen
-
-
-def _values() -> list[tuple[str, str]]:
-    return [(axis, value) for axis in Choice._fields for value in AXES[axis]]
-
-
-def _drawn(given: dict[str, str], draw: random.Random) -> Iterable[Choice]:
-    """Combinations with the given values and others drawn by lot."""
-    for _ in range(10_000):
-        yield Choice(**{axis: given.get(axis) or draw.choice(values) for axis, values in AXES.items()})
 
 
 def is_refused(choice: Choice) -> bool:
@@ -180,15 +181,13 @@ def is_refused(choice: Choice) -> bool:
     return False
 
 
-SUPPORTED = covering(is_refused)
+SUPPORTED = covering()
 
 
 def refused_by_one_rule() -> list[Choice]:
     """Returns, of each two values that exclude each other, a combination that nothing else refuses."""
-    pairs = itertools.combinations([(axis, value) for axis in AXES for value in AXES[axis]], 2)
-    choices = [Choice(**dict(pair)) for pair in pairs if pair[0][0] != pair[1][0]]
     found: dict[int, Choice] = {}
-    for choice in choices:
+    for choice in (Choice.of(dict(pair)) for pair in pairs()):
         broken = list(rules.broken(facts(choice)))
         if len(broken) == 1:
             found.setdefault(id(broken[0]), choice)
@@ -197,7 +196,7 @@ def refused_by_one_rule() -> list[Choice]:
 
 def test_each_value_is_supported_somewhere() -> None:
     for axis, known in AXES.items():
-        assert {getattr(choice, axis) for choice in SUPPORTED} == set(known), axis
+        assert {choice.values()[axis] for choice in SUPPORTED} == set(known), axis
 
 
 def test_scripts_and_the_command_line_refuse_what_the_rules_do_and_nothing_else() -> None:
@@ -215,7 +214,7 @@ def test_each_two_values_train() -> None:
     found = ask_scripts(SUPPORTED)
     failed = {choice: str(outcome) for choice, outcome in found.items() if not isinstance(outcome, str)}
     assert not failed and found.keys() == set(SUPPORTED)
-    same = [each for each in SUPPORTED if each.workers == "fixed" and each.reproducible == "yes"]
+    same = [each for each in SUPPORTED if each.workers == "fixed" and each.case.reproducible == "yes"]
     same = [each for each in same if each.policy != "goodput"]
     assert ask_scripts(same, workers=1) == {choice: found[choice] for choice in same}
 
@@ -223,46 +222,35 @@ def test_each_two_values_train() -> None:
 # -- what has no effect ------------------------------------------------------------------------------------------------
 
 
-class Watching(kf.BasePolicy):
-    """Keeps the signals, and changes the batch size."""
-
+class Watching(Seen):
     fisher_every = 1
-
-    def __init__(self) -> None:
-        self.seen: list[kf.Signals] = []
-
-    def decide(self, signals: kf.Signals) -> kf.Decision | None:
-        self.seen.append(signals)
-        return kf.Decision(batch_size=32) if signals.step == 60 else None
 
 
 def watched(sync: str) -> list[kf.Signals]:
     kf.init(comm_sync=sync)
-    net, policy = network(), Watching()
+    net, policy = network(), Watching({60: kf.Decision(batch_size=32)})
     opt = kf.FusedAdamW(net.parameters(), lr=0.01)
     options: dict[str, Any] = {"batch_size": 16, "batch_micro": 2, "lr_scaling": "adascale"}
     kf.fit(net, problem(), opt, kf.Hook(policy), train_steps=80, batch_max=64, **options)
-    return policy.seen
-
-
-def decisions(name: str, seen: list[kf.Signals]) -> list[kf.Decision]:
-    decide = policy(name).decide
-    return [decision for signals in seen if (decision := decide(signals)) is not None]
+    return policy.signals
 
 
 @pytest.mark.full
 def test_rules_by_the_noise_scale_ask_for_nothing_where_there_is_none() -> None:
+    def decisions(name: str) -> list[kf.Decision]:
+        return list(filter(None, map(policy(name).decide, seen)))
+
     for sync in ("local:2", "sma"):
         seen = run_workers(2, watched, sync)[0]
         assert len(seen) >= 78 and {signals.lr for signals in seen} == {0.01}, "AdaScale's gain is 1 all along"
         assert {signals.batch_size for signals in seen} == {16, 32}
         for name in ("gns", "norm_test", "critical_batch", "curvature"):
-            assert not decisions(name, seen), f"{name} with {sync}"
-        assert all(decision.batch_size is None for decision in decisions("goodput", seen))
+            assert not decisions(name), f"{name} with {sync}"
+        assert all(decision.batch_size is None for decision in decisions("goodput"))
     seen = run_workers(2, watched, "ssgd")[0]
     assert len({signals.lr for signals in seen}) > 1
     assert all(signals.fisher_trace is not None for signals in seen[2:])
-    assert all(decisions(name, seen) for name in ("gns", "norm_test", "critical_batch"))
+    assert all(decisions(name) for name in ("gns", "norm_test", "critical_batch"))
 
 
 def test_autoscale_has_no_effect_on_a_fixed_number_of_workers() -> None:
