@@ -295,7 +295,10 @@ def test_verbs_that_change_training_belong_inside_fit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"opt": torch.optim.SGD(network().parameters())}, r"takes a kfuse optimizer \(kf\.Optimizer wraps any\), not S"),
+        (
+            {"opt": torch.optim.SGD(network().parameters())},
+            r"takes a kfuse optimizer \(kf\.Optimizer wraps any\), not S",
+        ),
         ({"data": [1, 2]}, "int|pair"),
         ({"batch_size": "8"}, "batch_size=8: must be"),
         ({"hook": kf.BasePolicy()}, "Hook"),

@@ -124,9 +124,9 @@ def test_local_steps_use_the_workers_own_weights() -> None:
 def test_a_wrong_weight_is_refused_before_the_first_forward(weight: Any) -> None:
     model = network()
     opt = kf.FusedSGD(model.parameters(), lr=0.5)
-    with pytest.raises((TypeError, ValueError), match="weight_fn returned .*: must be a number"):
+    with pytest.raises((TypeError, ValueError), match=r"weight_fn returned .*: must be a number"):
         kf.fit(model, sentences(), opt, step_fn=loss_of_tokens, weight_fn=lambda batch: weight)
-    with pytest.raises((TypeError, ValueError), match="weight_fn returned .*: must be a number"):
+    with pytest.raises((TypeError, ValueError), match=r"weight_fn returned .*: must be a number"):
         list(next(iter(kf.DataLoader(sentences(), model, opt, weight_fn=lambda batch: weight))))
     with pytest.raises(TypeError, match="weight_fn=7: must be a function"):
         kf.DataLoader(sentences(), model, opt, weight_fn=7)  # type: ignore[arg-type]
