@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -80,33 +80,20 @@ def update(opt: Any) -> None:
 # -- several trainings in a process ---------------------------------------------------------------------------------
 
 
-def train(how: str, model: nn.Module, opt: Any, policy: kf.BasePolicy | None = None, epochs: int = 1) -> list[int]:
-    """Returns each step's samples over all workers, as far as they were read."""
-    sizes: list[int] = []
-
-    class Counting(type(policy) if policy else kf.BasePolicy):  # type: ignore[misc]
-        def decide(self, signals: kf.Signals) -> kf.Decision | None:
-            sizes.append(signals.batch_size)
-            return policy.decide(signals) if policy else None
-
-        def after_epoch(self) -> None:
-            if policy:
-                policy.after_epoch()
-
+def train(how: str, model: nn.Module, opt: Any, policy: kf.BasePolicy | None = None, epochs: int = 1) -> None:
     settings = {"batch_size": 8, "batch_micro": 2, "train_epochs": epochs}
     if how == "fit":
-        kf.fit(model, dataset(), opt, kf.Hook(Counting()), **settings)
-        return sizes
-    for step in loader(model, opt, policy=Counting(), **settings):
+        kf.fit(model, dataset(), opt, kf.Hook(policy or kf.BasePolicy()), **settings)
+        return
+    for step in loader(model, opt, policy=policy, **settings):
         backward(model, step)
         update(opt)
-    return sizes
 
 
 class Asks(kf.BasePolicy):
     """Asks for something at the end of each epoch, so also when no step is left to announce it."""
 
-    def __init__(self, ask: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, ask: Callable[[], None]) -> None:
         self.ask = ask
 
     def after_epoch(self) -> None:
@@ -127,7 +114,7 @@ def folds() -> None:
     ]
     for kind, how in zip(KINDS, ("fit", "loader", "fit"), strict=True):
         model, opt = made(kind, 0)
-        sizes = train(how, model, opt, epochs=2)
+        train(how, model, opt, epochs=2)
         expected, norm = values(model), opt.stats.grad_norm
         alive = []
         for policy in [*map(Asks, verbs), Grows()]:
@@ -135,7 +122,8 @@ def folds() -> None:
             train("loader" if how == "fit" else "fit", *alive[-1], policy=policy, epochs=2)
             model, opt = made(kind, RANK)  # all start from rank 0's
             assert opt.stats is None and opt.param_groups[0]["lr"] in (0.01, 0.1)
-            assert train(how, model, opt, epochs=2) == sizes == [8] * 12
+            train(how, model, opt, epochs=2)
+            assert opt.stats.step == 11, "12 steps of 8 samples"
             assert_near(values(model), expected)
             assert opt.stats.grad_norm == pytest.approx(norm, rel=1e-4) and opt.lr_factor == 1.0
 
@@ -145,49 +133,44 @@ def test_nothing_leaks_from_one_training_into_the_next(workers: int) -> None:
     run_workers(workers, folds)
 
 
-def turns() -> None:
-    """Two loaders, a step of each by turns; and bare loops by turns, of models without dropout."""
-    for how in ("loader", "bare"):
-        alone, both = [], []
-        for seed, kind in enumerate(("adamw", "momentum")):
-            for by_turns in (False, True):
-                model = network(seed) if how == "loader" else plain(seed)
-                opt = KINDS[kind](model.parameters())
-                (both if by_turns else alone).append((model, opt))
-                for _ in range(0 if by_turns or how == "loader" else 6):
-                    backward(model, [dataset()])
-                    update(opt)
-                if how == "loader" and not by_turns:
-                    train(how, model, opt)
-        steps: Any = [([dataset()], [dataset()])] * 6
-        if how == "loader":
-            steps = zip(*(loader(*each, batch_size=8, batch_micro=2) for each in both), strict=True)
-        for step in steps:
-            for mine, (model, opt) in zip(step, both, strict=True):
-                backward(model, mine)
-                update(opt)
-        for (model, opt), (expected, _) in zip(both, alone, strict=True):
-            assert_near(values(model), values(expected))
-            assert opt.stats.step == 5
+def turns(how: str) -> None:
+    """Two loaders, a step of each by turns; or bare loops by turns, of models without dropout."""
+
+    def steps(model: nn.Module, opt: Any) -> Iterator[Any]:
+        of_loader = loader(model, opt, batch_size=8, batch_micro=2)
+        for step in of_loader if how == "loader" else [[dataset()]] * 6:
+            yield backward(model, step)
+            update(opt)
+
+    def models() -> list[tuple[nn.Module, Any]]:
+        nets = [(network if how == "loader" else plain)(seed) for seed in range(2)]
+        return [(net, KINDS[kind](net.parameters())) for net, kind in zip(nets, ("adamw", "momentum"), strict=True)]
+
+    alone, both = models(), models()
+    for each in alone:
+        assert len(list(steps(*each))) == 6
+    assert len(list(zip(*itertools.starmap(steps, both), strict=True))) == 6
+    for (model, opt), (expected, _) in zip(both, alone, strict=True):
+        assert_near(values(model), values(expected))
+        assert opt.stats.step == 5
 
 
 @WORKERS
-def test_two_models_are_trained_by_turns(workers: int) -> None:
-    run_workers(workers, turns)
+@pytest.mark.parametrize("how", ["loader", "bare"])
+def test_two_models_are_trained_by_turns(how: str, workers: int) -> None:
+    run_workers(workers, turns, how)
 
 
-@pytest.mark.parametrize("how", ["fit", "loader"])
-def test_clip_norm_holds_for_one_training(how: str) -> None:
+def test_clip_norm_holds_for_one_training() -> None:
     model = network(0)
     opt = kf.FusedSGD(model.parameters(), lr=0.1, clip_norm=3.0)
-    if how == "fit":
-        kf.fit(model, dataset(), opt, train_clip_norm=1e-9)
-    else:
-        for step in loader(model, opt, train_clip_norm=1e-9):
-            backward(model, step)
-            update(opt)
+    kf.fit(model, dataset(), opt, train_clip_norm=1e-9)
     torch.testing.assert_close(model[0].weight, network(0)[0].weight)  # type: ignore[union-attr]
     assert opt.clip_norm == 3.0
+    for step in loader(model, opt, train_steps=1, train_clip_norm=1e-9):
+        backward(model, step)
+        update(opt)
+    torch.testing.assert_close(model[0].weight, network(0)[0].weight)  # type: ignore[union-attr]
     for step in loader(model, opt, train_steps=1):
         opt.set_clip_norm(2.0)  # the user's own, which stays
         backward(model, step)
@@ -303,36 +286,35 @@ def test_a_step_that_was_lost_as_its_body_left_the_loop_is_not_the_next_training
     assert summary is not None and summary["steps"] == 3
 
 
-def test_an_interrupted_bare_loop_says_what_to_do_or_begins_with_zero_grad() -> None:
+def test_a_bare_loop_that_was_interrupted_begins_with_zero_grad() -> None:
     model = plain(0)
     opt = kf.FusedAdamW(model.parameters())
-    x, y = dataset()
-    F.cross_entropy(model(x), y).backward()  # here it was interrupted
-    with pytest.raises(RuntimeError, match=r"another backward before opt.step\(\).*opt.zero_grad\(\)"):
-        F.cross_entropy(model(x), y).backward()
+    backward(model, [dataset()])  # here it was interrupted
     for _ in range(2):
         opt.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        backward(model, [dataset()])
         opt.step()
-    F.cross_entropy(model(x), y).backward()  # as of a GAN's generator through its discriminator
+    backward(model, [dataset()])  # as of a GAN's generator through its discriminator
     with pytest.raises(RuntimeError, match=r"gradients are still there: call opt.zero_grad\(\)"):
         opt.step()
 
 
-@pytest.mark.parametrize("seen", ["a second epoch", "no step", "a part of the micro-batches"])
-def test_a_body_that_goes_wrong_is_an_error(seen: str) -> None:
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        ("a second epoch", "For several epochs pass train_epochs= and iterate once"),
+        ("no step", r"must call opt\.step"),
+        ("a part of the micro-batches", "step 0: the loop over its 4 micro-batches ended early"),
+    ],
+)
+def test_a_body_that_goes_wrong_is_an_error(seen: str, said: str) -> None:
     """`for epoch in ...: for step in loader:` would else train one epoch only, and say nothing. The backward of
     `next(iter(step))` comes after its micro-batch: alone it would count as the whole step.
     """
     model = plain(0)
     opt = kf.FusedSGD(model.parameters(), lr=0.1)
-    said = {
-        "a second epoch": "For several epochs pass train_epochs= and iterate once",
-        "no step": r"must call opt\.step",
-        "a part of the micro-batches": "step 0: the loop over its 4 micro-batches ended early",
-    }
     steps = loader(model, opt, batch_size=16)
-    with pytest.raises(RuntimeError, match=said[seen]):
+    with pytest.raises(RuntimeError, match=said):
         for _ in range(2):
             for step in steps:
                 backward(model, [next(iter(step))] if seen == "a part of the micro-batches" else step)
@@ -420,8 +402,7 @@ def test_a_worker_that_joins_takes_over_which_parameters_are_trained() -> None:
 def test_rebuilding_within_a_step_is_refused() -> None:
     model = plain(0)
     opt = kf.FusedAdamW(model.parameters())
-    x, y = dataset()
     with opt.micro_batch(samples=4, last=False):
-        F.cross_entropy(model(x), y).backward()
+        backward(model, [dataset()])
     with pytest.raises(RuntimeError, match=r"not between backward and opt\.step\(\)"):
         opt.rebuild()
