@@ -10,19 +10,10 @@ import torch
 import torch.nn.functional as F
 from distributed import run_workers
 from elastic_job import read_lines, run_job, words
-from problems import network, problem
+from problems import Seen, network, problem
 from torch import nn
 
 import kfuse as kf
-
-
-class Seen(kf.BasePolicy):
-    def __init__(self) -> None:
-        self.signals: list[kf.Signals] = []
-
-    def decide(self, signals: kf.Signals) -> kf.Decision | None:
-        self.signals.append(signals)
-        return None
 
 
 def ask_at(moment: str) -> list[tuple[int, float, int | None]]:
@@ -65,27 +56,25 @@ def test_a_request_at_any_moment_of_a_step_takes_effect(moment: str) -> None:
         assert seen == results[0]
 
 
-def local_sgd(moment: str) -> int:
+def local_sgd(asks: bool) -> int:
     net = network()
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     drifted = 0
-    loader = kf.DataLoader(problem(256), net, opt, batch_size=16, batch_micro=4)
-    for number, step in enumerate(loader):
+    for number, step in enumerate(kf.DataLoader(problem(256), net, opt, batch_size=16, batch_micro=4)):
         for x, y in step:
             F.cross_entropy(net(x), y).backward()
-        if moment == "after_backward" and number == 3:
+        if asks and number == 3:
             kf.set_sync("local:4")
         opt.step()
         opt.zero_grad()
-        stats = opt.stats
-        drifted += stats is not None and stats.grad_norm is None
+        drifted += opt.stats is not None and opt.stats.grad_norm is None
     return drifted
 
 
 def test_set_sync_between_backward_and_step() -> None:
-    assert run_workers(2, local_sgd, "never") == [0, 0]
-    results = run_workers(2, local_sgd, "after_backward")
-    assert results[0] == results[1] > 5
+    assert run_workers(2, local_sgd, False) == [0, 0]
+    first, second = run_workers(2, local_sgd, True)
+    assert first == second > 5
 
 
 def added_group() -> list[float]:
@@ -111,41 +100,36 @@ def test_a_group_that_is_added_inside_the_loop_is_trained_from_rank_0s_values() 
     assert first == second
 
 
+JOB = words("model=mlp model.hidden=[8] data=digits")
+
+
 def test_after_epoch_is_called_again_where_its_collective_fails(tmp_path: Path) -> None:
     settings = words(
-        "model=mlp model.hidden=[8] data=digits batch.size=128 batch.micro=32 train.epochs=3 workers.count=2",
-        f"policy._target_=epoch_collective.EpochCollective +policy.directory={tmp_path} elastic.replace=false",
+        "batch.size=128 batch.micro=32 train.epochs=3 workers.count=2 elastic.replace=false",
+        f"policy._target_=epoch_collective.EpochCollective +policy.directory={tmp_path}",
     )
-    job = run_job(tmp_path / "run", settings)
+    job = run_job(tmp_path / "run", JOB + settings)
     assert job.error is None, job.told()
     assert [view["reason"] for view in job.views] == ["start", "failure"]
-    completed = [record["epoch"] for record in read_lines(tmp_path / "completed.jsonl")]
-    assert completed == [0, 1, 2]
+    assert [record["epoch"] for record in read_lines(tmp_path / "completed.jsonl")] == [0, 1, 2]
 
 
 def test_workers_that_are_asked_for_before_the_first_step_stay(tmp_path: Path) -> None:
     """The first view's size is not what was asked for last."""
-    settings = words(
-        "model=mlp model.hidden=[8] data=digits batch.size=32 batch.micro=16 train.steps=100 workers.max=2",
-        "policy._target_=first_request.TwoWorkers",
-    )
-    job = run_job(tmp_path / "run", settings)
+    settings = words("batch.size=32 batch.micro=16 train.steps=100 workers.max=2")
+    job = run_job(tmp_path / "run", [*JOB, *settings, "policy._target_=first_request.TwoWorkers"])
     assert job.error is None, job.told()
     assert [view["reason"] for view in job.views] == ["start", "grow"]
 
 
 class Initial(Seen):
-    def __init__(self, decision: kf.Decision) -> None:
-        super().__init__()
-        self.decision = decision
-
     def initial(self) -> kf.Decision | None:
-        return self.decision
+        return self.decisions[-1]
 
 
 def test_a_policys_initial_decision_is_in_force_from_the_first_step() -> None:
     net = network()
-    policy = Initial(kf.Decision(batch_size=10**6, lr_scale=0.5))  # clipped to max_batch_size
+    policy = Initial({-1: kf.Decision(batch_size=10**6, lr_scale=0.5)})  # clipped to max_batch_size
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     kf.fit(net, problem(256), opt, kf.Hook(policy), batch_size=16, batch_max=32, lr_scaling="none")
     assert {(s.batch_size, s.lr) for s in policy.signals} == {(32, 0.05)}
@@ -153,7 +137,7 @@ def test_a_policys_initial_decision_is_in_force_from_the_first_step() -> None:
 
 def test_an_initial_decision_keeps_what_reproducible_runs_need(caplog: Any) -> None:
     kf.init(comm_reproducible=True)
-    net, policy = network(), Initial(kf.Decision(sync="local:4", batch_size=24))
+    net, policy = network(), Initial({-1: kf.Decision(sync="local:4", batch_size=24)})
     kf.fit(net, problem(256), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=16)
     assert {s.batch_size for s in policy.signals} == {24}
     assert all(s.grad_norm is not None for s in policy.signals)  # gradients were reduced in every step
