@@ -41,7 +41,7 @@ TESTS = {
     "kernels": ["kernels"],
     "comm": [
         *("engine", "executor", "buckets", "tail", "transports", "ranges", "sum_tree", "topology", "cost", "schedule"),
-        *("sync", "pair", "local_sgd", "two_workers", "gradients", "accumulate", "group", "gpu", "probe"),
+        *("sync", "pair", "two_workers", "gradients", "accumulate", "group", "gpu", "probe"),
     ],
     "optim": ["optim", "bias_correction", "sharded", "consistency", "state_dict", "bf16", "redundancy"],
     "train": [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+from collections.abc import Iterable
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from sync_policies import Modes
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse import session
+from kfuse.checkpoint.format import load
 from kfuse.comm.options import CommOptions
 from kfuse.comm.sync import EVERY_MAX, Sync
 
@@ -32,10 +35,13 @@ def data(count: int = 240) -> tuple[Tensor, Tensor]:
     return x, x[:, :2].sin()
 
 
+def flat(values: Iterable[Tensor]) -> Tensor:
+    return torch.cat([value.detach().double().reshape(-1) for value in values])
+
+
 def all_equal(values: list[Tensor]) -> bool:
     """Whether all workers have the same bits of these tensors."""
-    flat = torch.cat([value.detach().double().reshape(-1) for value in values])
-    return all(torch.equal(each, flat) for each in kf.allgather(flat))
+    return all(torch.equal(each, flat(values)) for each in kf.allgather(flat(values)))
 
 
 class Compares(Modes):
@@ -118,81 +124,38 @@ def evaluate_centre() -> Any:
     return summary["eval_loss"], [value.double().sum().item() for value in net.state_dict().values()]
 
 
-class FromTheStart(Modes):
-    """Begins with a mode."""
-
-    def initial(self) -> kf.Decision:
-        return kf.Decision(sync="sma")
-
-
-def initial() -> list[bool]:
-    net, policy = network(), FromTheStart({})
-    kf.fit(net, data(), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=12, batch_micro=6)
-    return policy.known
-
-
-def test_a_policy_may_begin_with_a_mode() -> None:
-    for known in run_workers(2, initial):
-        assert known == [False] * 20
-
-
 # Its state
 
 
-def fitted(sync: str, folder: Path | None, steps: int) -> str:
-    session.reset()
+def fitted(sync: str, folder: Path, steps: int) -> tuple[str, list[float]]:
+    """The hash of the trained model, and the model before this training's first step."""
     kf.init(comm_sync=sync, comm_outer_lr=0.7, comm_outer_momentum=0.9)
-    net = network()
+    net, first = network(), list[float]()
     opt = kf.FusedAdamW(net.parameters(), lr=0.02)
-    more: dict[str, Any] = {}
-    if folder is not None:
-        more = {"checkpoint_dir": folder, "checkpoint_every_steps": 7, "checkpoint_resume": "auto"}
-    summary = kf.fit(net, data(), opt, batch_size=12, batch_micro=4, train_epochs=None, train_steps=steps, **more)
+
+    class First(kf.BasePolicy):
+        def before_step(self) -> None:
+            if not first:
+                first.extend(flat(net.parameters()).tolist())
+
+    more: dict[str, Any] = {"checkpoint_dir": folder, "checkpoint_every_steps": 7, "checkpoint_resume": "auto"}
+    more |= {"batch_size": 12, "batch_micro": 4, "train_epochs": None, "train_steps": steps}
+    summary = kf.fit(net, data(), opt, kf.Hook(First()), **more)
     assert summary is not None and all_equal(list(net.parameters()))
-    return str(summary["params_sha256"])
+    return str(summary["params_sha256"]), first
 
 
 @pytest.mark.parametrize("sync", ["sma", "local:5"])
 def test_workers_resume_from_a_checkpoint(sync: str, tmp_path: Path) -> None:
-    """On another number of workers too. All end with one model."""
+    """On another number of workers too. With sma they begin from the central model, which has its momentum still."""
     results = run_workers(2, fitted, sync, tmp_path, 17)
-    results += run_workers(3, fitted, sync, tmp_path, 24)
-    assert len(set(results)) == 2
-
-
-def sma_in_two_parts() -> tuple[Any, ...]:
-    kf.init(comm_sync="sma")
-    net = network()
-    opt = kf.FusedAdamW(net.parameters(), lr=0.02)
-    for number, step in enumerate(kf.DataLoader(data(), net, opt, batch_size=12, batch_micro=3)):
-        for x, y in step:
-            F.mse_loss(net(x), y).backward()
-        opt.step()
-        opt.zero_grad()
-        if number == 7:
-            state = kf.state_dict()
-            break
-    centre = state["synchronisation"]["method"]["centre"]
-    other = network(9)
-    opt = kf.FusedAdamW(other.parameters(), lr=0.02)
-    loader = kf.DataLoader(data(), other, opt, batch_size=12, batch_micro=3)
-    kf.load_state_dict(state)
-    for step in loader:
-        begins = torch.cat([p.detach().reshape(-1) for p in other.parameters()])
-        for x, y in step:
-            F.mse_loss(other(x), y).backward()
-        opt.step()
-        opt.zero_grad()
-        break
-    return begins.tolist(), centre["model"].tolist(), centre["change"].abs().sum().item()
-
-
-def test_a_training_that_resumes_begins_from_the_central_model() -> None:
-    """And with its momentum."""
-    results = run_workers(2, sma_in_two_parts)
-    assert results[0] == results[1]
-    begins, model, change = results[0]
-    assert begins == pytest.approx(model, abs=1e-6) and change > 0
+    shutil.rmtree(tmp_path / "step-00000017")  # of the end, where all have one model
+    method = load(max(tmp_path.glob("step-*")))["synchronisation"]["method"]
+    resumed = run_workers(3, fitted, sync, tmp_path, 24)
+    assert len({digest for digest, _ in results}) == len({digest for digest, _ in resumed}) == 1
+    for _, first in resumed if sync == "sma" else []:
+        assert first == pytest.approx(method["centre"]["model"].tolist(), abs=1e-6)
+        assert method["centre"]["change"].abs().sum() > 0
 
 
 # What is refused
@@ -207,13 +170,18 @@ def test_a_loop_of_bare_backwards_needs_ssgd() -> None:
         opt.step()
 
 
-def freezes(options: dict[str, Any]) -> str:
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [({"sync": "sma"}, True), ({"sync": "local:3", "outer_momentum": 0.5}, True), ({"sync": "local:3"}, False)],
+)
+def test_other_trained_parameters_are_refused_where_their_weights_are_kept(options: Any, refused: bool) -> None:
     """Another layer of the same size is trained in place of a frozen one."""
     kf.init(**CommOptions(**options).named())
     net = nn.Sequential(network(), *(nn.Linear(2, 2) for _ in range(2)))
     net[2].requires_grad_(False)
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    try:
+    said = r"the trained parameters have changed since this mode began: call kf.set_sync\('ssgd'\)"
+    with pytest.raises(RuntimeError, match=said) if refused else contextlib.nullcontext():
         for number, step in enumerate(kf.DataLoader(data(), net, opt, batch_size=12, batch_micro=6)):
             for x, y in step:
                 F.mse_loss(net(x), y).backward()
@@ -223,25 +191,15 @@ def freezes(options: dict[str, Any]) -> str:
                 net[1].requires_grad_(False)
                 net[2].requires_grad_(True)
                 opt.rebuild()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
-def test_other_trained_parameters_are_refused_where_their_weights_are_kept() -> None:
-    for options in ({"sync": "sma"}, {"sync": "local:3", "outer_momentum": 0.5}):
-        for said in run_workers(2, freezes, options):
-            assert "the trained parameters have changed since this mode began: call kf.set_sync('ssgd')" in said
-    assert run_workers(2, freezes, {"sync": "local:3"}) == ["", ""]
-
-
-@pytest.mark.parametrize("text", ["often", "local:x", "ssgd:2", "8", "local:0", f"local:{EVERY_MAX + 1}"])
-def test_what_is_no_mode_is_refused(text: str) -> None:
+def test_what_is_no_mode_is_refused() -> None:
     assert str(Sync.parse(f"local:{EVERY_MAX}")) == f"local:{EVERY_MAX}"
-    with pytest.raises(
-        ValueError, match=f"^comm.sync={text}: (must be one of ssgd, local:N, sma, pair|N must be 1 to)"
-    ):
-        Sync.parse(text)
+    for text in ("often", "local:x", "ssgd:2", "8", "local:0", f"local:{EVERY_MAX + 1}"):
+        with pytest.raises(
+            ValueError, match=f"^comm.sync={text}: (must be one of ssgd, local:N, sma, pair|N must be )"
+        ):
+            Sync.parse(text)
 
 
 # Workers come and go
@@ -267,43 +225,35 @@ def job_of_modes(folder: Path, settings: list[str], modes: dict[str, str], **arg
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("mode", "outer", "moment"), [("sma", False, "between_reduction_and_update"), ("local:5", True, "evaluation")]
+    ("mode", "moment", "call", "step", "after"),
+    [
+        ("sma", "between_reduction_and_update", "end", 52, False),
+        ("sma", "evaluation", "average", 66, True),  # where models meet, before ssgd
+        ("local:5", "evaluation", "average", 66, False),
+    ],
 )
-def test_workers_that_are_lost_take_nobody_along(tmp_path: Path, mode: str, moment: str, outer: bool) -> None:
-    """The others go on, newcomers join, all meet in one model, and then have the same parameters at each step."""
+def test_workers_that_are_lost_take_nobody_along(
+    tmp_path: Path, mode: str, moment: str, call: str, step: int, after: bool
+) -> None:
+    """The others go on, newcomers join, all meet in one model, and then have the same parameters at each step.
+
+    A worker lost in the middle of a synchronisation: all of it happens, or nothing.
+    """
     events = [
         {"step": 15, "moment": moment, "rank": 1, "how": "kill", "workers": 3},
         {"step": 40, "moment": "after_step", "rank": 0, "how": "kill", "workers": 3},
     ]
-    gates, modes = [{"step": 38, "workers": 3}, {"step": 60, "workers": 3}], {"4": mode, "66": "ssgd"}
-    job = job_of_modes(tmp_path, OUTER if outer else [], modes, events=events, gates=gates)
-    assert [view["reason"] for view in job.views].count("failure") == 2
+    gates, modes = [{"step": at, "workers": 3} for at in (38, 50, 80)], {"4": mode, "66": "ssgd"}
+    killed = {"step": step, "rank": 1, "call": call, "after": after}
+    settings = [] if mode == "sma" else OUTER
+    job = job_of_modes(tmp_path, settings, modes, events=events, gates=gates, killed=killed)
+    assert [view["reason"] for view in job.views].count("failure") == 3
     changes = [event["sync"] for event in job.of_kind("decision") if "sync" in event]
     assert changes == [["ssgd", mode], [mode, "ssgd"]]
     by_step = {record["step"]: record for record in job.metrics}
     assert all(by_step[step]["grad_norm"] is None for step in range(8, 70) if by_step[step]["workers"] > 1)
     assert all(by_step[step]["grad_norm"] is not None for step in range(70, len(by_step)))
     assert all(record["loss"] is not None for record in job.metrics)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("mode", "call", "step", "after"),
-    [
-        ("sma", "begin", 15, True),
-        ("sma", "end", 15, False),
-        ("sma", "average", 50, True),  # where models meet, before ssgd
-        ("local:5", "average", 66, False),
-    ],
-)
-def test_a_worker_lost_in_the_middle_of_a_synchronisation(
-    tmp_path: Path, mode: str, call: str, step: int, after: bool
-) -> None:
-    """All of it happens, or nothing: the others have one central model, and meet in one model."""
-    gates, modes = [{"step": 30, "workers": 3}, {"step": 80, "workers": 3}], {"4": mode, "66": "ssgd"}
-    killed = {"step": step, "rank": 1, "call": call, "after": after}
-    job = job_of_modes(tmp_path, [] if mode == "sma" else OUTER, modes, gates=gates, killed=killed)
-    assert [view["reason"] for view in job.views].count("failure") == 1
 
 
 @pytest.mark.full
