@@ -222,3 +222,13 @@ def test_the_planner_without_pauses_and_arrivals_is_the_forecast(script: Script)
     assert outcome.worker_hours * 3600 == pytest.approx(worker_seconds, rel=1e-9)
     for rule in ("static", "fifo"):
         assert (plan.simulate(plan.draw(40, 16, 1.2, 3), 16, rule).completion > 0).all()
+
+
+@pytest.mark.full
+def test_outer_steps_send_an_eighth_of_the_bytes(tmp_path: Path) -> None:
+    """Models meet every eight steps."""
+    name = "local:8, outer 0.7, 0.5"
+    runs = run(tmp_path, "synchronisation", "--seeds", "1", "--steps", "8", "--variants", name)[0]["runs"]
+    [every], [outer] = runs["ssgd"], runs[name]
+    assert every["bytes"] == pytest.approx(8 * 4 * every["parameters"], rel=0.01)
+    assert outer["bytes"] == pytest.approx(every["bytes"] / 8, rel=0.01)
