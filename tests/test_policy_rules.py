@@ -1,30 +1,70 @@
-"""The rules of critical_batch, norm_test and sync_switch, by figures computed by hand."""
+"""The rules that policies decide by, against figures computed by hand and what their papers publish."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from distributed import run_workers
-from policy_signals import signals
+from policy_signals import BOUNDS, signals
 from problems import network, problem
+from torch import nn
 
 import kfuse as kf
-from kfuse.policies import CriticalBatchPolicy, NormTestPolicy, SyncSwitchPolicy
+from kfuse.optim.flat_updates import FlatUpdates
+from kfuse.policies import (
+    AutoscalePolicy,
+    CriticalBatchPolicy,
+    CurvaturePolicy,
+    GNSPolicy,
+    NormTestPolicy,
+    SeesawPolicy,
+    SyncSwitchPolicy,
+)
 from kfuse.policies.signals import Decision, Signals
+from kfuse.train.lr_schedule import gain
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+Rows = Iterator[tuple[kf.BasePolicy, Signals, Decision | None]]
 
 
-def decided(policy: kf.BasePolicy, seen: Signals) -> int | None:
-    """The batch size that it asks for, and nothing else."""
-    decision = policy.decide(seen)
-    assert decision is None or decision == Decision(batch_size=decision.batch_size)
-    return None if decision is None else decision.batch_size
+# -- rules that keep no state ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("factor", "batch_size", "low", "expected"),
-    [
+def by_noise_scale() -> Rows:
+    """gns: its batch size is the noise scale times `factor`, a micro-batch is 8, and a worker has four of them."""
+    plain, shrinks = GNSPolicy(), GNSPolicy(allow_shrink=True)
+    unbounded = {"noise_scale_low": 100.0}  # it may be anything above
+    yield plain, signals(64, (90, 100, 120)), Decision(batch_size=96, workers=3)  # all of the interval is above
+    yield plain, signals(64, (900, 1000, 1100)), Decision(batch_size=128, workers=4)  # at most twice as much
+    yield GNSPolicy(factor=0.1), signals(64, (900, 1000, 1100), workers=4), Decision(batch_size=96)
+    for each in (plain, shrinks):
+        yield each, signals(64, (60, 100, 1000), workers=2), None  # inside of the interval
+        yield each, signals(64, (10, 20, 70), workers=2), None
+    yield plain, signals(64, (10, 20, 30), workers=2), None
+    yield shrinks, signals(64, (10, 20, 30), workers=2), Decision(batch_size=32, workers=1)
+    # Rounding to whole micro-batches must not turn growth into shrinking, or shrinking into growth.
+    yield plain, signals(60, (61, 62, 63), workers=2), None
+    yield shrinks, signals(60, (1, 2, 3), workers=2, bounds=replace(BOUNDS, batch_min=58)), None
+    yield plain, signals(64, workers=2, **unbounded), Decision(batch_size=96, workers=3)
+    yield GNSPolicy(factor=8), signals(64, workers=2, **unbounded), Decision(batch_size=128, workers=4)
+    yield plain, signals(104, workers=4, **unbounded), None
+    yield GNSPolicy(factor=0.5, allow_shrink=True), signals(104, workers=4, **unbounded), None
+    yield plain, signals(64, (60, 64, 70), workers=1), Decision(workers=2)  # those that are missing
+    yield shrinks, signals(104, (70, 80, 83.3), workers=4), None  # the dead band of 104 is 20.8
+    yield shrinks, signals(104, (70, 80, 83.1), workers=4), Decision(batch_size=80, workers=3)
+
+
+def by_critical_batch() -> Rows:
+    for factor, batch_size, low, expected in (
         # B* = 1 * low = 128 does not exceed 2 * 64; 129 does, and 300 doubles once at a time.
         (1.0, 64, 128.0, None),
         (1.0, 64, 129.0, 128),
@@ -37,15 +77,13 @@ def decided(policy: kf.BasePolicy, seen: Signals) -> int | None:
         (1.0, 520, 5000.0, None),
         (1.0, 512, 1.0, None),
         *((1.0, 64, unknown, None) for unknown in (None, math.nan, math.inf)),
-    ],
-)
-def test_critical_batch(factor: float, batch_size: int, low: float | None, expected: int | None) -> None:
-    assert decided(CriticalBatchPolicy(factor), signals(batch_size, noise_scale_low=low)) == expected
+    ):
+        decision = None if expected is None else Decision(batch_size=expected)
+        yield CriticalBatchPolicy(factor), signals(batch_size, noise_scale_low=low), decision
 
 
-@pytest.mark.parametrize(
-    ("theta", "batch_size", "variance", "grad_sq", "expected"),
-    [
+def by_norm_test() -> Rows:
+    for theta, batch_size, variance, grad_sq, expected in (
         # theta 0.5: S / (0.25 G2) = 100 / (0.25 * 4) = 100 samples, 12.5 micro-batches of 8, so 13.
         (0.5, 64, 100.0, 4.0, 104),
         (0.5, 100, 100.0, 4.0, None),  # it holds exactly
@@ -55,15 +93,115 @@ def test_critical_batch(factor: float, batch_size: int, low: float | None, expec
         (0.1, 1000, 1e6, 1.0, 1024),  # batch.max
         (0.5, 60, 15.5, 1.0, 64),  # 62 samples, in whole micro-batches
         (0.5, 64, 100.0, 0.0, None),  # a mean that is not above zero tells nothing
-        (0.5, 64, 100.0, -3.0, None),
         # AdAdaGrad's norm_test (tests.py) is ceil(S / (eta^2 |gbar|^2)): 12 / (0.25 * 0.5) = 96, 12 / 0.5 = 24.
         (0.5, 64, 12.0, 0.5, 96),
         (1.0, 64, 12.0, 0.5, None),
-    ],
-)
-def test_norm_test(theta: float, batch_size: int, variance: float, grad_sq: float, expected: int | None) -> None:
-    seen = signals(batch_size, mean_grad_variance=variance, mean_grad_sq=grad_sq)
-    assert decided(NormTestPolicy(theta), seen) == expected
+    ):
+        decision = None if expected is None else Decision(batch_size=expected)
+        seen = signals(batch_size, mean_grad_variance=variance, mean_grad_sq=grad_sq)
+        yield NormTestPolicy(theta), seen, decision
+
+
+def by_seesaw() -> Rows:
+    def at(done: float | None, batch_size: int = 32, **changes: Any) -> Signals:
+        """A step of a run that began with 32 samples a step, when `done` of it is over."""
+        return signals(batch_size, done=done, base_batch_size=changes.pop("base_batch_size", 32), **changes)
+
+    halves, tenths, quarter = SeesawPolicy(cut=2), SeesawPolicy(), SeesawPolicy(2, "quarter_cosine")
+    # (1 + cos(pi d)) / 2: 0.516 at 0.49, 0.5 at 0.5, 0.25 at 2/3.
+    yield halves, at(0.49), None
+    yield halves, at(0.5), Decision(batch_size=64, lr_scale=0.5)
+    yield halves, at(2 / 3), Decision(batch_size=128, lr_scale=0.25)
+    # cos(pi d / 2): 0.707 at 0.5, 0.5 at 2/3.
+    yield quarter, at(0.5), None
+    yield quarter, at(2 / 3), Decision(batch_size=64, lr_scale=0.5)
+    # 0.9045 at 0.2 is below 1 / 1.1 and above 1 / 1.21; 32 * 1.1 = 35.2 is still four micro-batches of 8.
+    yield tenths, at(0.2), Decision(lr_scale=1.1**-1)
+    # 0.6545 at 0.4: 4.45, four cuts; 32 * 1.4641 = 46.85, five micro-batches.
+    yield tenths, at(0.4), Decision(batch_size=40, lr_scale=1.1**-4)
+    # A first batch that is not of whole micro-batches stays until the first cut.
+    yield halves, at(0.1, 20, base_batch_size=20), None
+    yield halves, at(0.5, 20, base_batch_size=20), Decision(batch_size=40, lr_scale=0.5)
+    yield SeesawPolicy(cut=3), at(0.7, 96, lr_scale=float(np.float32(1 / 3))), None  # 1/3 is rounded
+    # batch.max = 100 is 96 in micro-batches of 8, three times 32: c = 1/8, so that the rate is sqrt(3) / 8.
+    yield halves, at(0.77, bounds=replace(BOUNDS, batch_max=100)), Decision(batch_size=96, lr_scale=0.125)
+
+
+@pytest.mark.parametrize("rows", [by_noise_scale, by_critical_batch, by_norm_test, by_seesaw])
+def test_decisions_by_hand(rows: Any) -> None:
+    for number, (policy, seen, expected) in enumerate(rows()):
+        assert policy.decide(seen) == expected, f"row {number}: {seen}"
+
+
+# -- seesaw ----------------------------------------------------------------------------------------------------------
+
+
+def test_seesaw_cuts_where_the_authors_do() -> None:
+    """Their StepCosineHalfWithWarmup.get_decay_tokens (olmo/optim.py), with alpha_f=0, no warm-up and 10,000 tokens.
+
+    Its k-th milestone is round(10,000 acos(2 f^k - 1) / pi) with f = lr_decay_factor.
+    """
+    for cut, milestones in {2.0: [5000, 6667, 7699, 8391], 1.1: [1950, 2736, 3324, 3807]}.items():
+        left = [SeesawPolicy(cut).left(token / 10_000) for token in range(10_000)]
+        ours = [next(t for t, c in enumerate(left) if c < cut ** (0.5 - k)) for k in range(1, 5)]
+        assert all(abs(a - b) <= 1 for a, b in zip(ours, milestones, strict=True)), (cut, ours)
+
+
+def test_seesaw_has_the_risk_of_the_decay_on_linear_regression(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exact recursion of benchmarks/seesaw.py, at a rate that curvature does not limit, as the theorem asks."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import seesaw
+
+    curve, policy, samples, base = seesaw.CURVES["quarter_cosine"], SeesawPolicy(1.01, "quarter_cosine"), 2**18, 64
+    for optimizer, lr in [("normalised SGD", 0.0884), ("SGD", 0.25)]:
+        scaling = seesaw.SCALING[optimizer]
+        decay = seesaw.train(optimizer, samples, base, lr, lambda done, batch, scale: curve(done))
+        rate = partial(lambda scaling, done, batch, scale: scale * gain(scaling, batch, base), scaling)
+        found = seesaw.train(optimizer, samples, base, lr, rate, policy, 2**24)
+        assert decay.steps == 4096
+        assert found.steps / decay.steps == pytest.approx(2 / math.pi, abs=0.015)
+        assert found.risk / decay.risk == pytest.approx(1, abs=0.05)
+
+
+class Watched(SeesawPolicy):
+    """Keeps the signals."""
+
+    def __init__(self) -> None:
+        super().__init__(cut=2)
+        self.seen: list[Signals] = []
+
+    def decide(self, signals: Signals) -> Decision | None:
+        self.seen.append(signals)
+        return super().decide(signals)
+
+
+def watched(**length: int) -> tuple[dict[str, Any], list[Signals]]:
+    torch.manual_seed(0)
+    model, policy = nn.Linear(3, 2), Watched()
+    opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    data = torch.randn(800, 3), torch.randint(0, 2, (800,))
+    result = kf.fit(model, data, opt, kf.Hook(policy), batch_size=8, batch_micro=2, **length)  # type: ignore[arg-type]
+    assert result is not None
+    return result, policy.seen
+
+
+def test_seesaw_trains_the_same_samples_in_fewer_steps() -> None:
+    """In the limit half of 200; cuts that come when the curve has fallen by half cost up to twice as many."""
+    result, seen = watched(train_epochs=2)
+    assert result["samples"] == 1600 and 100 < result["steps"] < 150
+    sizes = [each.batch_size for each in seen]
+    assert sizes == sorted(sizes) and sizes[0] == 8 and {16, 32, 64} < set(sizes)
+    for each in seen:
+        assert each.done == each.samples / 1600 and each.base_batch_size == 8
+        assert each.lr == pytest.approx(0.1 * each.lr_scale * math.sqrt(each.batch_size / 8))
+    first = next(each for each in seen if each.lr_scale == 0.5)
+    assert (first.batch_size, first.samples - first.batch_size) == (16, 824)  # half of the samples, and three steps on
+    result, seen = watched(train_steps=50)  # which end the run: it goes by them
+    assert result["steps"] == 50 and result["samples"] > 400
+    assert [each.done for each in seen] == [(each.step + 1) / 50 for each in seen]
+
+
+# -- sync_switch -----------------------------------------------------------------------------------------------------
 
 
 def test_sync_switch_asks_once_so_that_the_step_is_the_first() -> None:
@@ -71,12 +209,8 @@ def test_sync_switch_asks_once_so_that_the_step_is_the_first() -> None:
     for step, first, asked_at in [(1, 0, 0), (4, 0, 0), (5, 0, 1), (20, 0, 16), (20, 100, 100)]:
         policy = SyncSwitchPolicy(step)
         assert policy.initial() == Decision(sync="sma")
-        asked = []
-        for now in range(first, first + 40):
-            decision = policy.decide(signals(step=now))
-            assert decision == policy.decide(signals(step=now))
-            asked += [] if decision is None else [(now, decision)]
-        assert asked == [(asked_at, Decision(sync="ssgd"))]
+        asked = {now: policy.decide(signals(step=now)) for now in range(first, first + 40)}
+        assert {now: each for now, each in asked.items() if each} == {asked_at: Decision(sync="ssgd")}
 
 
 def switched(step: int) -> tuple[list[bool], bytes]:
@@ -98,3 +232,175 @@ def test_workers_average_models_up_to_the_step_and_gradients_from_it_on() -> Non
     results = run_workers(2, switched, 14)
     assert results[0] == results[1]
     assert results[0][0] == [False] * 14 + [True] * 10
+
+
+# -- autoscale -------------------------------------------------------------------------------------------------------
+
+
+def scaled(policy: AutoscalePolicy, rates: dict[int, float], start: int, steps: int = 120, **changes: Any) -> list[int]:
+    """The worker counts of a run in which n workers make rates[n] steps a second, and one that is asked for comes."""
+    workers, counts, before = start, [], None
+    for step in range(policy.last_step + 1, policy.last_step + 1 + steps):
+        took = 1 / rates[workers] if workers == before else None
+        counts.append(workers)
+        before = workers
+        decision = policy.decide(signals(step=step, workers=workers, previous_step_time_s=took, **changes))
+        if decision is not None:
+            assert decision == Decision(workers=decision.workers)
+            workers = decision.workers or workers
+    assert policy.decide(signals(step=step + 1, workers=workers, **changes)) is None
+    return counts
+
+
+def path(counts: list[int]) -> list[int]:
+    """The counts without repetitions."""
+    return [n for i, n in enumerate(counts) if i == 0 or n != counts[i - 1]]
+
+
+def windowed(**arguments: Any) -> AutoscalePolicy:
+    return AutoscalePolicy(window=4, settle=2, **arguments)
+
+
+def test_autoscale_by_hand() -> None:
+    for rates, start, expected in [
+        # The scaling efficiency of the 2nd, 3rd and 4th: 0.8; (2.1 / 1.8 - 1) 2 = 0.33; (2.16 / 2.1 - 1) 3 = 0.086.
+        ({1: 1.0, 2: 1.8, 3: 2.1, 4: 2.16}, 1, [1, 2, 3, 4, 3]),
+        ({1: 1.0, 2: 1.8, 3: 2.1, 4: 2.18}, 1, [1, 2, 3, 4, 5, 4]),  # 0.114; a fifth adds nothing
+        ({2: 1.8, 3: 2.1, 4: 2.0}, 3, [3, 4, 2, 3]),  # neither pays; 0.33 would be lost
+        ({1: 1.0, 2: 1.04, 3: 1.05, 4: 1.0}, 3, [3, 4, 2, 1]),  # 0.019 and 0.04: given up
+        ({1: 1.0, 2: 1.2, 3: 1.21, 4: 1.0}, 3, [3, 4, 2, 1, 2]),  # 0.017 given up, 0.2 is not
+    ]:
+        assert path(scaled(windowed(), {5: rates[4]} | rates, start)) == expected
+
+
+def test_the_median_of_a_window_of_known_times_counts() -> None:
+    """Of 2 + 4 steps; the first one with other workers has no time."""
+    assert scaled(windowed(), {1: 1.0, 2: 0.9}, 1)[:15] == [1] * 7 + [2] * 7 + [1]
+    policy = AutoscalePolicy(window=5, settle=2)
+    for step, seconds in enumerate([9.0, 9.0, 0.5, 0.5, 9.0, 0.5, 9.0]):
+        policy.decide(signals(step=step, workers=2, previous_step_time_s=seconds))
+    assert policy.rates == {"2": 128.0}
+
+
+def test_it_stops_asking_when_settled_and_measures_anew_after_a_change_or_a_loss() -> None:
+    policy = windowed()
+    rates, more = {1: 1.0, 2: 1.5, 3: 1.55}, {1: 1.0, 2: 1.5, 3: 2.0, 4: 2.0}
+    assert path(scaled(policy, rates, 1)) == [1, 2, 3, 2]
+    assert path(scaled(policy, rates, 2, steps=500)) == [2]
+    assert path(scaled(policy, more, 2, batch_size=128)) == [2, 3, 4, 3]
+    assert path(scaled(policy, more, 2, batch_size=128)) == [2, 3, 4, 3], "one is lost"
+
+
+def test_workers_that_do_not_come_are_given_up() -> None:
+    """Steps take 0.5 s: it asks for 10 s of them."""
+    policy = windowed(patience_s=10)
+    seen = [signals(step=step, workers=2, previous_step_time_s=0.5) for step in range(60)]
+    assert [policy.decide(each) is not None for each in seen] == [False] * 5 + [True] * 20 + [False] * 35
+
+
+# -- curvature -------------------------------------------------------------------------------------------------------
+
+
+def fisher_of(opt: torch.optim.Optimizer) -> tuple[float, float]:
+    """Trace and largest entry from torch's per-parameter state, in float64."""
+    entries = []
+    for group in opt.param_groups:
+        for p in group["params"]:
+            if "exp_avg_sq" in opt.state[p] and opt.state[p]["step"] > 0:
+                v, updates = opt.state[p]["exp_avg_sq"].double(), float(opt.state[p]["step"])
+                entries.append((v / (1 - group["betas"][1] ** updates)).flatten())
+    diagonal = torch.cat(entries)
+    return float(diagonal.sum()), float(diagonal.max())
+
+
+@pytest.mark.parametrize("optimizer", [kf.FusedAdamW, kf.FusedLAMB])
+def test_trace_and_largest_entry_are_those_of_torchs_state(optimizer: Any) -> None:
+    """Two groups with their own beta2; a layer that has a gradient in each second step, and one that has none."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(4, 3) for _ in range(4)])
+    groups = [
+        {"params": [*layers[0].parameters(), *layers[2].parameters()]},
+        {"params": [*layers[1].parameters(), *layers[3].parameters()], "betas": (0.9, 0.95)},
+    ]
+    opt = optimizer(groups, lr=0.01)
+    assert opt.updates.fisher() is None
+    for step in range(6):
+        x = torch.randn(8, 4)
+        used = layers[:2] if step % 2 else layers[:3]
+        F.mse_loss(sum(layer(x) for layer in used), torch.zeros(8, 3)).backward()
+        opt.step()
+        opt.zero_grad()
+        assert opt.updates.fisher().tolist() == pytest.approx(fisher_of(opt), rel=1e-5)
+
+
+class Seeing(kf.BasePolicy):
+    fisher_every = 3
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float | None, float | None]] = []
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.seen.append((signals.fisher_trace, signals.fisher_max))
+        return None
+
+
+def seen_and_left() -> tuple[list[tuple[float | None, float | None]], tuple[float, float]]:
+    kf.init(comm_reproducible=True)
+    net, policy = network(), Seeing()
+    opt = kf.FusedAdamW(net.parameters(), betas=(0.9, 0.95))
+    kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=16, train_steps=10)
+    return policy.seen, fisher_of(opt)
+
+
+def test_all_workers_see_the_leaders_figures_with_the_same_bits_for_any_number_of_them() -> None:
+    """In each third step, as they were before it: after 9 updates in step 9. None before the first update."""
+    two, again = run_workers(2, seen_and_left)
+    assert two == again == seen_and_left()  # one worker
+    seen, after = two
+    assert [step for step, (trace, _) in enumerate(seen) if trace is not None] == [3, 6, 9]
+    assert all((trace is None) == (top is None) for trace, top in seen)
+    assert seen[9] == pytest.approx(after, rel=0.2) and seen[9] != after  # one update later
+
+
+def test_without_a_policy_that_needs_them_they_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlatUpdates, "fisher", None)
+    net = network()
+    kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), kf.Hook(kf.BasePolicy()), batch_size=16, train_steps=3)
+
+
+def scales(policy: CurvaturePolicy, pairs: list[tuple[float | None, float | None]], **changes: Any) -> list[float]:
+    """What it asks for after each pair; what it asks for comes."""
+    scale, out = policy.scale, []
+    for number, (trace, top) in enumerate(pairs, policy.last_step // policy.every + 1):
+        seen = signals(step=number * policy.every, lr_scale=scale, fisher_trace=trace, fisher_max=top, **changes)
+        decision = policy.decide(seen)
+        if decision is not None:
+            assert decision == Decision(lr_scale=decision.lr_scale)
+            scale = decision.lr_scale or scale
+        out.append(scale)
+    return out
+
+
+def test_curvature_by_hand() -> None:
+    for pairs, expected in [
+        ([(1, 0.1), (1.9, 0.19), (2.1, 0.21), (4.1, 0.41), (4.3, 0.43)], [1, 1, 0.5, 0.5, 0.25]),  # 2.1, 1.95, 2.05
+        ([(1, 0.1), (3, 0.1), (1, 0.3), (3, 0.3)], [1, 1, 1, 0.5]),  # both must rise
+        ([(1, 0.1), (3, 0.3), (1.6, 0.16), (1.4, 0.16), (1.4, 0.14)], [1, 0.5, 0.5, 0.5, 1]),  # below half of 3
+        ([(4, 0.4), (1, 0.1), (3, 0.3)], [1, 1, 0.5]),  # the reference follows downwards; never above 1
+        ([(2.5**k, 2.5**k) for k in range(6)], [1, 0.5, 0.25, 0.125, 0.1, 0.1]),  # the least
+        ([(1, 1), (2.5, 2.5), *[(1.3, 1.3), (4.9, 4.9)] * 9], [1] + [0.5] * 19),  # inside of the hysteresis
+        ([(1, 0.1), (None, None), (3, None), (math.nan, 0.3), (math.inf, 0.3), (0, 0.3), (3, 0.3)], [1] * 6 + [0.5]),
+    ]:
+        assert scales(CurvaturePolicy(), pairs) == pytest.approx(expected)
+    policy = CurvaturePolicy()
+    assert scales(policy, [(1, 1)]) == [1]
+    assert scales(policy, [(9, 9), (17, 17), (19, 19)], batch_size=8) == [1, 1, 0.5], "that is a new reference"
+
+
+def test_it_decides_at_its_own_steps_only() -> None:
+    """Beside a policy with every=30 the figures are there at steps divisible by 10, their greatest common divisor."""
+    policy = CurvaturePolicy(every=20)
+    seen = {step: 10.0**step for step in (0, 10, 20, 30, 40)}  # above twice the reference at each step
+    decided = {step: policy.decide(signals(step=step, fisher_trace=f, fisher_max=f)) for step, f in seen.items()}
+    half, quarter = Decision(lr_scale=0.5), Decision(lr_scale=0.25)
+    assert decided == {0: None, 10: None, 20: half, 30: half, 40: quarter}  # at 30 it asks for the same again
