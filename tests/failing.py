@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import kfuse as kf
@@ -26,9 +25,6 @@ class Failing(kf.BasePolicy):
     def _now(self) -> bool:
         return 5 <= self.step <= self._last
 
-    def before_train(self) -> None:
-        self._strikes("before_train", True)
-
     def before_step(self) -> None:
         self.step += 1
         assert kf.allreduce(1.0) == kf.size()
@@ -46,7 +42,3 @@ class Failing(kf.BasePolicy):
         self._strikes("first state_dict", True)
         self._strikes("state_dict", self._now)
         return super().state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._strikes("load_state_dict", True)
-        super().load_state_dict(state)

@@ -95,6 +95,9 @@ def test_compose_keeps_the_state_of_its_parts() -> None:
 def test_compose_needs_what_all_of_its_parts_need() -> None:
     both = ComposePolicy(SeesawPolicy(), CriticalBatchPolicy())
     assert both.lr_settings == {"scaling": ("sqrt", "linear"), "decay": ("none", "constant")}
+    assert (both.fisher_every, both.modes) == (None, ())
+    curved = ComposePolicy(CurvaturePolicy(every=6), CurvaturePolicy(every=4), SyncSwitchPolicy(step=9))
+    assert (curved.fisher_every, curved.modes) == (2, ("sma", "ssgd"))
 
     class OfItsOwn(BasePolicy):
         lr_settings = {"scaling": ("none",)}  # noqa: RUF012
@@ -112,10 +115,3 @@ def test_compose_is_built_of_the_options_of_its_parts() -> None:
     # Seesaw has cut by 1.1 seven times, to 0.5132: 62.4 samples, seven micro-batches of 8. gns would have 64 samples,
     # and asks for the two workers of these.
     assert decided == Decision(batch_size=56, lr_scale=1.1**-7, workers=2)
-
-
-def test_what_each_policy_needs_of_the_training_is_needed_by_all_of_them() -> None:
-    curved = ComposePolicy(CurvaturePolicy(every=6), CurvaturePolicy(every=4), SyncSwitchPolicy(step=9))
-    assert (curved.fisher_every, curved.modes) == (2, ("sma", "ssgd"))
-    plain = ComposePolicy(GNSPolicy(), NoPolicy())
-    assert (plain.fisher_every, plain.modes) == (None, ())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -79,9 +78,7 @@ def decided(policy: GoodputPolicy, last: Signals, **changes: Any) -> Decision | 
     step = (last.step // policy.every + 1) * policy.every
     given: dict[str, Any] = {"step": step, "previous_step_time_s": None, **changes}
     now = signals(last.batch_size, workers=last.workers, **given)
-    decision = policy.decide(now)
-    assert decision == policy.decide(now)
-    return decision
+    return policy.decide(now)
 
 
 NOISE = {"noise": (200, 200, 200)}
@@ -99,7 +96,6 @@ def test_decisions_by_hand() -> None:
         ({}, {}, Decision(workers=2)),  # the noise scale is unknown: the batch size stays
         ({}, {"noise_scale_low": 200.0}, Decision(batch_size=112, workers=2)),
         ({}, {"noise": (200, 900, 5000)}, Decision(batch_size=112, workers=2)),  # the low end counts
-        ({}, {"noise": (math.nan, math.nan, math.nan)}, Decision(workers=2)),
         ({"margin": 0.076}, NOISE, Decision(batch_size=112, workers=2)),
         ({"margin": 0.078}, NOISE, Decision(workers=2)),
         ({"margin": 0.62}, NOISE, None),  # 1144.7 / 711.1 = 1.61

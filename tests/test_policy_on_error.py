@@ -21,26 +21,20 @@ DIGITS = words(
 )
 
 
-def job(directory: Path, *more: str, **arguments: Any) -> Job:
-    """A real job of two workers whose policy fails."""
-    return run_job(directory / "run", [*DIGITS, *[override(f"+policy.{k}", v) for k, v in arguments.items()], *more])
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "rank", "more"),
     [
         ("decide", -1, []),  # all workers have it
         ("after_step", 1, []),  # one alone, while the other waits for it in a collective
-        ("before_train", 1, []),
         ("first state_dict", -1, []),  # for the other worker, as training begins
         ("state_dict", -1, ["checkpoint.every_steps=3"]),
-        ("load_state_dict", -1, []),
     ],
 )
 def test_the_error_is_told_once_and_ends_the_job(where: str, rank: int, more: list[str], tmp_path: Path) -> None:
     """It is not tried again, from a checkpoint or by another worker."""
-    done = job(tmp_path, *more, where=where, rank=rank, last=23)
+    arguments = {"where": where, "rank": rank, "last": 23}
+    done = run_job(tmp_path / "run", [*DIGITS, *[override(f"+policy.{k}", v) for k, v in arguments.items()], *more])
     method = where.removeprefix("first ")
     assert done.error is not None, done.told()
     assert f"the policy's Failing.{method} has raised KeyError" in done.error

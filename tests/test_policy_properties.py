@@ -144,17 +144,13 @@ class World:
     samples: int = 0
 
     def __post_init__(self) -> None:
-        self._pending: deque[tuple[int, Decision]] = deque()
+        self._pending: deque[tuple[int, Decision | None]] = deque()
         self.base = self.batch_size
-
-    def begin(self, decision: Decision | None) -> None:
-        if decision is not None:
-            self._apply(decision)
 
     def signals(self) -> Signals:
         """Makes a step."""
         while self._pending and self._pending[0][0] <= self.step:
-            self._apply(self._pending.popleft()[1])
+            self.apply(self._pending.popleft()[1])
         micro_batches = -(-self.batch_size // self.micro)
         noise = self.noise_scale * (1.0 if self.scatter is None else self.scatter.uniform(0.5, 2))
         constant, micro_batch, message = self.seconds
@@ -187,19 +183,13 @@ class World:
         return Signals(**figures)
 
     def answer(self, signals: Signals, decision: Decision | None) -> None:
-        """Takes a decision."""
-        if decision is not None:
-            self._pending.append((signals.in_force_at, decision))
+        self._pending.append((signals.in_force_at, decision))
 
-    def _apply(self, decision: Decision) -> None:
-        granted, _ = decision.clipped(self.bounds)
+    def apply(self, decision: Decision | None) -> None:
+        granted, _ = (decision or Decision()).clipped(self.bounds)
         self.batch_size = granted.batch_size or self.batch_size
         self.workers = granted.workers or self.workers
         self.lr_scale = granted.lr_scale or self.lr_scale
-
-    @property
-    def settings(self) -> tuple[int, int, float]:
-        return self.batch_size, self.workers, self.lr_scale
 
 
 @st.composite
@@ -225,11 +215,11 @@ def factories(name: str) -> st.SearchStrategy[Factory]:
     return RECIPES[name].arguments(POLICIES[name])
 
 
-def each_policy(**arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def each_policy(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The test for each policy, with `data` and so many examples."""
 
     def of(test: Callable[..., None]) -> Callable[..., None]:
-        limited = settings(deadline=None, suppress_health_check=list(HealthCheck), **arguments)
+        limited = settings(suppress_health_check=list(HealthCheck), max_examples=examples)
         by_name = pytest.mark.parametrize("name", sorted(POLICIES.keys() & RECIPES.keys()))
         return by_name(limited(given(data=st.data())(test)))
 
@@ -241,33 +231,25 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("GNSPolicy", {"every": 2.5}, "every=2.5"),
     ("GNSPolicy", {"allow_shrink": "yes"}, "allow_shrink='yes'"),
     ("GNSPolicy", {"dead_band": 1}, "dead_band=1"),
-    ("CriticalBatchPolicy", {"factor": 0}, "factor=0"),
-    ("NormTestPolicy", {"theta": 0}, "theta=0"),
     ("SeesawPolicy", {"cut": 1}, "cut=1"),
-    ("SeesawPolicy", {"cut": math.inf}, "cut=inf"),
     ("SeesawPolicy", {"curve": "sine"}, "curve=sine"),
-    ("AutoscalePolicy", {"window": 0}, "window=0"),
     ("AutoscalePolicy", {"settle": -1}, "settle=-1"),
-    ("AutoscalePolicy", {"threshold": 0}, "threshold=0"),
     ("CurvaturePolicy", {"rise": 1}, "rise=1"),
     ("CurvaturePolicy", {"factor": 1}, "factor=1"),
     ("CurvaturePolicy", {"least": 2}, "least=2"),
-    ("GoodputPolicy", {"margin": 0}, "margin=0"),
-    ("SyncSwitchPolicy", {"step": 0}, "step=0"),
 ]
 
 
 def test_arguments_out_of_range_are_refused_by_name() -> None:
     for name, arguments, said in WRONG:
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=f"^policy.{said}: must be"):
             POLICIES[name](**arguments)
-        assert str(error.value).startswith(f"policy.{said}: must be"), error.value
 
 
 # -- what each policy keeps -----------------------------------------------------------------------------------------
 
 
-@each_policy(max_examples=30)
+@each_policy(30)
 def test_decisions_follow_from_signals_and_state_within_bounds(name: str, data: st.DataObject) -> None:
     """Signals are unknown always or now and then, and come twice (after a lost worker a step is decided on again).
 
@@ -279,7 +261,7 @@ def test_decisions_follow_from_signals_and_state_within_bounds(name: str, data: 
     policy, twin, joins = factory(), factory(), data.draw(st.integers(0, 120))
     begin = policy.initial()
     assert begin == twin.initial()
-    world.begin(begin)
+    world.apply(begin)
     for step in range(150):
         if step == joins:
             state = json.loads(json.dumps(policy.state_dict()))
@@ -297,20 +279,20 @@ def test_decisions_follow_from_signals_and_state_within_bounds(name: str, data: 
             if not RECIPES[name].as_configured:
                 assert decision.clipped(world.bounds) == (decision, [])
                 assert (decision.batch_size or 0) % world.micro == 0
-            world.answer(seen, decision)
+        world.answer(seen, decision)
     assert state == kept, "the state is a copy"
 
 
-@each_policy(max_examples=20)
+@each_policy(20)
 def test_with_constant_signals_it_comes_to_rest(name: str, data: st.DataObject) -> None:
     """No setting goes to and fro: each turns round as often as is declared at most, and then all stay."""
     policy, world = data.draw(factories(name))(), data.draw(worlds())
-    world.begin(policy.initial())
+    world.apply(policy.initial())
     passed = []
     for _ in range(700):
         seen = world.signals()
         world.answer(seen, policy.decide(seen))
-        passed.append(world.settings)
+        passed.append((world.batch_size, world.workers, world.lr_scale))
     assert len(set(passed[-150:])) == 1, f"no rest: {sorted(set(passed[-150:]))}"
     turns = RECIPES[name].turns
     for setting, values in zip(("batch_size", "workers", "lr_scale"), zip(*passed, strict=True), strict=True):
