@@ -84,18 +84,6 @@ def test_the_buffer_and_the_update_are_torchs(momentum: float, dampening: float,
         compare(ours, theirs, net, twin)
 
 
-def test_without_momentum_no_buffer_is_held() -> None:
-    net = nn.Linear(100, 100)
-    opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    for momentum, held in ((0.0, False), (0.9, True)):
-        opt.param_groups[0]["momentum"] = momentum
-        net(torch.ones(2, 100)).sum().backward()
-        opt.step()
-        opt.zero_grad()
-        assert any(state.own.moments for state in opt.updates.flat.states) == held
-        assert bool(opt.state_dict()["state"]) == held
-
-
 def test_a_state_of_another_shape_is_refused_by_name_and_nothing_is_loaded() -> None:
     net, other = nn.Linear(4, 3), nn.Linear(4, 3)
     opt, saved = (kf.FusedSGD(n.named_parameters(), momentum=0.9) for n in (net, other))

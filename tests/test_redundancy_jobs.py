@@ -28,7 +28,7 @@ TRAINING = words(
 )
 REPRODUCIBLE = ["comm=reproducible"]
 SHARDED = ["comm.state=sharded"]
-KILLS = int(os.environ.get("KFUSE_KILLS", "4"))
+KILLS = int(os.environ.get("KFUSE_KILLS", "3"))
 """In each job."""
 
 
@@ -110,12 +110,11 @@ def event(step: int, moment: str, rank: int, how: str = "kill", workers: int = 3
     return {"step": step, "moment": moment, "rank": rank, "how": how, "workers": workers}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-def test_each_moment_of_a_step(optimizer: str, tmp_path: Path) -> None:
+def test_each_moment_of_a_step(tmp_path: Path) -> None:
     """Before all know that all gradients are there, and after; while some have updated, and others have not."""
     moments = ("mid_reduction", "point", "updating", "sharing", "updating", "sharing", "point")
     events = [event(6 + 8 * index, moment, index % 3) for index, moment in enumerate(moments)]
-    job = with_events(tmp_path, events, [f"optimizer={optimizer}"], 3)
+    job = with_events(tmp_path, events, ["optimizer=lamb"], 3)
     assert not job.of_kind("went_back")
 
 

@@ -25,11 +25,11 @@ def full(*arguments: Any) -> Any:
     return pytest.param(*arguments, marks=pytest.mark.full)
 
 
-def trainings(state: str, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """Parameters and optimizer state after some steps, reproducible, by optimizer and dtype."""
+def trainings(state: str) -> dict[str, Any]:
+    """Parameters, optimizer state and norm after some steps, reproducible, by optimizer and dtype."""
     found: dict[str, Any] = {}
     s.init(state, reproducible=True)
-    for kind in kinds:
+    for kind in s.KINDS:
         for dtype in DTYPES:
             model = s.net(dtype)
             opt = s.optimizer(kind, model, clip_norm=0.5)
@@ -39,11 +39,10 @@ def trainings(state: str, kinds: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("kinds", "workers"), [(("adamw", "lamb"), 3), full(("momentum", "lamb"), 4)])
-def test_the_same_bits_as_replicated_state(kinds: tuple[str, ...], workers: int) -> None:
+def test_the_same_bits_as_replicated_state() -> None:
     """Parameters, moments, masters, step counts and the norm: also of a layer that is used in some steps only."""
-    replicated = run_workers(1, trainings, "replicated", kinds)[0]
-    for found in run_workers(workers, trainings, "sharded", kinds):
+    replicated = run_workers(1, trainings, "replicated")[0]
+    for found in run_workers(3, trainings, "sharded"):
         for name, (params, state, norm) in replicated.items():
             assert s.same(found[name][0], params), name
             assert s.same(found[name][1], state), name
@@ -101,16 +100,12 @@ def gradients() -> dict[str, Any]:
     found: dict[str, Any] = {
         "used": [param.grad is not None for param in model.parameters()],
         "shape": (p.grad.shape, p.grad.dtype, p.grad.device.type, p.grad.is_sparse),
-        "repr": repr(p.grad),
         "clip": said(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
         "scale": said(lambda: p.grad.mul_(2.0)),
-        "its memory": said(lambda: p.grad.untyped_storage()),
         "data": said(lambda: p.grad.data),
         "new data": said(lambda: setattr(p.grad, "data", torch.ones(333, 30))),
         "a list": said(lambda: p.grad.tolist()),
         "NumPy": said(lambda: np.asarray(p.grad)),
-        "DLPack": said(lambda: torch.from_dlpack(p.grad)),
-        "deep copy": said(lambda: copy.deepcopy(p.grad)),
         "moved": said(lambda: model.float().cpu() and "nothing to do"),
         "second backward": said(lambda: s.loss_of(model, 0, 0).backward()),
         "its step": said(opt.step),
@@ -122,12 +117,11 @@ def gradients() -> dict[str, Any]:
     found["kept"] = said(lambda: s.loss_of(model, 0, 0).backward())
     found["kept, and a step"] = said(opt.step)
 
-    def planned(several: bool) -> None:
-        with opt.micro_batch(samples=4, several_backwards=several):
+    def planned() -> None:
+        with opt.micro_batch(samples=4):
             s.loss_of(model, 0, 0).backward()
 
-    found["kept, and a micro-batch"] = said(lambda: planned(False))
-    found["kept, and backwards in one"] = said(lambda: planned(True))
+    found["kept, and a micro-batch"] = said(planned)
     found["unchanged"] = s.same(with_old, s.values(model))
     opt.zero_grad(set_to_none=False)
     found["zeros"] = [type(param.grad).__name__ for param in model.parameters()]
@@ -141,14 +135,13 @@ def test_p_grad_has_no_values() -> None:
     for found in run_workers(2, gradients):
         assert found["used"] == [True] * 4 + [False] + [True] * 2
         assert found["shape"] == (torch.Size([333, 30]), torch.float32, "cpu", False)
-        assert found["repr"] == "ShardedGradient(shape=(333, 30), dtype=torch.float32, device=cpu)"
-        for name in ("clip", "scale", "its memory", "data", "new data", "a list", "NumPy", "DLPack", "deep copy"):
+        for name in ("clip", "scale", "data", "new data", "a list", "NumPy"):
             assert found[name].startswith("RuntimeError: "), name
             assert "with comm.state=sharded" in found[name] and "clip_norm=..." in found[name], (name, found[name])
         assert found["moved"] == found["kept"] == "nothing" and found["unchanged"]
         for name in ("second backward", "its step", "kept, and a step"):
             assert "zero_grad()" in found[name], (name, found[name])
-        for name in ("kept, and a step", "kept, and a micro-batch", "kept, and backwards in one"):
+        for name in ("kept, and a step", "kept, and a micro-batch"):
             assert "the last step's gradients are still there" in found[name], (name, found[name])
         assert found["zeros"] == ["Tensor"] * 4 + ["NoneType"] + ["Tensor"] * 2
         assert found["after zeros"] == "ShardedGradient"
@@ -158,8 +151,9 @@ def gan(state: str) -> list[Tensor]:
     """As docs/promises.md has it: the generator's loss reaches a critic that has the gradients of its last step."""
     session = s.init(state)
     torch.manual_seed(1)
-    generator, critic = nn.Linear(5, 30), s.net()
+    generator, critic = nn.Sequential(nn.Linear(5, 30), nn.BatchNorm1d(30)), s.net()
     opt_g, opt_d = kf.FusedAdamW(generator.parameters(), lr=0.01), s.optimizer("adamw", critic)
+    opt_g.sync_buffers(generator)
     for step in range(6):
         x, _ = s.batch(step, session.group.rank)
         fake = generator(x[:, :5])
@@ -169,14 +163,14 @@ def gan(state: str) -> list[Tensor]:
         opt_g.zero_grad()
         critic(fake, s.extra(step, 1)).square().mean().backward()
         opt_g.step()
-    return s.values(generator) + s.values(critic)
+    return [*s.values(generator), *s.values(critic), *(buffer.clone() for buffer in generator.buffers())]
 
 
 def test_a_loss_that_reaches_the_last_steps_gradients_of_another_optimizer() -> None:
     expected, found = run_workers(2, gan, "replicated"), run_workers(2, gan, "sharded")
     assert s.same(*found)
     for p, q in zip(found[0], expected[0], strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
 
 
 def by_hand(state: str) -> list[Tensor]:
@@ -219,34 +213,35 @@ def test_gradients_set_by_hand_and_several_backwards() -> None:
 # -- loss scaling, overflow -----------------------------------------------------------------------------------------
 
 
-def scaled(state: str, clip: float | None, unscale: bool) -> tuple[list[Tensor], list[float], list[bool]]:
-    """Steps with torch's GradScaler; the loss of the last rank overflows in the third one."""
+def scaled(state: str, unscale: bool) -> tuple[list[Tensor], list[float], list[bool]]:
+    """Steps with torch's GradScaler, of parameters of two dtypes; the loss of the last rank overflows in the third."""
     session = s.init(state)
     rank, size = session.group.rank, session.group.size
-    model = s.net()
-    opt = s.optimizer("adamw", model, clip_norm=clip)
+    model, other = s.net(), nn.Parameter(torch.linspace(-1, 1, 9000).bfloat16())
+    opt = s.optimizer("adamw", model, clip_norm=0.3)
+    opt.add_param_group({"params": [other]})
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     scales, skipped = [], []
     for step in range(6):
-        loss = s.loss_of(model, step, rank)
+        loss = s.loss_of(model, step, rank) + other.float().square().mean()
         if step == 2 and rank == size - 1:
             loss = loss * torch.inf
         scaler.scale(loss).backward()
-        before = s.values(model)
+        before = [*s.values(model), other.detach().clone()]
         if unscale:
             scaler.unscale_(opt)
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
         scales.append(scaler.get_scale())
-        skipped.append(s.same(before, s.values(model)))
-    return s.values(model), scales, skipped
+        skipped.append(s.same(before, [*s.values(model), other.detach()]))
+    return [*s.values(model), other.detach().float()], scales, skipped
 
 
-@pytest.mark.parametrize(("clip", "unscale"), [(0.3, False), full(0.3, True)])
-def test_grad_scaler(clip: float | None, unscale: bool) -> None:
-    replicated = run_workers(2, scaled, "replicated", clip, unscale)
-    found = run_workers(2, scaled, "sharded", clip, unscale)
+@pytest.mark.parametrize("unscale", [False, full(True)])
+def test_grad_scaler(unscale: bool) -> None:
+    replicated = run_workers(2, scaled, "replicated", unscale)
+    found = run_workers(2, scaled, "sharded", unscale)
     for params, scales, skipped in found:
         assert scales == replicated[0][1] == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11, 2.0**11]
         assert skipped == [False, False, True, False, False, False]
@@ -255,54 +250,24 @@ def test_grad_scaler(clip: float | None, unscale: bool) -> None:
             torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-5)
 
 
-def mixed(state: str) -> tuple[list[Tensor], Any]:
-    """GradScaler asks for each dtype's gradients: bf16 and fp32 parameters; the second step overflows."""
-    session = s.init(state)
-    torch.manual_seed(4)
-    params = [nn.Parameter(torch.randn(9000)), nn.Parameter(torch.randn(9000).bfloat16())]
-    opt = kf.FusedAdamW(params, lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in range(3):
-        loss = (params[0] * params[1].float()).square().mean()
-        if step == 1 and session.group.rank == 0:
-            loss = loss * torch.inf
-        scaler.scale(loss).backward()
-        scaler.step(opt)
-        scaler.update()
-        opt.zero_grad()
-    return [p.detach().float() for p in params], s.tensors(opt.state_dict())
-
-
-def test_grad_scaler_with_parameters_of_two_dtypes() -> None:
-    expected, states = run_workers(1, mixed, "replicated")[0]
-    for found, state in run_workers(2, mixed, "sharded"):
-        assert all(torch.allclose(p, q, rtol=1e-2, atol=1e-3) for p, q in zip(found, expected, strict=True))
-        assert [int(state[k, "step"]) for k in (0, 1)] == [int(states[k, "step"]) for k in (0, 1)] == [2, 2]
-
-
-def overflowing(state: str, bad: bool) -> tuple[list[Tensor], bool]:
-    """Squares of finite gradients overflow fp32 on one rank's shard only; or one gradient is infinite."""
-    session = s.init(state, reproducible=True)
+def overflowing(state: str) -> list[Tensor]:
+    """Squares of finite gradients overflow fp32 on one rank's shard only."""
+    s.init(state, reproducible=True)
     model = s.net()
     opt = s.optimizer("adamw", model, clip_norm=1.0)
-    before = s.values(model)
     x, y = s.batch(0, 0)
-    loss = F.mse_loss(model(x), y) + 1e25 * model.first.weight[0, 0]
-    if bad and session.group.rank == session.group.size - 1:
-        loss = loss + torch.inf * model.last.bias[0]
-    loss.backward()
+    (F.mse_loss(model(x), y) + 1e25 * model.first.weight[0, 0]).backward()
     opt.step()
-    return s.values(model), s.same(before, s.values(model))
+    return s.values(model)
 
 
 @pytest.mark.full
 def test_gradients_whose_squares_overflow() -> None:
-    expected = run_workers(1, overflowing, "replicated", False)[0][0]
-    for params, skipped in run_workers(3, overflowing, "sharded", False):
-        assert not skipped
+    expected = run_workers(1, overflowing, "replicated")[0]
+    assert not s.same(expected, s.values(s.net()))
+    for params in run_workers(3, overflowing, "sharded"):
         for p, q in zip(params, expected, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-    assert [skipped for _, skipped in run_workers(3, overflowing, "sharded", True)] == [True] * 3
 
 
 # -- its state --------------------------------------------------------------------------------------------------------
@@ -329,12 +294,12 @@ def loads(state: str, saved: dict[str, Any], kind: str, dtype: torch.dtype) -> t
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "dtype"), [("momentum", DTYPES[0]), ("lamb", DTYPES[1])])
-def test_state_saved_on_some_workers_is_loaded_on_others(kind: str, dtype: torch.dtype) -> None:
-    """And between replicated and sharded state."""
-    saved = run_workers(3, saves, kind, dtype)
-    expected = run_workers(1, loads, "replicated", copy.deepcopy(saved[0]), kind, dtype)[0]
-    for params, state in run_workers(2, loads, "sharded", copy.deepcopy(saved[-1]), kind, dtype):
+def test_state_saved_on_some_workers_is_loaded_on_others() -> None:
+    """And between replicated and sharded state; moments, and masters of bf16 parameters."""
+    given = "lamb", torch.bfloat16
+    saved = run_workers(3, saves, *given)
+    expected = run_workers(1, loads, "replicated", copy.deepcopy(saved[0]), *given)[0]
+    for params, state in run_workers(2, loads, "sharded", copy.deepcopy(saved[-1]), *given):
         assert s.same(params, expected[0]) and s.same(state, expected[1])
 
 
@@ -420,25 +385,3 @@ def test_freezing_and_a_further_parameter_group() -> None:
     params, state = run_workers(1, refreezes, "replicated")[0]
     for found in run_workers(3, refreezes, "sharded"):
         assert s.same(found[0], params) and s.same(found[1], state)
-
-
-def two() -> list[Tensor]:
-    """Two optimizers, whose parameters one backward reaches, and BatchNorm's statistics."""
-    session = s.init()
-    rank = session.group.rank
-    torch.manual_seed(1)
-    a, b = nn.Sequential(nn.Linear(30, 200), nn.BatchNorm1d(200)), nn.Linear(200, 5)
-    opts = [kf.FusedAdamW(a.parameters(), lr=0.01), kf.FusedSGD(b.parameters(), lr=0.1, momentum=0.9)]
-    opts[0].sync_buffers(a)
-    for step in range(4):
-        x, y = s.batch(step, rank)
-        F.mse_loss(b(torch.tanh(a(x))), y).backward()
-        for opt in opts:
-            opt.step()
-            opt.zero_grad()
-    return [*s.values(a), *s.values(b), *(buffer.clone() for buffer in a.buffers())]
-
-
-def test_two_optimizers_and_buffers() -> None:
-    first, second = run_workers(2, two)
-    assert s.same(first, second)
