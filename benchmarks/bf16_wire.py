@@ -37,7 +37,7 @@ sys.path[:0] = [str(HERE.parent / "tests")]
 from distributed import run_workers  # noqa: E402
 
 import kfuse as kf  # noqa: E402
-from kfuse.comm.options import CommOptions  # noqa: E402
+from kfuse.comm.settings import CommOptions  # noqa: E402
 
 WAYS = {
     "fp32": {"schedule": "allreduce", "dtype": "fp32"},

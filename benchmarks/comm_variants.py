@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfuse as kf
 from kfuse import session
-from kfuse.comm.options import CommOptions
-from kfuse.comm.plan import StepPlan
+from kfuse.comm.settings import CommOptions
+from kfuse.comm.step import StepPlan
 
 LAYERS, LR, POOL = 8, 1e-3, 8
 

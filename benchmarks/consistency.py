@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import kfuse as kf
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.comm.tail import digest
 from kfuse.models import GPT
 

@@ -19,8 +19,8 @@ from machine import parser_of
 from torch import nn
 
 import kfuse as kf
-from kfuse.comm.options import TRANSPORT_NAMES, CommOptions
-from kfuse.comm.plan import StepPlan
+from kfuse.comm.settings import TRANSPORT_NAMES, CommOptions
+from kfuse.comm.step import StepPlan
 
 STEPS, MICRO_BATCHES, SAMPLES = 8, 8, 16
 START_S, CASE_S = 30.0, 10.0

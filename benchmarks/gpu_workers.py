@@ -28,7 +28,7 @@ from workers import set_torchrun_variables
 
 import kfuse as kf
 from kfuse import session
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.elastic.launchers import LocalLauncher
 from kfuse.elastic.supervisor import Elasticity, Supervisor
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.comm.group import Group, Pending
-from kfuse.comm.options import CommOptions
-from kfuse.comm.plan import StepPlan
+from kfuse.comm.settings import CommOptions
 from kfuse.comm.sharded_gradient import ShardedGradient
+from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import bound, bytes_a_parameter, plan_range
 from kfuse.data import worker_range
 from kfuse.session import reset

@@ -32,8 +32,7 @@ from kfuse import session
 from kfuse.comm import transports
 from kfuse.comm.cost import PROBED, Costs, Job, fit, price, traffic
 from kfuse.comm.group import Group
-from kfuse.comm.options import CommOptions
-from kfuse.comm.transports.tree import parents
+from kfuse.comm.settings import CommOptions
 
 LINKS: dict[str, tuple[str | None, int]] = {
     "loopback": (None, 2**22),
@@ -45,7 +44,6 @@ BUCKETS, WORKERS, FITTED = 4, (2, 3, 4), (2, 3)
 PROGRAMS = {
     "allreduce": ("allreduce", "replicated"),
     "all_to_all": ("all_to_all", "replicated"),
-    "tree": ("tree", "replicated"),
     "all_to_all, sharded": ("all_to_all", "sharded"),
 }
 ALONE = "alone"
@@ -173,7 +171,7 @@ def _compare(found: Mapping[int, Mapping[str, Any]], elements: int) -> dict[str,
     for workers in WORKERS:
         gamma = found[min(workers, FITTED[-1])]["steps"][ALONE] / memory
         costs = Costs(alpha, beta, gamma)
-        job = Job(alone.buckets, workers, tuple(parents("binary", [""] * workers)))
+        job = Job(alone.buckets, workers)
         for name, (schedule, state) in PROGRAMS.items():
             predicted = price(transports.program(schedule, state == "sharded"), job, costs).seconds
             seconds = found[workers]["steps"][name]
@@ -194,8 +192,7 @@ def _extrapolate() -> dict[str, dict[str, dict[int, float]]]:
             curve = curves.setdefault(link, {}).setdefault(name, {})
             for workers in (2**k for k in range(1, 13)):
                 buckets = (EXTRAPOLATED // 40,) * 40
-                job = Job(buckets, workers, tuple(parents("binary", [""] * workers)))
-                curve[workers] = price(program, job, costs).seconds
+                curve[workers] = price(program, Job(buckets, workers), costs).seconds
     return curves
 
 

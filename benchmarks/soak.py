@@ -44,7 +44,7 @@ from soak_job import MOST, START, Recorder, Sample, Soak  # noqa: E402
 from test_checkpoint_fuzz import fuzz  # noqa: E402
 from warm import WarmLauncher  # noqa: E402
 
-from kfuse.comm.options import PROPERTIES  # noqa: E402
+from kfuse.comm.settings import PROPERTIES  # noqa: E402
 from kfuse.elastic.supervisor import Elasticity, Supervisor  # noqa: E402
 from kfuse.settings.tree import flat  # noqa: E402
 

@@ -26,9 +26,9 @@ import kfuse as kf
 from kfuse import session
 from kfuse.comm import measurement
 from kfuse.comm import step as steps
-from kfuse.comm.options import CommOptions
-from kfuse.comm.plan import StepPlan
-from kfuse.comm.transports import all_to_all, two_workers
+from kfuse.comm.settings import CommOptions
+from kfuse.comm.step import StepPlan
+from kfuse.comm.transports import all_to_all
 from kfuse.kernels import Merges, PackTable, reduce
 from kfuse.models import GPT
 
@@ -283,8 +283,7 @@ def statistics_off() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(steps, "pack", pack_only))
         stack.enter_context(patch.object(measurement, "block_sumsq", lambda flat, out: None))
-        for module in (all_to_all, two_workers):
-            stack.enter_context(patch.object(module, "reduce", reduce_only))
+        stack.enter_context(patch.object(all_to_all, "reduce", reduce_only))
         stack.enter_context(patch.object(measurement, "sum_partials", lambda partials, out: None))
         yield
 

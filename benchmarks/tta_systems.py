@@ -23,7 +23,7 @@ from tta_problems import LARGEST, Problem, deviations
 
 import kfuse as kf
 from kfuse import policies
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.data import EpochSampler
 from kfuse.train.lr_schedule import LRSchedule
 

@@ -6,25 +6,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.tail import digest
 
+if TYPE_CHECKING:
+    from kfuse.comm.engine import Engine
+
 
 class AuditedGradient:
-    """Digests of the gradients of an engine's parameters."""
+    """Digests of the gradients of an engine's parameters: its `audited`."""
 
-    repeats = False
-    """The backward under way is that of `again`: the engine leaves its gradients alone."""
+    repeats = False  # the backward under way is that of `again`: the engine leaves its gradients alone
 
-    def __init__(self, params: Sequence[Parameter], buckets: Sequence[Bucket], device: torch.device) -> None:
-        """buckets: those of gradients; their layouts are indices into `params`."""
-        self._params, self._buckets, self._device = params, buckets, devices.of(device)
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._device = engine, devices.of(engine.device)
         self._digests: dict[int, Tensor] = {}  # by bucket
 
     def take(self, bucket: Bucket) -> None:
@@ -36,7 +37,7 @@ class AuditedGradient:
 
         int64 scalar on the device, without a wait.
         """
-        digests = [self._digests[bucket.index] for bucket in self._buckets]
+        digests = [self._digests[bucket.index] for bucket in self._engine.gradient_buckets]
         self._keep_here(digests)  # forwards on other streams have their hooks there
         return digest([torch.stack(digests)])
 
@@ -52,12 +53,13 @@ class AuditedGradient:
             self.repeats = False
         grads = [
             [
-                None if (grad := self._params[i].grad) is None else bucket.laid_out(k, grad)
+                bucket.laid_out(k, grad)
                 for k, i in enumerate(bucket.layout.params)
+                if (grad := self._engine.params[i].grad) is not None
             ]
-            for bucket in self._buckets
+            for bucket in self._engine.gradient_buckets
         ]
-        self._keep_here([grad for each in grads for grad in each if grad is not None])
+        self._keep_here([grad for each in grads for grad in each])
         return digest([torch.stack([self._digest_of(each) for each in grads])])
 
     def _keep_here(self, tensors: Sequence[Tensor]) -> None:

@@ -15,19 +15,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kfuse.comm import devices, gradients, transports
-from kfuse.comm.audit import AuditedGradient
 from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_parameters
 from kfuse.comm.executor import Executor, shard_unit
 from kfuse.comm.gradients import STILL_THERE, GradientHooks
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
-from kfuse.comm.options import CommOptions
-from kfuse.comm.plan import REMEDY, MicroBatch, Reduced, StepPlan
-from kfuse.comm.step import KeptStep, Step
+from kfuse.comm.settings import CommOptions
+from kfuse.comm.step import REMEDY, KeptStep, MicroBatch, Reduced, Step, StepPlan
 from kfuse.comm.tail import digest
 
 if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
-    from kfuse.comm.probe import Choice
+    from kfuse.comm.audit import AuditedGradient
+    from kfuse.comm.cost import Choice
 
 _LOG = logging.getLogger("kfuse")
 
@@ -69,6 +68,7 @@ class Engine:
         self.compared: Callable[[], tuple[Sequence[Tensor], int]] = lambda: ((), 0)
         """What else than parameters must be equal on all ranks: tensors on the device, and the `salt` of `tail.digest`.
         Called in the steps in which the ranks compare."""
+        self.audited: AuditedGradient | None = None  # where steps may have an audit
         self.parts = 1
         """Bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)."""
         self.figures = 0
@@ -123,7 +123,6 @@ class Engine:
         self.device = self.params[0].device if self.params else torch.device("cpu")
         self.streams = devices.StreamOrder(devices.of(self.device))
         self.measurement = Measurement(self.gradient_buckets, len(self.params), self.device)
-        self.audited = AuditedGradient(self.params, self.gradient_buckets, self.device)
         gradients.take_over(self.params, self)
         wanted, full = self._wants_gradients, lambda bucket: self._now.pack(bucket)
         self._hooks = GradientHooks(self.params, self.names, self.gradient_buckets, wanted, full)
@@ -170,9 +169,9 @@ class Engine:
         """Returns what measured messages choose, None where there is no choice. again: not for the first time."""
         if group.size == 1 or not self.options.leaves_choice:
             return None
-        from kfuse.comm import probe  # not before it is needed: `import kfuse` is quick
+        from kfuse.comm import cost  # not before it is needed: `import kfuse` is quick
 
-        return probe.choose_in(group, [layout.numel for layout in self._layouts] or [1], again)
+        return cost.choose_in(group, [layout.numel for layout in self._layouts] or [1], again)
 
     # -- micro-batches --------------------------------------------------------------------------------------------
 
@@ -196,7 +195,7 @@ class Engine:
 
     def _wants_gradients(self) -> bool:
         """Whether the gradient that has just arrived is this engine's to take. A bare backward opens a micro-batch."""
-        if self.audited.repeats:
+        if self.audited is not None and self.audited.repeats:
             return False
         if (current := self._now.current) is None:
             if self.reduced is None and self._still_there():

@@ -21,8 +21,8 @@ from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN, Bucket
 from kfuse.comm.group import CommError, Group, Pending
 from kfuse.comm.measurement import Measured
-from kfuse.comm.plan import StepPlan
 from kfuse.comm.schedule import GRADIENT, SHARD, Op, Program
+from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import RangePlan, plan_merges, plan_range
 from kfuse.comm.transports import BringsContributions, HoldsSlots, Transport
 from kfuse.kernels import BLOCK, block_sumsq, num_blocks

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kfuse.comm.buckets import Bucket, dense_order
-from kfuse.comm.plan import REMEDY
+from kfuse.comm.step import REMEDY
 
 if TYPE_CHECKING:
     from kfuse.comm.engine import Engine

@@ -1,10 +1,11 @@
-"""What is measured in a step: the gradients' norms, and how long the worker's own part of it takes."""
+"""What is measured in a step: the gradients' norms, how long the worker's own part takes, and interference by vote."""
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,11 +14,19 @@ from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.devices import Event
 from kfuse.comm.step import Step
-from kfuse.comm.tail import LOSS, SAMPLES, SUM_SQUARES, Own, Tail
+from kfuse.comm.tail import (
+    DATA_WAIT,
+    DECISION,
+    FISHER_TRACE,
+    LOSS,
+    SAMPLES,
+    STEP_TIME,
+    SUM_SQUARES,
+    VOTE,
+    Tail,
+    digest_slots,
+)
 from kfuse.kernels import BLOCK, block_sumsq, num_blocks, sum_partials
-
-if TYPE_CHECKING:
-    from kfuse.comm.interference import Voter
 
 _LAPS = 8
 """Steps that a host may be ahead of its GPU, before the time of a micro-batch is unknown."""
@@ -63,12 +72,8 @@ class Measurement:
     def set_group(self, rank: int, size: int, figures: int) -> None:
         """Goes on with other workers. Between steps. figures: slots of the tail for a step function's figures."""
         self.tail, self._leads, self._figures = Tail(self._params, rank, size, figures), rank == 0, figures
-        self._voter = None
         self._waiting.forget()
-        if size > 1:
-            from kfuse.comm.interference import Voter  # `import kfuse` is quick
-
-            self._voter = Voter()
+        self._voter = Voter() if size > 1 else None
 
     def write(self, bucket: Bucket, now: Step, digest: Tensor | None) -> None:
         """Writes the tail of the micro-batch that ends to the last bucket. digest: in some steps, with the first."""
@@ -76,11 +81,14 @@ class Measurement:
         sum_partials(self._sumsq, self._total)
         if now.parts > 1:
             self._total *= now.parts**2  # the loss was divided
-        own = None
+        own: dict[int, Tensor | float] = {}
         if not now.told:
-            vote = 0.0 if self._voter is None else self._voter.vote
-            of_leader = (now.plan.decision, now.plan.times, now.plan.fisher) if now.plan and self._leads else ()
-            own = Own(self.stopwatch.seconds_before, vote, digest, *of_leader)
+            vote = UNKNOWN if self._voter is None else self._voter.vote
+            own = {self.tail.own: self.stopwatch.seconds_before, self.tail.own + VOTE: vote}
+            own.update(enumerate(() if digest is None else digest_slots(digest), self.tail.own + 1))
+            if (plan := now.plan) is not None and self._leads:
+                own |= {STEP_TIME: plan.times[0], DATA_WAIT: plan.times[1], DECISION: float(plan.decision)}
+                own.update(enumerate(() if plan.fisher is None else plan.fisher, FISHER_TRACE))
         place = bucket.slot(now.leaf.slot)[bucket.body :]
         weight, loss, figures = float(now.current.weight), now.current.loss, now.current.figures
         self.tail.write(place, now.leaf.accumulate, weight, self._total, loss, now.missed, figures, own)
@@ -200,3 +208,62 @@ class Stopwatch:
         """The last step had no micro-batch for this worker."""
         for lap in self._laps:
             lap.micro_batches = 0
+
+
+# -- interference ---------------------------------------------------------------------------------------------------
+
+SLOW, RECOVERED = 0.8, 0.9  # of the reference's throughput
+WINDOW, REFERENCE = 16, 64  # steps
+EVERY = 4  # steps between votes: sorting the times costs as much as a small kernel
+_LEAST = 16  # steps of a reference
+UNKNOWN, AS_BEFORE, SLOWER = 0.0, 1.0, 2.0
+"""Votes, as the tail has them."""
+
+
+class Voter:
+    """Votes whether something else slows this job's messages down, as in KungFu (Mai et al., OSDI 2020).
+
+    A worker times its exposed communication: from the end of its own backward until all sums are there. A step sends
+    the same bytes as the one before, so its throughput is in proportion to 1 / seconds. It is slower if three quarters
+    of the last WINDOW steps have below SLOW of the reference's throughput, until their median has RECOVERED of it. The
+    reference is the median of the REFERENCE steps before: a lasting slow-down moves into it, and so is told once.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=WINDOW + REFERENCE)
+        self._steps = 0
+        self.vote = UNKNOWN
+        """UNKNOWN during the first steps, then AS_BEFORE or SLOWER."""
+
+    def forget(self) -> None:
+        self._seconds.clear()
+        self.vote = UNKNOWN
+
+    def take(self, seconds: float) -> None:
+        """Another step's exposed communication; 0.0 is unknown, and left out."""
+        if seconds > 0:
+            self._seconds.append(seconds)
+        self._steps += 1
+        if self._steps % EVERY or len(self._seconds) < WINDOW + _LEAST:
+            return
+        known = list(self._seconds)
+        before, now = statistics.median(known[:-WINDOW]), sorted(known[-WINDOW:])
+        if before / now[WINDOW // 4] < SLOW:
+            self.vote = SLOWER
+        elif self.vote == UNKNOWN or before / statistics.median(now) >= RECOVERED:
+            self.vote = AS_BEFORE
+
+
+def verdict(votes: Sequence[float], throughput: Sequence[float | None]) -> bool | None:
+    """Whether there is interference, by ranks' votes and micro-batches a second; None where the votes do not say.
+
+    More than half must vote for it, the worker that computes slowest among them: it waits for nobody, and the others
+    for it.
+    """
+    if 2 * sum(vote == AS_BEFORE for vote in votes) > len(votes):
+        return False
+    known = [(each, rank) for rank, each in enumerate(throughput) if each is not None]
+    if known and 2 * sum(vote == SLOWER for vote in votes) > len(votes):
+        _, slowest = min(known)
+        return True if votes[slowest] == SLOWER else None
+    return None

@@ -13,8 +13,7 @@ what it wrote: integers up to 2^24, and all fp32 values, stay exact when zeros a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -38,30 +37,12 @@ SKIPPED = TAIL_SLOTS + 1  # 1 if the update was left out
 RECORD_SLOTS = TAIL_SLOTS + 2
 
 RANK_SLOTS = 5  # of each rank: seconds a micro-batch (0.0: unknown), the three slots of a digest, and this one:
-VOTE = 4  # on interference: see `kfuse.comm.interference`
+VOTE = 4  # on interference: see `kfuse.comm.measurement`
 _LOW, _MIDDLE, _HIGH = 0xFFFFFF, 0xFFFFFF, 0xFFFF  # a digest's 64 bits, from the lowest
 _PRESENT = 1 << 16  # in a digest's third slot: tells a digest of zero from none
 _ROW = 1024  # elements of a tensor whose bits a digest adds up first
 _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd factors of splitmix64 (Steele, Lea, Flood 2014), as signed integers: a product with one can be undone."""
-
-
-@dataclass(frozen=True)
-class Own:
-    """What a rank alone writes, once in a step."""
-
-    seconds: float = 0.0
-    """A micro-batch, in the step before."""
-    vote: float = 0.0
-    """On interference."""
-    digest: Tensor | None = None
-    """In some steps, of the rank's parameters."""
-    decision: int = 0
-    """The number of the decision that it announces; 0: none. This and what follows: the leader's."""
-    times: tuple[float, float] = (0.0, 0.0)
-    """How long the step before took it, and the part that it waited for data."""
-    fisher: Tensor | None = None
-    """In some steps: fp32 [2] on the device."""
 
 
 class Tail:
@@ -71,8 +52,8 @@ class Tail:
     """
 
     def __init__(self, params: int, rank: int, ranks: int, figures: int = 0) -> None:
-        self._of_ranks = params + TAIL_SLOTS
-        self._slots, self._own = params, self._of_ranks + RANK_SLOTS * rank
+        self._slots, self._of_ranks = params, params + TAIL_SLOTS
+        self.own = TAIL_SLOTS + RANK_SLOTS * rank  # the first slot that only this rank writes
         self._figures = self._of_ranks + RANK_SLOTS * ranks
         self.numel = self._figures + figures
 
@@ -85,12 +66,13 @@ class Tail:
         loss: Tensor | float | None,
         missed: Collection[int] = (),
         figures: Sequence[Tensor | float] = (),
-        own: Own | None = None,
+        own: Mapping[int, Tensor | float] | None = None,
     ) -> None:
         """Writes a micro-batch's tail to `place` (fp32 [numel]), or adds it to what is there. Never waits for a GPU.
 
         sum_squares: float64 scalar on the device, |g_j|^2. loss: its mean loss. missed: parameters that it gave no
-        gradient. figures: scalars, means over the micro-batch's samples. own: with a rank's first one of the step.
+        gradient. figures: scalars, means over the micro-batch's samples. own: with a rank's first one of the step, what
+        it alone writes, by slot: one named above, or one of the rank's, which begin with `own`.
         """
         slots = self._slots
         values = [1.0] * slots + [0.0] * (self.numel - slots)
@@ -102,12 +84,11 @@ class Tail:
         if loss is not None:
             weighted[slots + LOSS] = loss
         numbers: dict[int, Tensor] = {}  # that lie on the device
-        if own is not None:
-            values[slots + STEP_TIME : slots + FISHER_TRACE] = own.times
-            values[self._own], values[self._own + VOTE] = own.seconds, own.vote
-            values[slots + DECISION] = float(own.decision)
-            numbers.update(enumerate(() if own.digest is None else digest_slots(own.digest), self._own + 1))
-            numbers.update(enumerate(() if own.fisher is None else own.fisher, slots + FISHER_TRACE))
+        for slot, number in (own or {}).items():
+            if isinstance(number, Tensor):
+                numbers[slots + slot] = number
+            else:
+                values[slots + slot] = number
         if (device := devices.of(place.device)).asynchronous:
             host_values = device.pinned((self.numel,), torch.float32)
             host_values.copy_(torch.tensor(values, dtype=torch.float32))
@@ -129,7 +110,8 @@ class Tail:
 
     def write_digest(self, place: Tensor, digest: Tensor) -> None:
         """Writes this rank's digest to `place` (fp32 [numel], zeros), where it has no micro-batch to write of."""
-        place[self._own + 1 : self._own + VOTE] = digest_slots(digest)
+        first = self._slots + self.own
+        place[first + 1 : first + VOTE] = digest_slots(digest)
 
     def record(self, tail: Tensor, totals: Tensor) -> Tensor:
         """A step's figures from the reduced tail: float64 [RECORD_SLOTS + ranks * RANK_SLOTS + figures], on the device.

@@ -5,8 +5,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+
+from kfuse.comm.group import Group
 
 SAME = 1.5
 """Times are alike within this factor: a measurement in a busy network is no more exact."""
@@ -40,11 +45,11 @@ def alike(times: Sequence[Sequence[float]]) -> list[list[float]]:
     """The times, where those within SAME of the smallest become the smallest, and so on: noise makes no deep tree."""
     classes: dict[float, float] = {}
     first = 0.0
-    for time in sorted({time for row in times for time in row if time > 0}):
-        if time >= SAME * first:
-            first = time
-        classes[time] = first
-    return [[classes.get(time, 0.0) for time in row] for row in times]
+    for seconds in sorted({seconds for row in times for seconds in row if seconds > 0}):
+        if seconds >= SAME * first:
+            first = seconds
+        classes[seconds] = first
+    return [[classes.get(seconds, 0.0) for seconds in row] for row in times]
 
 
 def chunks(nbytes: int) -> int:
@@ -139,3 +144,57 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
         pairs = [(k, even - 1)] + [((k + i) % (even - 1), (k - i) % (even - 1)) for i in range(1, even // 2)]
         out.append([(min(pair), max(pair)) for pair in pairs if max(pair) < size])
     return out
+
+
+_PINGS, _REPEATS = 6, 3  # messages of one size, of which the fastest counts: noise only ever adds time
+_FIRST, _LAST = 2**16, 2**20  # bytes of a large message
+_ENOUGH_S = 0.02  # a message that takes longer needs no larger one after it
+_WHAT = "measuring links"
+
+
+def measure(group: Group) -> Links:
+    """Measures all links of `group`, and sets `group.links`. Every rank calls it at the same point, between steps.
+
+    Raises CommError if a worker is lost meanwhile, or it takes longer than the group's timeout.
+    """
+    rows = torch.zeros(group.size, 2, dtype=torch.float64)  # by rank: latency, seconds a byte
+
+    def act() -> None:
+        for pairs in rounds(group.size):
+            for pair in pairs:
+                if group.rank in pair:
+                    peer = sum(pair) - group.rank
+                    rows[peer] = torch.tensor(_probe(group, peer), dtype=torch.float64)
+
+    if group.size > 1:
+        group.in_pairs(act, _WHAT)
+    matrix = [row.tolist() for row in group.all_gather(rows.to(group.device), _WHAT)]
+    links = Links(
+        tuple(tuple(latency for latency, _ in row) for row in matrix),
+        tuple(tuple(1 / each if each > 0 else None for _, each in row) for row in matrix),
+    )
+    group.take_links(links)
+    return links
+
+
+def _probe(group: Group, peer: int) -> tuple[float, float]:
+    """Seconds of a small message, and seconds of each byte of a large one; both sides find the same."""
+    latency, nbytes = _fastest(group, peer, 8, _PINGS), _FIRST
+    while (seconds := _fastest(group, peer, nbytes, _REPEATS)) <= _ENOUGH_S and nbytes < _LAST:
+        nbytes *= 2
+    beyond = seconds - latency
+    return latency, (beyond if beyond > 0 else seconds) / nbytes
+
+
+def _fastest(group: Group, peer: int, nbytes: int, repeats: int) -> float:
+    """Seconds of the fastest of so many messages, as the slower side saw it: both sides go on with one figure."""
+    sent = torch.zeros(nbytes, dtype=torch.uint8, device=group.device)
+    received = torch.empty_like(sent)
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        group.exchange(sent, received, peer, _WHAT)
+        times.append(time.perf_counter() - started)
+    theirs = torch.zeros(1, dtype=torch.float64, device=group.device)
+    group.exchange(torch.full_like(theirs, min(times)), theirs, peer, _WHAT)
+    return max(min(times), float(theirs))

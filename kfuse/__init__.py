@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kfuse.api import size as size
     from kfuse.api import state_dict as state_dict
     from kfuse.comm.group import CommError as CommError
-    from kfuse.comm.options import CommOptions as CommOptions
+    from kfuse.comm.settings import CommOptions as CommOptions
     from kfuse.integrations.ddp import ddp_hook as ddp_hook
     from kfuse.integrations.fsdp import fsdp_monitor as fsdp_monitor
     from kfuse.integrations.log import log_to as log_to
@@ -66,7 +66,7 @@ _PUBLIC = {
         "peer_latencies rank resize set_batch_size set_lr set_sync set_topology set_tree size state_dict"
     ),
     "kfuse.comm.group": "CommError",
-    "kfuse.comm.options": "CommOptions",
+    "kfuse.comm.settings": "CommOptions",
     "kfuse.integrations.ddp": "ddp_hook",
     "kfuse.integrations.fsdp": "fsdp_monitor",
     "kfuse.integrations.log": "log_to",

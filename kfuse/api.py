@@ -140,7 +140,7 @@ def peer_latencies() -> list[float]:
     Every worker must call it between the same steps. It takes some milliseconds a worker, more on slow links. Policies
     then see latencies and throughputs in `Signals`. Raises CommError, RuntimeError with comm.sync=pair.
     """
-    from kfuse.comm.latency import measure
+    from kfuse.comm.topology import measure
 
     group = _group()
     return list(measure(group).latencies[group.rank])

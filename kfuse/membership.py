@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kfuse.comm.group import CommError, Group
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 
 if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
     from kfuse.elastic.client import ControlClient, Met
@@ -286,6 +286,6 @@ class Session:
 def measure_links(group: Group, comm: CommOptions) -> None:
     """Where the tree follows them: in each view, as it forms. Raises CommError."""
     if comm.tree == "latency":
-        from kfuse.comm.latency import measure
+        from kfuse.comm.topology import measure
 
         measure(group)

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import Group, drop_retired
-from kfuse.comm.options import CommOptions
-from kfuse.comm.settings import CommSettings
+from kfuse.comm.settings import CommOptions, CommSettings
 from kfuse.logs import set_up_logging
 from kfuse.membership import Record, Session, measure_links
 from kfuse.settings import rules

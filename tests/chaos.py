@@ -237,10 +237,9 @@ class Chaos(BasePolicy):
         from kfuse.comm.engine import Engine
         from kfuse.comm.executor import Executor
         from kfuse.comm.gloo import GlooGroup
-        from kfuse.comm.plan import MicroBatch
-        from kfuse.comm.transports.all_to_all import AllToAll
-        from kfuse.comm.transports.library import AllReduce
-        from kfuse.comm.transports.two_workers import TwoWorkers
+        from kfuse.comm.step import MicroBatch
+        from kfuse.comm.transports import AllReduce
+        from kfuse.comm.transports.all_to_all import AllToAll, TwoWorkers
         from kfuse.optim import base, sharding
         from kfuse.train import audit, evaluation, trainer
         from kfuse.train import state as training_state

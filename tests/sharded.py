@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.session import reset
 
 BUCKET_MB = 40_000 * 4 / 2**20
@@ -84,7 +84,7 @@ def planned_step(
 
     aligned: few workers have several subtrees of the canonical tree.
     """
-    from kfuse.comm.plan import StepPlan
+    from kfuse.comm.step import StepPlan
     from kfuse.data import worker_range
     from kfuse.session import current
 

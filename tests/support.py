@@ -21,8 +21,7 @@ import kfuse as kf
 from kfuse import session
 from kfuse.cli.check import prepare, validate
 from kfuse.comm.group import Group
-from kfuse.comm.options import CommOptions
-from kfuse.comm.settings import CommSettings
+from kfuse.comm.settings import CommOptions, CommSettings
 from kfuse.data import DataSplit
 from kfuse.elastic.protocol import Member, View
 from kfuse.settings import rules

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.checkpoint.saved_model import load_weights, read_weights
-from kfuse.comm.plan import StepPlan
+from kfuse.comm.step import StepPlan
 from kfuse.models import MLP
 from kfuse.train.evaluation import params_sha256
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm.gloo import GlooGroup
 from kfuse.comm.group import Pending
-from kfuse.comm.options import CommOptions
-from kfuse.comm.plan import StepPlan
+from kfuse.comm.settings import CommOptions
+from kfuse.comm.step import StepPlan
 from kfuse.kernels import BLOCK
 from kfuse.membership import Session
 

@@ -20,13 +20,24 @@ from hypothesis import strategies as st
 import kfuse as kf
 from kfuse.cli.app import main
 from kfuse.comm import transports
-from kfuse.comm.cost import PROBED, Costs, Job, Traffic, choose, fit, price, traffic, traffic_of_tree
+from kfuse.comm.cost import (
+    BUDGET_S,
+    PROBED,
+    SMALL,
+    Costs,
+    Job,
+    Rounds,
+    Traffic,
+    choose,
+    choose_program,
+    fit,
+    orders,
+    price,
+    traffic,
+)
 from kfuse.comm.group import CommError
-from kfuse.comm.options import TRANSPORT_NAMES, CommOptions
-from kfuse.comm.probe import BUDGET_S, SMALL, Rounds, choose_program, orders
 from kfuse.comm.schedule import mirror
-from kfuse.comm.topology import chunks
-from kfuse.comm.transports.tree import parents
+from kfuse.comm.settings import CommOptions
 from kfuse.session import current
 from kfuse.tools.doctor import command as doctor
 
@@ -36,7 +47,6 @@ PROGRAMS = {
     "allreduce": transports.program("allreduce", sharded=False),
     "all_to_all": transports.program("all_to_all", sharded=False),
     "all_to_all, sharded": transports.program("all_to_all", sharded=True),
-    "tree": transports.program("tree", sharded=False),
 }
 ZERO, ONE = dict.fromkeys(PROBED, 0.0), dict.fromkeys(PROBED, 1.0)
 
@@ -51,28 +61,21 @@ def fitted(draw: st.DrawFn) -> Costs:
 def jobs(draw: st.DrawFn) -> Job:
     workers = draw(st.integers(2, 64))
     buckets = draw(st.lists(st.integers(1, 10**7), min_size=1, max_size=6))
-    tree = parents(draw(st.sampled_from(("binary", "star"))), [""] * workers)
-    return Job(tuple(buckets), workers, tuple(tree), draw(st.sampled_from((2, 4))))
+    return Job(tuple(buckets), workers, draw(st.sampled_from((2, 4))))
 
 
 # -- what is counted --------------------------------------------------------------------------------------------------
 
 
 def test_what_messages_ask_for() -> None:
-    """A ring, and an exchange with a share: Patarasuk and Yuan's bound, 2 (n - 1) / n of the buffer. A tree: its root's
-    part; with two hosts one message goes to each first worker, and back, and half of the buffer twice between the two.
-    """
+    """A ring, and an exchange with a share: Patarasuk and Yuan's bound, 2 (n - 1) / n of the buffer."""
     for workers in (2, 7):
         whole = traffic("all_reduce", 1200.0, workers)
         assert whole == Traffic(2 * (workers - 1), pytest.approx(2400 * (workers - 1) / workers))
         parts = [traffic(name, 1200.0, workers) for name in ("all_to_all", "share")]
         assert sum(part.bytes for part in parts) == pytest.approx(whole.bytes)
-    assert traffic_of_tree(100.0, parents("binary", [""] * 7)) == Traffic(4, 800.0)
-    assert traffic_of_tree(100.0, parents("star", [""] * 7)) == Traffic(2, 1200.0)
-    assert traffic_of_tree(100.0, parents("host", ["a", "a", "b", "b"])) == Traffic(4, 300.0)
-    for name in TRANSPORT_NAMES:
-        job = Job((300,), 3, tuple(parents("binary", [""] * 3)))
-        assert price(transports.program(name, sharded=False), job, Costs(ZERO, ONE, 0.0)).wire_bytes >= 1600.0
+    for program in PROGRAMS.values():
+        assert price(program, Job((300,), 3), Costs(ZERO, ONE, 0.0)).wire_bytes >= 1600.0
 
 
 def test_a_mirror_costs_its_message_and_a_second_update() -> None:
@@ -97,7 +100,7 @@ def test_memory_work_is_that_of_the_kernels() -> None:
     assert memory["all_to_all"] == pytest.approx(8 + 5 + 4 + 28)
     assert memory["all_to_all, sharded"] == pytest.approx(8 + 5 + 7)  # the reduce measures
     for program in (*PROGRAMS.values(), mirror(PROGRAMS["all_to_all, sharded"])):  # one worker sends nothing
-        assert price(program, Job((1000, 10), 1, (0,)), Costs(ONE, ONE, 0.0)).seconds == 0
+        assert price(program, Job((1000, 10), 1), Costs(ONE, ONE, 0.0)).seconds == 0
 
 
 def test_sums_are_added_up_beside_the_messages_of_other_buckets() -> None:
@@ -120,16 +123,12 @@ def test_more_bytes_never_take_less_time_nor_a_program_more_than_its_operations(
     job: Job, costs: Costs, which: int, more: int
 ) -> None:
     """Of one bucket. Of several a stream takes the first that is ready, and an operation that takes longer may change
-    which one that is, to a better order (Graham 1969, "Bounds on Multiprocessing Timing Anomalies"). A tree's bucket
-    that goes in more chunks may be faster, too: they travel one behind the other.
+    which one that is, to a better order (Graham 1969, "Bounds on Multiprocessing Timing Anomalies").
     """
     one = job.buckets[which % len(job.buckets)]
-    in_chunks = [chunks(job.wire_bytes * elements) for elements in (one, one + more)]
-    for name, program in PROGRAMS.items():
+    for program in PROGRAMS.values():
         whole = price(program, job, costs)
         assert whole.seconds <= sum(line.seconds for line in whole.lines) * (1 + 1e-9) + 1e-12
-        if name == "tree" and in_chunks[0] != in_chunks[1]:
-            continue
         small, large = (price(program, replace(job, buckets=(b,)), costs) for b in (one, one + more))
         assert large.seconds >= small.seconds * (1 - 1e-9)
         assert large.wire_bytes >= small.wire_bytes
@@ -268,7 +267,7 @@ MIRRORED = ["reduce+measure shard", "mirror shard messages 2 0.013", "update sha
     [
         (
             ["comm.schedule=auto", "workers.count=7", "workers.max=7"],
-            ["allreduce ", "all_to_all ", "tree ", "7 workers", "computed from the messages of 2"],
+            ["allreduce ", "all_to_all ", "7 workers", "computed from the messages of 2"],
         ),
         (
             ["comm.state=sharded", "workers.count=3", "workers.max=3"],
@@ -289,7 +288,7 @@ def test_a_program_is_shown_with_its_price(words: list[str], said: list[str], tm
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("comm.schedule=kfuse.comm.transports.library.AllReduce", "transport are not known"),
+        ("comm.schedule=kfuse.comm.transports.AllReduce", "transport, are not known"),
         ("comm.sync=local:5", "comm.sync=local:5: no gradients are sent"),
         (None, "measuring messages: no store at 127.0.0.1: the loopback interface is down\n"),
     ],

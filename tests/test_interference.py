@@ -14,8 +14,8 @@ from torch import Tensor
 
 import kfuse as kf
 from kfuse.comm.group import Group
-from kfuse.comm.interference import AS_BEFORE, REFERENCE, SLOW, SLOWER, UNKNOWN, WINDOW, Voter, verdict
-from kfuse.comm.transports.library import AllReduce
+from kfuse.comm.measurement import AS_BEFORE, REFERENCE, SLOW, SLOWER, UNKNOWN, WINDOW, Voter, verdict
+from kfuse.comm.transports import AllReduce
 from kfuse.train.reporter import Reporter
 
 

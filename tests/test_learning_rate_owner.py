@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 import kfuse as kf
 from kfuse import session
 from kfuse.comm.group import Group
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.session import reset
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import kfuse as kf
-from kfuse.comm.options import TRANSPORT_NAMES
-from kfuse.comm.plan import StepPlan
+from kfuse.comm.settings import TRANSPORT_NAMES
+from kfuse.comm.step import StepPlan
 from kfuse.session import reset
 
 

@@ -21,8 +21,6 @@ from torch import nn
 
 import kfuse as kf
 from kfuse.comm import transports
-from kfuse.comm.options import TRANSPORT_NAMES, CommOptions
-from kfuse.comm.plan import StepPlan
 from kfuse.comm.schedule import (
     ALL,
     GRADIENT,
@@ -39,6 +37,8 @@ from kfuse.comm.schedule import (
     split,
     validate,
 )
+from kfuse.comm.settings import TRANSPORT_NAMES, CommOptions
+from kfuse.comm.step import StepPlan
 from kfuse.comm.transports import make_programs
 from kfuse.settings import rules
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import kfuse as kf
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.session import reset
 
 Weights = dict[str, torch.Tensor]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm.plan import StepPlan
+from kfuse.comm.step import StepPlan
 from kfuse.comm.tail import RANK_SLOTS, TAIL_SLOTS, digest_slots
 from kfuse.statistics.step_stats import Statistics, StepStats
 

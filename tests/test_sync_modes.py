@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.checkpoint.format import load
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.comm.sync import EVERY_MAX, Sync
 
 EVERY_ORDER = [mode for pair in permutations(("ssgd", "local:3", "sma"), 2) for mode in pair]

@@ -26,8 +26,7 @@ from scipy.sparse.csgraph import minimum_spanning_tree
 
 import kfuse as kf
 from kfuse.comm import transports
-from kfuse.comm.latency import measure
-from kfuse.comm.tail import DECISION, RANK_SLOTS, RECORD_SLOTS, VOTE, Own, Tail
+from kfuse.comm.tail import DECISION, RANK_SLOTS, RECORD_SLOTS, VOTE, Tail
 from kfuse.comm.topology import (
     SAME,
     Links,
@@ -36,6 +35,7 @@ from kfuse.comm.topology import (
     chunks,
     depths,
     duration,
+    measure,
     rooted,
     rounds,
     spanning_tree,
@@ -330,8 +330,8 @@ def test_what_one_rank_writes_arrives_in_the_tail_as_it_was_sent(ranks: int, dec
         tail = Tail(3, rank, ranks, figures=2)
         of_rank = torch.zeros_like(place)
         for first in (True, False):  # two micro-batches
-            own = Own(0.5 + rank, 2.0, decision=decision * (rank == 0)) if first else None
-            tail.write(of_rank, not first, 1.0, totals[0], loss=1.0, figures=[7.0, 8.0], own=own)
+            own = {tail.own: 0.5 + rank, tail.own + VOTE: 2.0, DECISION: float(decision * (rank == 0))}
+            tail.write(of_rank, not first, 1.0, totals[0], 1.0, figures=[7.0, 8.0], own=own if first else None)
         place += of_rank
     values = Tail(3, 0, ranks, figures=2).record(place, totals).tolist()[:-2]
     assert values[DECISION] == decision

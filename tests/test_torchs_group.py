@@ -16,7 +16,7 @@ from distributed import run_workers
 from torch import nn
 
 import kfuse as kf
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.optim.refuse import refuse_unplanned
 
 SCRIPT = """

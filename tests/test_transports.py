@@ -21,10 +21,9 @@ import kfuse as kf
 from kfuse.comm import transports
 from kfuse.comm.gloo import GlooGroup
 from kfuse.comm.group import Group
-from kfuse.comm.latency import measure
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.comm.sum_tree import Merge
-from kfuse.comm.topology import depths
+from kfuse.comm.topology import depths, measure
 from kfuse.comm.transports.tree import parents
 from kfuse.session import current
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import kfuse as kf
 from kfuse.comm import transports
 from kfuse.comm.sum_tree import plan_merges
-from kfuse.comm.transports import two_workers
+from kfuse.comm.transports import all_to_all
 from kfuse.kernels import BLOCK, block_sumsq, num_blocks
 from kfuse.kernels.reduction import postfix
 
@@ -41,11 +41,11 @@ def merges(count: int) -> tuple[tuple[int, int], ...]:
 
 def exchange(part: int) -> list[dict[str, Any]]:
     """Of each case: whether this rank's bits are right, how many parts came, and how many of them are still alive."""
-    two_workers.PART = part
+    all_to_all.PART = part
     group = kf.init().group
     rank, found = group.rank, []
     transport = transports.make("all_to_all", group, unit=BLOCK)
-    assert isinstance(transport, two_workers.TwoWorkers)
+    assert isinstance(transport, all_to_all.TwoWorkers)
     shard = group.shards(NUMEL, BLOCK)[rank]
     for pieces in PIECES:
         transport.plan(pieces, merges(sum(pieces)))

@@ -8,7 +8,7 @@ from unittest.mock import Mock, call
 import pytest
 
 from kfuse.comm.group import Group
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.elastic.protocol import Member, View
 from kfuse.membership import Session
 

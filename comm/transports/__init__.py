@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kfuse.comm import devices, schedule
 from kfuse.comm.buckets import ALIGN, Bucket
-from kfuse.comm.group import Group
-from kfuse.comm.options import PROPERTIES, TREES, CommOptions
+from kfuse.comm.group import Group, Pending
 from kfuse.comm.schedule import Program
+from kfuse.comm.settings import PROPERTIES, TREES, CommOptions
 from kfuse.comm.sum_tree import Merge
 
 
@@ -111,10 +111,10 @@ def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool)
 
 
 _CLASSES = {  # imported when used: `import kfuse` is quick
-    "allreduce": f"{__name__}.library:AllReduce",
-    "reduce_scatter": f"{__name__}.library:ReduceScatter",
+    "allreduce": f"{__name__}:AllReduce",
+    "reduce_scatter": f"{__name__}:ReduceScatter",
     "all_to_all": f"{__name__}.all_to_all:AllToAll",
-    "all_to_all, two workers": f"{__name__}.two_workers:TwoWorkers",
+    "all_to_all, two workers": f"{__name__}.all_to_all:TwoWorkers",
     "symmetric": f"{__name__}.symmetric:Symmetric",
     "tree": f"{__name__}.tree:Tree",
 }
@@ -131,3 +131,38 @@ def make(name: str, group: Group, tree: str | Sequence[int] = TREES[0], unit: in
     arguments: tuple[Any, ...] = (tree,) if name == "tree" else (unit,) if name in _CLASSES else ()
     made: Transport = pkgutil.resolve_name(_CLASSES.get(name, name))(group, *arguments)
     return made
+
+
+class AllReduce:
+    """The transport `allreduce`."""
+
+    _name = "allreduce"
+
+    def __init__(self, group: Group, unit: int = ALIGN) -> None:
+        self._group, self._unit = group, unit
+        self._pending: dict[int, Pending] = {}
+
+    def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
+        """Nothing to prepare: each worker contributes one slot."""
+
+    def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
+        self._pending[key] = self._start(slots[0], f"{what} ({self._name})")
+
+    def _start(self, flat: Tensor, what: str) -> Pending:
+        return self._group.all_reduce(flat, what)
+
+    def wait(self, key: int) -> None:
+        self._pending.pop(key).wait_on_stream()
+
+
+class ReduceScatter(AllReduce):
+    """The transport `reduce_scatter` of a group that has one: slot 0 receives this rank's shard of the sum.
+
+    It reads no contributions from memory, and sends half the bytes of an all-reduce. Only NCCL's is fast: over gloo the
+    transport of this name is `AllToAll`, which sends the same bytes.
+    """
+
+    _name = "reduce_scatter"
+
+    def _start(self, flat: Tensor, what: str) -> Pending:
+        return self._group.reduce_scatter(flat, what, self._unit)

@@ -13,7 +13,7 @@ from typing import Any
 from kfuse import session
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import CommError
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.logs import set_up_logging

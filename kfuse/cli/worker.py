@@ -7,7 +7,7 @@ import sys
 import traceback
 
 from kfuse import session
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.optim import ConsistencyError
 from kfuse.settings.tree import flat

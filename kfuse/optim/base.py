@@ -15,7 +15,7 @@ from kfuse.comm import devices
 from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import Group
-from kfuse.comm.plan import MicroBatch, StepPlan
+from kfuse.comm.step import MicroBatch, StepPlan
 from kfuse.optim.consistency import Comparison, averaged_buffers, numeric_options, share_from_first
 from kfuse.optim.parameters import named_parameters, without_compiler
 from kfuse.optim.reducer import Reducer

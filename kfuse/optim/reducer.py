@@ -20,7 +20,7 @@ from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import check_owner, owner
 from kfuse.comm.group import CommError
-from kfuse.comm.plan import REMEDY, Reduced, StepPlan
+from kfuse.comm.step import REMEDY, Reduced, StepPlan
 from kfuse.membership import Session
 from kfuse.optim.consistency import averaged_buffers
 from kfuse.optim.refuse import refuse_sharded

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from kfuse.comm import devices
 from kfuse.comm import tail as t
 from kfuse.comm.engine import Engine
-from kfuse.comm.plan import Reduced
+from kfuse.comm.step import Reduced
 from kfuse.kernels import BLOCK, num_blocks
 
 _LOG = logging.getLogger("kfuse")

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
-from kfuse.comm.plan import Reduced
+from kfuse.comm.step import Reduced
 from kfuse.optim.parameters import without_compiler
 from kfuse.optim.scaling import Scaling
 

@@ -41,7 +41,7 @@ class StepStats(Measured):
     previous_data_wait_s: float | None = field(default=None, compare=False)
     """The part of it that the leader waited for data."""
     votes: tuple[float, ...] = field(default=(), compare=False, repr=False)
-    """Votes on interference by rank: see `kfuse.comm.interference`. Not reproducible either."""
+    """Votes on interference by rank: see `kfuse.comm.measurement`. Not reproducible either."""
     digests: tuple[int, ...] = field(default=(), compare=False, repr=False)
     """Digests of the parameters of each rank that sent one with this step (see `comm.check_every`), in rank order."""
     figures: dict[str, float] = field(default_factory=dict, compare=False)

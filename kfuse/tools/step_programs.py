@@ -17,11 +17,9 @@ from rich.table import Table
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import plan_parameters
-from kfuse.comm.cost import Costs, Job, Price, choose, price
-from kfuse.comm.options import CommOptions
-from kfuse.comm.probe import SCHEDULES
+from kfuse.comm.cost import SCHEDULES, Costs, Job, Price, choose, price
+from kfuse.comm.settings import CommOptions
 from kfuse.comm.transports import make_programs
-from kfuse.comm.transports.tree import parents
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.settings import instantiate
 from kfuse.settings.instantiate import class_arguments
@@ -47,13 +45,13 @@ def main(config: dict[str, Any]) -> int:
     if options.synchronisation.mode != "ssgd":
         _say(f"comm.sync={options.sync}: no gradients are sent: docs/synchronisation.md says what is")
         return 1
-    if "." in options.schedule:
-        _say(f"comm.schedule={options.schedule}: the messages of your own transport are not known")
+    if options.schedule == "tree" or "." in options.schedule:
+        _say(f"comm.schedule={options.schedule}: the messages of a tree, or of your own transport, are not known")
         return 1
     model = _model(config)
     params = [p for p in model.parameters() if p.requires_grad]
     buckets = tuple(it.numel for it in plan_parameters(params, [0] * len(params), options.bucket_elements))
-    job = Job(buckets, workers, tuple(parents(options.tree, [""] * workers)), options.wire_bytes)
+    job = Job(buckets, workers, options.wire_bytes)
     processes = workers if workers <= min(MOST_PROCESSES, os.cpu_count() or 1) else 2
     arguments = {"settings": options.named(), "timeout_s": TIMEOUT_S, "elements": max(buckets)}
     try:
@@ -67,7 +65,7 @@ def main(config: dict[str, Any]) -> int:
     costs, candidates = Costs(**found), [options.transport()]
     if options.schedule == "auto" and candidates[0] in SCHEDULES and not options.reproducible:
         candidates = [*SCHEDULES] if options.dtype == "fp32" else candidates
-    prices = _prices(config, options, job, costs, [*candidates, *(("tree",) if len(candidates) > 1 else ())])
+    prices = _prices(config, options, job, costs, candidates)
     chosen = choose({name: prices[name].seconds for name in candidates}, candidates[0])
     source = "measured by" if processes == workers else "computed from the messages of"
     _say(

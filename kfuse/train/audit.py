@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from kfuse.comm import devices
+from kfuse.comm.audit import AuditedGradient
 from kfuse.comm.group import Group
 from kfuse.data.fetching import random_key
 from kfuse.data.streams import IterableStream
@@ -88,6 +89,7 @@ class Audit:
             )
         self._model, self._opt, self._forward = training.model, training.opt, forward
         self._session, self._progress, self._reporter = session, training.progress, training.reporter
+        self._audited: AuditedGradient  # of such a step
         self._chosen: Chosen | None = None
         """The audit of the step under way."""
         self._before: list[_Buffer] = []
@@ -107,6 +109,7 @@ class Audit:
         if self._chosen is None:
             return None
         self._before = _buffers(self._model)
+        self._opt.engine.audited = self._audited = AuditedGradient(self._opt.engine)
         return self._chosen.micro_batch
 
     def compare(self, step: Step) -> None:
@@ -128,7 +131,7 @@ class Audit:
 
     def _run(self, step: Step, chosen: Chosen) -> None:
         rank = self._session.group.rank
-        first = self._opt.engine.audited.digest() if rank == chosen.owner else None
+        first = self._audited.digest() if rank == chosen.owner else None
         again = self._digest_again(step, chosen.micro_batch) if rank == chosen.checker else None
         found = self._gather(first, again, "audit")
         if len({kind for _, _, kind in found}) > 1:
@@ -151,7 +154,7 @@ class Audit:
         engine = self._opt.engine
         with generators_restored(engine.group.device), self._gradients_set_aside(), self._buffers_before_the_step():
             loss = self._forward.run(step.batch_again(micro_batch)).loss
-            return engine.audited.again(loss.backward)
+            return self._audited.again(loss.backward)
 
     @contextlib.contextmanager
     def _gradients_set_aside(self) -> Iterator[None]:

@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kfuse.comm.group import CommError
-from kfuse.comm.latency import measure
-from kfuse.comm.options import TRANSPORT_NAMES, TREES
+from kfuse.comm.settings import TRANSPORT_NAMES, TREES
 from kfuse.comm.sync import Sync
-from kfuse.comm.topology import Links, check_parents
+from kfuse.comm.topology import Links, check_parents, measure
 from kfuse.membership import Session
 from kfuse.settings import rules
 from kfuse.statistics.figures import StepContext

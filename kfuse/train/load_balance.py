@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kfuse.comm import interference
+from kfuse.comm import measurement
 from kfuse.statistics.figures import StepContext
 from kfuse.statistics.step_stats import StepStats
 
@@ -87,8 +87,8 @@ def take_measured(training: TrainContext, stats: StepStats, context: StepContext
         if ratio is not None and ratio < SLOW and worker not in at.stragglers:
             training.reporter.event(at.step, "straggler", worker=worker, rank=rank, throughput=ratio)
     at.stragglers = stragglers(session.workers, relative, at.stragglers)
-    found = interference.verdict(stats.votes, relative) if session.workers == list(workers) else None
+    found = measurement.verdict(stats.votes, relative) if session.workers == list(workers) else None
     if found and not at.interference:
-        votes = [rank for rank, vote in enumerate(stats.votes) if vote == interference.SLOWER]
+        votes = [rank for rank, vote in enumerate(stats.votes) if vote == measurement.SLOWER]
         training.reporter.event(at.step, "interference", ranks=votes)
     at.interference = at.interference if found is None else found

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kfuse.checkpoint.saved_model import uncompiled
 from kfuse.comm.group import CommError
-from kfuse.comm.plan import StepPlan
+from kfuse.comm.step import StepPlan
 from kfuse.statistics.figures import StepContext
 from kfuse.train import evaluation, running
 from kfuse.train.context import TrainContext

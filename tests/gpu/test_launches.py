@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 from launch_stub import GPU, Echo, Started, recorded
 
 import kfuse as kf
-from kfuse.comm.options import CommOptions
-from kfuse.comm.plan import StepPlan
+from kfuse.comm.settings import CommOptions
+from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import plan_merges, plan_range
 from kfuse.data.sampler import worker_range
 from kfuse.kernels import Merges, balanced, dispatch, num_blocks, pull, triton_reduce

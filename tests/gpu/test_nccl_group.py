@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from nccl_double import Faults, installed, messages, records
 from torch.distributed import PrefixStore
 
+from kfuse.comm import cost, nccl
 from kfuse.comm import group as groups
-from kfuse.comm import nccl, probe
 from kfuse.comm.group import CommError
 from kfuse.comm.nccl import NcclGroup, NcclPending
 from kfuse.elastic.rendezvous import Rendezvous
@@ -134,7 +134,7 @@ def test_a_probe_has_room_for_what_the_last_rank_receives() -> None:
         group: Any = NcclGroup.__new__(NcclGroup)
         group.size, group.rank, group.device, group.all_to_all = size, size - 1, torch.device("cpu"), check
         for elements in (1024, 13_777):
-            messages = probe._Messages(group)
+            messages = cost._Messages(group)
             messages.grow(elements)
             messages.seconds("all_to_all", elements)
 

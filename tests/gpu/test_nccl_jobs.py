@@ -17,7 +17,7 @@ from torch import nn
 
 import kfuse as kf
 from kfuse.comm.group import CommError
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.session import current
 
 pytestmark = pytest.mark.full

@@ -18,8 +18,8 @@ from test_two_optimizers import gan, one_backward
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm.options import CommOptions
-from kfuse.comm.plan import StepPlan
+from kfuse.comm.settings import CommOptions
+from kfuse.comm.step import StepPlan
 from kfuse.session import current
 
 

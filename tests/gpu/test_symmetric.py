@@ -20,7 +20,7 @@ import kfuse as kf
 from kfuse import session
 from kfuse.comm import symmetric_memory
 from kfuse.comm.group import CommError
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.comm.symmetric_memory import SymmetricMemory
 from kfuse.comm.transports.symmetric import Symmetric
 from kfuse.session import current

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from elastic_job import is_alive, wait_until
 
 from kfuse.cli.app import main
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.tools.doctor import command as doctor
 from kfuse.tools.doctor import machine, self_test
 
 BAD_TRANSPORTS = """
 import os, signal, time
 
-from kfuse.comm.transports.library import AllReduce
+from kfuse.comm.transports import AllReduce
 
 class Hangs(AllReduce):
     def wait(self, key):

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommOptions
 from kfuse.settings.tree import flat
 from kfuse.tools.doctor import machine
 from kfuse.tools.doctor.machine import Line

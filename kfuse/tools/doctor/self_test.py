@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfuse import session
+from kfuse.comm.cost import choose_program, probe
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
-from kfuse.comm.options import CommOptions
-from kfuse.comm.plan import MicroBatch, StepPlan
-from kfuse.comm.probe import choose_program, probe
+from kfuse.comm.settings import CommOptions
+from kfuse.comm.step import MicroBatch, StepPlan
 from kfuse.tools.doctor.kernel_checks import CHECKS, check
 
 SAMPLES = (3, 5, 2, 4, 1)
@@ -126,7 +126,7 @@ def reduction(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """One rank's part. Reduces known gradients twice by the configured transport, all-reduce and the reproducible sum.
 
     settings: of `kf.init`, by name. Returns {"backend", "digests": {transport: of the means}, "wrong": {transport:
-    what}, "choice": the fields of `kfuse.comm.probe.Choice`, for one bucket of the configured size}.
+    what}, "choice": the fields of `kfuse.comm.cost.Choice`, for one bucket of the configured size}.
     Raises CommError where the other rank does not come, or is lost.
     """
     configured = CommOptions.of(settings)
