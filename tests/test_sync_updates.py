@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import kfuse as kf
 from kfuse.comm import tail
-from kfuse.comm.plan import StepPlan
+from kfuse.comm.step import StepPlan
 from kfuse.optim.scaling import NonfiniteWarning
 from kfuse.statistics.step_stats import Statistics
 from kfuse.train import load_balance
