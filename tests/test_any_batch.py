@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import kfuse as kf
 from kfuse.data import TensorData, as_dataset
-from kfuse.data.batch import names, to_device
+from kfuse.data.dataset import names, to_device
 
 CPU = torch.device("cpu")
 

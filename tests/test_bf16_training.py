@@ -14,7 +14,7 @@ from problems import network, problem
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.checkpoint.saved_model import load_weights, read_weights
+from kfuse.checkpoint.manager import load_weights, read_weights
 from kfuse.comm.step import StepPlan
 from kfuse.models import MLP
 from kfuse.train.evaluation import params_sha256

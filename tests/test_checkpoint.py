@@ -28,9 +28,9 @@ from distributed import call
 from torch import Tensor, nn
 from warm import CONTEXT
 
+from kfuse.checkpoint import HostCopy, Snapshots
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest, load_plain
 from kfuse.checkpoint.format import _encode as encode
-from kfuse.checkpoint.snapshot import HostCopy, Snapshots
 
 PATIENCE_S = 120.0
 FILES = ("manifest.json", "model.pt", "optimizer.pt", "state.pt")

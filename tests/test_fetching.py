@@ -15,8 +15,7 @@ from torch import Tensor
 
 import kfuse as kf
 from kfuse.data import EpochSampler, MapData
-from kfuse.data.fetching import Fetcher, Task, fetch, random_key
-from kfuse.data.sampler import micro_batch_sizes, permutation, worker_range
+from kfuse.data.fetching import Fetcher, Task, fetch, micro_batch_sizes, permutation, random_key, worker_range
 
 lengths, seeds, epochs = st.integers(1, 300), st.integers(0, 2**64), st.integers(0, 1000)
 

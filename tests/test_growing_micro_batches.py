@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from problems import network, problem
 
 import kfuse as kf
-from kfuse.data.sampler import micro_batch_sizes
+from kfuse.data.fetching import micro_batch_sizes
 from kfuse.policies import SchedulePolicy
 from kfuse.train.settings import Settings
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from kfuse.observe import write_whole
 from kfuse.observe.run_dir import RunDirectory
-from kfuse.observe.whole_file import write_whole
 from kfuse.statistics.figures import METRICS
 
 STEP = {"step": 3, "epoch": 1, "samples": 96, "loss": 0.5, "lr": 0.01, "batch_size": 32, "workers": 2}

@@ -17,8 +17,8 @@ from test_kfuse_run import run_script
 from torch import nn
 
 import kfuse as kf
-from kfuse.checkpoint import saved_model
-from kfuse.checkpoint.saved_model import load_weights, model_weights
+from kfuse.checkpoint import manager
+from kfuse.checkpoint.manager import load_weights, model_weights
 from kfuse.session import reset
 from kfuse.settings.tree import ConfigError
 from kfuse.train.evaluation import params_sha256
@@ -139,7 +139,7 @@ def test_where_it_goes(tmp_path: Path) -> None:
         assert [str(path.relative_to(folder)) for path in folder.glob("*/model.pt")] == files
 
 
-@pytest.mark.parametrize(("where", "name"), [(torch, "save"), (saved_model, "model_weights")])
+@pytest.mark.parametrize(("where", "name"), [(torch, "save"), (manager, "model_weights")])
 def test_what_cannot_be_written_is_said_and_leaves_the_old_file(
     where: Any, name: str, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfuse.comm.sum_tree import Node, aligned_ranges, bound, bytes_a_parameter, plan_merges, plan_range
-from kfuse.data.sampler import EpochSampler, micro_batch_sizes, worker_range
+from kfuse.data.fetching import EpochSampler, micro_batch_sizes, worker_range
 from kfuse.train.step import StepSamples
 
 

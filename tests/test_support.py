@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import kfuse as kf
-from kfuse.data.sampler import permutation
+from kfuse.data.fetching import permutation
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.settings import rules
 

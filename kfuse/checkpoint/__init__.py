@@ -1,1 +1,141 @@
-"""Checkpoints: the files (format) and when a run writes and reads them (manager)."""
+"""Copies of a state on the host, which share nothing with it: what checkpoints and kf.state_dict consist of.
+
+From a GPU all tensors are copied to one flat buffer of pinned memory, on a stream of their own. The host waits for that
+only before it uses the copy. The current stream's later work begins after the copies, so that it cannot change what is
+being copied (a forward changes BatchNorm's statistics, an update the rest).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kfuse.comm import devices
+from kfuse.comm.chunks import cut, dense, gather, memory
+from kfuse.comm.devices import Device, Event, Stream
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A copy of a nested value on the host."""
+
+    value: Any
+    on_the_way: tuple[tuple[Device, Event], ...]
+    """For each GPU that tensors come from, the event after which they are here. Until then they hold anything."""
+
+
+class Snapshots:
+    """Takes copies of states, one after the other. From a GPU each takes the memory of the one before."""
+
+    def __init__(self) -> None:
+        self._landings: dict[torch.device, tuple[Stream, Tensor]] = {}
+        """For each GPU the copies' stream, and pinned memory (uint8) as large as the largest state so far."""
+
+    def take(self, value: Any, where: str) -> HostCopy:
+        """Returns a copy of `value` that shares nothing with it, tensors dense and on the host.
+
+        What torch.load(weights_only=True) reads back, and nothing else: tensors, None, bool, int, float, str, and
+        lists, tuples and dicts of those. One tensor at several places is one in the copy. where: what `value` is, for
+        messages. Raises TypeError, naming the place.
+        """
+        found: dict[int, Tensor] = {}
+        plain = _copy_plain(value, where, lambda tensor: found.setdefault(id(tensor), tensor))
+        here: dict[int, Tensor] = {}
+        far: dict[torch.device, list[Tensor]] = {}
+        for tensor in found.values():
+            if devices.of(tensor.device).asynchronous:
+                far.setdefault(tensor.device, []).append(tensor)
+            else:
+                here[id(tensor)] = tensor.detach().to("cpu", copy=True)
+        on_the_way = []
+        for name, tensors in far.items():
+            copies, arrived = self._copy_from(devices.of(name), tensors)
+            here.update(zip(map(id, tensors), copies, strict=True))
+            on_the_way.append((devices.of(name), arrived))
+        return HostCopy(_copy_plain(plain, where, lambda tensor: here[id(tensor)]), tuple(on_the_way))
+
+    def _copy_from(self, device: Device, tensors: list[Tensor]) -> tuple[list[Tensor], Event]:
+        """Enqueues the copies of one GPU's tensors: (tensors on the host, the event after which they are there)."""
+        tensors = [dense(tensor) for tensor in tensors]
+        memories = [view for tensor in tensors if (view := memory(tensor)) is not None]
+        chunks = cut([tensor.nbytes for tensor in tensors])
+        size = chunks[-1].start + chunks[-1].size if chunks else 0
+        stream, buffer = self._landings.get(device.name, (None, None))
+        if stream is None or buffer is None or buffer.numel() < size:
+            stream, buffer = stream or device.new_stream(), device.pinned((size,), torch.uint8)
+            self._landings[device.name] = stream, buffer
+        place = buffer.numpy()
+        stream.wait_stream(device.current_stream())
+        with device.on(stream):
+            for chunk in chunks:
+                first = chunk.parts[0]
+                source = memories[first.tensor][first.start : first.end]
+                if len(chunk.parts) > 1:  # small tensors: one copy to the host for all of them
+                    source = torch.empty(chunk.size, dtype=torch.uint8, device=source.device)
+                    gather(memories, chunk, source)
+                buffer[chunk.start : chunk.start + chunk.size].copy_(source, non_blocking=True)
+            arrived = device.event()
+            arrived.record()
+        arrived.wait()  # the present stream: what it does next may change the tensors
+        starts = {part.tensor: chunk.start + part.at - part.start for chunk in chunks for part in chunk.parts}
+        return [_at(place, starts.get(number, 0), tensor) for number, tensor in enumerate(tensors)], arrived
+
+
+def snapshot(value: Any, where: str) -> Any:
+    """As `Snapshots.take`, complete: waits for what comes from a GPU."""
+    copy = Snapshots().take(value, where)
+    for _, arrived in copy.on_the_way:
+        arrived.synchronize()
+    return copy.value
+
+
+def plain_copy(value: Any, where: str) -> Any:
+    """A copy of `value` that shares its tensors. Raises TypeError for what `Snapshots.take` does not take."""
+    return _copy_plain(value, where, lambda tensor: tensor)
+
+
+def _at(place: np.ndarray, start: int, like: Tensor) -> Tensor:
+    """The tensor at byte `start` of memory on the host, with the shape, strides and type of `like`.
+
+    Its storage begins and ends with it, since what writes a tensor writes its storage.
+    """
+    if not like.numel():
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    own = torch.from_numpy(place[start : start + like.nbytes])
+    return own.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def _copy_plain(value: Any, where: str, of_tensor: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of `value` with of_tensor(tensor) for each tensor. Raises TypeError as `Snapshots.take` does.
+
+    Subclasses of plain values (numpy.float64 is a float) become those: reading accepts nothing else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Tensor):
+        if type(value.detach()) is not Tensor or value.layout is not torch.strided:
+            what = f"{type(value.detach()).__qualname__} of layout {value.layout}"
+            raise TypeError(f"{where} is a {what}; a checkpoint holds plain dense tensors")
+        return of_tensor(value)
+    for plain in (int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
+    if type(value) in (list, tuple):
+        return type(value)(_copy_plain(item, f"{where}[{index}]", of_tensor) for index, item in enumerate(value))
+    if type(value) in (dict, OrderedDict):
+        pairs = (
+            (_copy_plain(key, where, of_tensor), _copy_plain(item, f"{where}[{key!r}]", of_tensor))
+            for key, item in value.items()
+        )
+        copy = type(value)(pairs)
+        if isinstance(copy, OrderedDict):  # a module's state dict has its version numbers in an attribute
+            vars(copy).update(_copy_plain(vars(value), f"vars({where})", of_tensor))
+        return copy
+    allowed = "tensors, None, bool, int, float, str, and lists, tuples and dicts of those"
+    raise TypeError(f"{where} is a {type(value).__qualname__}; what a checkpoint can hold: {allowed}")

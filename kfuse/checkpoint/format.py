@@ -28,8 +28,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from kfuse.checkpoint.snapshot import HostCopy, Snapshots
-from kfuse.observe.whole_file import fsync_directory
+from kfuse.checkpoint import HostCopy, Snapshots
+from kfuse.observe import fsync_directory
 from kfuse.version import __version__
 
 FORMAT = 3

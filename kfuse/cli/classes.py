@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from kfuse.checkpoint.saved_model import load_weights
+from kfuse.checkpoint.manager import load_weights
 from kfuse.data import DataSplit
-from kfuse.data.given import number_of_samples
+from kfuse.data.sources import number_of_samples
 from kfuse.policies import BasePolicy
 from kfuse.settings import instantiate
 from kfuse.settings.instantiate import class_arguments

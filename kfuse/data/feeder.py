@@ -32,12 +32,10 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.devices import Event
-from kfuse.data.batch import map_leaves, pinned_copy, tensors
-from kfuse.data.dataset import Dataset
-from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan
+from kfuse.data.dataset import Dataset, map_leaves, pinned_copy, tensors
+from kfuse.data.fetching import EpochSampler, Fetcher, LoaderError, Loading, StreamSampler, Task, TaskPlan
 from kfuse.data.loader_process import IGNORED, SHARED_MEMORY, Failure, serve
-from kfuse.data.sampler import EpochSampler, StreamSampler
-from kfuse.data.streams import Stream
+from kfuse.data.sources import Stream
 
 _LOG = logging.getLogger("kfuse")
 

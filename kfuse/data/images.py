@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from kfuse.data.dataset import DataError, DataSplit, TensorData
-from kfuse.data.sampler import permutation
+from kfuse.data.fetching import permutation
 
 # Mean and standard deviation of the training set's pixels, by channel, for pixels in 0..1.
 CIFAR10_PIXELS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))

@@ -1,1 +1,41 @@
 """What a run leaves behind and shows: the run directory, the display, the recorder that writes to both, log lines."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_whole(path: Path, save: Callable[[Path], object]) -> None:
+    """Writes a file that is there whole or not at all, also after a kill or a power failure. All may read it.
+
+    save: writes to the path that it is given: a hidden name beside `path`, with this host and process in it. The file
+    is seen to the disk and renamed to `path`. After an error, which is raised again, the hidden file is removed, and
+    those that killed processes of this host left are before. The directory must be there. Raises OSError, and what
+    `save` raises.
+    """
+    hidden = f".{path.name}.{socket.gethostname()}."
+    for left in path.parent.glob(f"{hidden}*"):
+        left.unlink(missing_ok=True)
+    own = path.with_name(f"{hidden}{os.getpid()}")
+    try:
+        save(own)
+        own.chmod(0o644)
+        with own.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(own, path)
+        fsync_directory(path.parent)
+    except BaseException:
+        own.unlink(missing_ok=True)
+        raise
+
+
+def fsync_directory(path: Path) -> None:
+    """Sees a directory's names to the disk, so that a file renamed there keeps its name."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kfuse.observe.whole_file import write_whole
+from kfuse.observe import write_whole
 from kfuse.statistics.figures import FIGURES, METRICS
 
 _FILES = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "summary.json")

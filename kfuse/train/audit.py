@@ -31,7 +31,7 @@ from kfuse.comm import devices
 from kfuse.comm.audit import AuditedGradient
 from kfuse.comm.group import Group
 from kfuse.data.fetching import random_key
-from kfuse.data.streams import IterableStream
+from kfuse.data.sources import IterableStream
 from kfuse.train.context import TrainContext
 from kfuse.train.precision import Forward
 from kfuse.train.step import Step, StepSamples, generators_restored

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from kfuse.checkpoint.manager import Checkpoints
-from kfuse.checkpoint.saved_model import SavedModel, load_weights
+from kfuse.checkpoint.manager import Checkpoints, SavedModel, load_weights
 from kfuse.data import DataSplit
-from kfuse.data.given import heldout_data, training_data
+from kfuse.data.sources import heldout_data, training_data
 from kfuse.elastic import protocol
 from kfuse.optim import DistributedOptimizer, Optimizer
 from kfuse.session import current

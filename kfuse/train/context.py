@@ -10,7 +10,7 @@ from torch import nn
 
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher
-from kfuse.data.streams import check_loaders
+from kfuse.data.sources import check_loaders
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
@@ -24,8 +24,7 @@ from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings, session_facts
 
 if TYPE_CHECKING:
-    from kfuse.checkpoint.manager import Checkpoints
-    from kfuse.checkpoint.saved_model import SavedModel
+    from kfuse.checkpoint.manager import Checkpoints, SavedModel
     from kfuse.train.output import Output
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kfuse.comm.group import Group
 from kfuse.data import Dataset
-from kfuse.data.batch import describe, to_device
+from kfuse.data.dataset import describe, to_device
 from kfuse.data.fetching import random_key, seed_host
 from kfuse.train.context import TrainContext
 from kfuse.train.loss import Metric, Objective, Outcome

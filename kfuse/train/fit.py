@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kfuse.data import Dataset
 from kfuse.data.dataset import Collate
-from kfuse.data.given import TrainingData, heldout_data, training_data
+from kfuse.data.sources import TrainingData, heldout_data, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.session import current

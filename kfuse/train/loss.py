@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfuse.data.batch import describe
+from kfuse.data.dataset import describe
 
 LossFunction = Callable[[Any, Any], Tensor]
 """loss_fn(output, target): the MEAN loss over a micro-batch, a scalar."""

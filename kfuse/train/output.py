@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfuse.checkpoint.manager import Checkpoints
-from kfuse.checkpoint.saved_model import SavedModel
+from kfuse.checkpoint.manager import Checkpoints, SavedModel
 from kfuse.elastic.protocol import LOOP_LEFT
 from kfuse.membership import Session
 from kfuse.session import current

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, NoReturn, TypeVar
 
-from kfuse.checkpoint.snapshot import plain_copy
+from kfuse.checkpoint import plain_copy
 from kfuse.comm.group import CommError
 from kfuse.elastic.client import ControlError
 from kfuse.policies import BasePolicy

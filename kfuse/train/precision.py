@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfuse.data.batch import map_leaves
+from kfuse.data.dataset import map_leaves
 from kfuse.optim import DistributedOptimizer
 from kfuse.train.loss import Objective, Outcome, is_pair
 from kfuse.train.step import Step

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfuse.checkpoint.snapshot import snapshot
+from kfuse.checkpoint import snapshot
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.elastic.client import ControlError
 from kfuse.optim import ConsistencyError, interrupted

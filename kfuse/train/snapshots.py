@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kfuse.checkpoint.snapshot import snapshot
+from kfuse.checkpoint import snapshot
 from kfuse.comm.group import CommError, Pending
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.group import CommError
-from kfuse.data.batch import tensors
-from kfuse.data.fetching import Fetcher, Task, TaskPlan, random_key, seed_host
-from kfuse.data.sampler import micro_batch_sizes, worker_range
+from kfuse.data.dataset import tensors
+from kfuse.data.fetching import Fetcher, Task, TaskPlan, micro_batch_sizes, random_key, seed_host, worker_range
 from kfuse.optim import DistributedOptimizer
 
 

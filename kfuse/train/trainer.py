@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from kfuse.checkpoint.saved_model import uncompiled
+from kfuse.checkpoint.manager import uncompiled
 from kfuse.comm.group import CommError
 from kfuse.comm.step import StepPlan
 from kfuse.statistics.figures import StepContext

@@ -21,7 +21,7 @@ import kfuse as kf
 from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import plan_merges, plan_range
-from kfuse.data.sampler import worker_range
+from kfuse.data.fetching import worker_range
 from kfuse.kernels import Merges, balanced, dispatch, num_blocks, pull, triton_reduce
 from kfuse.kernels.launch import Launch
 from kfuse.session import current

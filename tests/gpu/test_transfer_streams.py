@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from gpu.steps import Job, job
 
-from kfuse.checkpoint.snapshot import Snapshots, snapshot
+from kfuse.checkpoint import Snapshots, snapshot
 from kfuse.comm import chunks
 from kfuse.train import state as training_state
 from kfuse.train.state import TrainingState

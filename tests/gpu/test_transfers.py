@@ -14,15 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kfuse.checkpoint import Snapshots, snapshot
 from kfuse.checkpoint.format import Checkpointer, load
-from kfuse.checkpoint.snapshot import Snapshots, snapshot
 from kfuse.comm import chunks, devices
 from kfuse.comm.devices import Device
-from kfuse.data.batch import pinned_copy, to_device
-from kfuse.data.dataset import TensorData
+from kfuse.data.dataset import TensorData, pinned_copy, to_device
 from kfuse.data.feeder import Feeder
-from kfuse.data.fetching import Loading
-from kfuse.data.sampler import EpochSampler
+from kfuse.data.fetching import EpochSampler, Loading
 
 META = torch.device("meta")
 

@@ -20,10 +20,10 @@ from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, steps_i
 from kfuse.cli.run import supervise
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.protocol import STOP_STATUS
+from kfuse.observe import write_whole
 from kfuse.observe.display import Display
 from kfuse.observe.recorder import Recorder
 from kfuse.observe.run_dir import RunDirectory
-from kfuse.observe.whole_file import write_whole
 from kfuse.settings import instantiate
 from kfuse.settings.instantiate import CLASS_GROUPS
 from kfuse.settings.tree import AT_SHELL, ConfigError, flat

@@ -13,8 +13,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from kfuse.observe import write_whole
 from kfuse.observe.display import figure
-from kfuse.observe.whole_file import write_whole
 from kfuse.settings.instantiate import describe, fits, one_line
 from kfuse.settings.tree import ConfigError, did_you_mean, show
 from kfuse.tools.cbs.branches import BranchError, Run, Start

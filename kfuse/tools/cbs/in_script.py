@@ -10,10 +10,10 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from kfuse.checkpoint.snapshot import snapshot
+from kfuse.checkpoint import snapshot
 from kfuse.data import Stream
 from kfuse.data.dataset import Collate
-from kfuse.data.given import TrainingData, training_data
+from kfuse.data.sources import TrainingData, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies.signals import BasePolicy, Decision, Signals
 from kfuse.session import current

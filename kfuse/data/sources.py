@@ -1,8 +1,8 @@
-"""Data without an end: sources that can seek, and torch's `IterableDataset`, which cannot.
+"""What kf.fit and kf.DataLoader are given as data: a data set, a stream, or a torch DataLoader that is taken apart.
 
-The samples of a run are numbered 0, 1, 2, ... A step takes the next numbers, whatever the batch size and the number of
-workers are. Which sample a number means depends on the stream alone, so each number is used exactly once, through any
-resize, loss of a worker or resume, and the ledger needs nothing but the numbers.
+The samples of a stream are numbered 0, 1, 2, ... A step takes the next numbers, whatever the batch size and the number
+of workers are. Which sample a number means depends on the stream alone, so each number is used exactly once, through
+any resize, loss of a worker or resume.
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from torch.utils.data import IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
-from kfuse.data.dataset import Collate, DataError, collate
+from kfuse.data.dataset import Collate, DataError, Dataset, MapData, as_dataset, collate, is_map_style
 
 BLOCK = 16
 """Samples that are taken from one shard before the next shard's turn, where the source does not say."""
@@ -32,8 +39,7 @@ class Source(Protocol):
     """A stream that can be read from any place: some shards (files, say), each a fixed sequence of samples.
 
     Number i of the run is the sample at `place(i, shards, block)`: blocks of `block` samples are taken from the shards
-    in turn. A shard that ends starts over, so all shards are used in equal measure: one that is half as long is
-    repeated twice as often. Nothing is shuffled but by the order in which the source stores its samples.
+    in turn. A shard that ends starts over. Nothing is shuffled.
 
     `block` is an optional attribute (default: `BLOCK`, 16). A worker reads on, and seldom seeks, where it is the
     micro-batch's size and `shards` is a multiple of the micro-batches in a step.
@@ -47,8 +53,7 @@ class Source(Protocol):
 
         Nothing at all where the shard has no such sample: its length is found in this way. The same arguments must
         give the same samples in every process, at any time. Random transforms may draw from the global generators of
-        torch, numpy and random, which are seeded for each sample by its number; what happens once for all samples, when
-        a shard is opened, must not draw: a worker that reads on does not open it.
+        torch, numpy and random, which are seeded for each sample by its number. Opening a shard must not draw.
         """
         ...
 
@@ -66,11 +71,7 @@ def place(number: int, shards: int, block: int = BLOCK) -> tuple[int, int]:
 class Stream(ABC):
     """Samples by their number, collated into batches. It has no length: training on it has no epochs."""
 
-    warning: str | None = None
-    """What a user must know before training on it."""
-
     def __init__(self, dataset: Any, collate_fn: Collate | None) -> None:
-        """dataset: what the samples come from. collate_fn: None: torch's default_collate."""
         self.dataset, self.collate_fn, self._name = dataset, collate_fn, type(dataset).__name__
 
     def fetch(self, indices: np.ndarray, before_sample: BeforeSample = lambda number: None) -> Any:
@@ -90,10 +91,8 @@ class _Reader:
     """An open iterator over a shard."""
 
     iterator: Iterator[Any]
-    start: int
-    """Where it was opened."""
-    position: int
-    """The sample that comes next."""
+    start: int  # where it was opened
+    position: int  # the sample that comes next
 
 
 class SourceStream(Stream):
@@ -111,17 +110,17 @@ class SourceStream(Stream):
             raise self._without_samples(0)
 
     def sample(self, number: int, before_sample: BeforeSample) -> Any:
-        """Returns the sample of this number. Reads on in its shard, or opens it at the place."""
+        """Reads on in the sample's shard, or opens it at the place."""
         shard, position = place(number, self._shards, self._block)
         position %= self._lengths.get(shard, position + 1)
         reader = self._readers.pop(shard, None)
         if reader is None or reader.position != position:
-            reader = self._open(shard, position)
+            reader = _Reader(self.dataset.open(shard, position), position, position)
         before_sample(number)
         sample = next(reader.iterator, _END)
         if sample is _END:  # the shard starts over
             length = self._lengths[shard] = self._find_length(shard, reader)
-            reader = self._open(shard, position % length)
+            reader = _Reader(self.dataset.open(shard, position % length), position % length, position % length)
             before_sample(number)
             sample = next(reader.iterator, _END)
             if sample is _END:
@@ -144,9 +143,6 @@ class SourceStream(Stream):
     def _has(self, shard: int, position: int) -> bool:
         return next(self.dataset.open(shard, position), _END) is not _END
 
-    def _open(self, shard: int, position: int) -> _Reader:
-        return _Reader(self.dataset.open(shard, position), position, position)
-
     def _without_samples(self, shard: int) -> DataError:
         return DataError(f"{self._name}: shard {shard} gave no sample: each of {self._shards} must have one")
 
@@ -158,25 +154,18 @@ class SourceStream(Stream):
 class IterableStream(Stream):
     """The samples of a torch `IterableDataset`, which can only be read from its start.
 
-    Number i is the i-th sample that iterating yields; where the iteration ends, another begins. Each worker reads all
-    samples and skips those of the others, and reads again from the start to go back. That is exact only where each
-    iteration over the data set, in any process, yields the same samples, but for random numbers of the global
-    generators of torch, numpy and random: those are seeded by the sample's number. Whether it does cannot be known.
-    A data set that takes its share by `torch.utils.data.get_worker_info()` finds that it is the only worker; one that
-    takes its share by a rank must not.
+    Number i is the i-th sample that iterating yields; where the iteration ends, another begins. That is exact only
+    where each iteration over the data set, in any process, yields the same samples, but for random numbers of the
+    global generators of torch, numpy and random: those are seeded by the sample's number. A data set must not take its
+    share by a rank; `torch.utils.data.get_worker_info()` says that there is one worker.
     """
 
     def __init__(self, dataset: IterableDataset[Any], collate_fn: Collate | None = None) -> None:
         super().__init__(dataset, collate_fn)
         self._reader: _Reader | None = None  # None: the start comes next
-        self.warning = (
-            f"{self._name} cannot seek: each worker reads the whole stream and skips what others take, and reads "
-            "again from the start after a resume or a lost worker; every iteration must yield the same samples. "
-            "A kfuse.data.Source (shards, open(shard, position)) needs none of this"
-        )
 
     def sample(self, number: int, before_sample: BeforeSample) -> Any:
-        """Returns the sample of this number. Reads all that come before it."""
+        """Reads all samples that come before it."""
         reader, self._reader = self._reader, None  # if reading fails, the next call starts anew
         if reader is None or number < reader.position:
             before_sample(0)
@@ -205,21 +194,13 @@ class IterableStream(Stream):
 
 
 def as_stream(obj: Any, collate_fn: Collate | None = None) -> Stream | None:
-    """Returns a stream over a `Source` or a torch `IterableDataset`; None for anything else.
-
-    Raises TypeError for an iterator, DataError as `SourceStream`.
-    """
+    """Returns a stream over a `Source` or a torch `IterableDataset`; None for anything else. Raises DataError."""
     if isinstance(obj, Stream):
         return obj
     if isinstance(obj, IterableDataset):
         return IterableStream(obj, collate_fn)
     if isinstance(obj, Source) and not hasattr(obj, "__getitem__"):  # arrays of zarr have `shards` and `open`, too
         return SourceStream(obj, collate_fn)
-    if isinstance(obj, Iterator):
-        raise TypeError(
-            f"{type(obj).__name__}: can be read once only; pass a kfuse.data.Source (shards, open(shard, position)), "
-            "or an IterableDataset, whose __iter__ begins anew"
-        )
     return None
 
 
@@ -228,3 +209,102 @@ def check_loaders(data: Any, number: int) -> None:
     if isinstance(data, IterableStream) and number > 1:
         kind = type(data.dataset).__name__
         raise DataError(f"data_workers={number} with {kind}, which cannot seek: must be 0 or 1")
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Data to train on, and how it is to be loaded."""
+
+    data: Dataset | Stream
+    worker_init_fn: Callable[[int], object] | None
+    of_loader: dict[str, Any]
+    """The settings that a torch DataLoader has, by name: used where a script does not give others."""
+    remarks: list[str]
+    """What the user must know before training on it."""
+
+
+def training_data(
+    obj: Any, collate_fn: Collate | None = None, worker_init_fn: Callable[[int], object] | None = None
+) -> TrainingData:
+    """Returns the data to train on: see `as_stream` and `as_dataset`, whose errors it raises.
+
+    A torch DataLoader is taken apart: arguments that are None are its own. Its batch_size is the GLOBAL one: samples in
+    a step of all workers together. Of its order only shuffle=True is accepted, which kfuse's own order by (seed, epoch)
+    replaces. Raises DataError, with the remedy, for a loader that makes its own batches or order.
+    """
+    data: Dataset | Stream
+    of_loader: dict[str, Any] = {}
+    remarks: list[str] = []
+    if isinstance(obj, DataLoader):
+        data = _of_loader(obj, collate_fn)
+        if not isinstance(data, Stream):
+            _check_order(obj)
+        worker_init_fn = worker_init_fn or obj.worker_init_fn
+        of_loader = {"batch_size": obj.batch_size, "data_workers": obj.num_workers}
+        of_loader["data_prefetch"] = obj.prefetch_factor or 2
+        ignored = {"drop_last=True": obj.drop_last, "generator=": obj.generator is not None}
+        remarks = [f"DataLoader: {argument} is not used" for argument, given in ignored.items() if given]
+    else:
+        data = as_stream(obj, collate_fn) or as_dataset(obj, collate_fn)
+    if isinstance(data, IterableStream):
+        remarks.append(
+            f"{type(data.dataset).__name__} cannot seek: each worker reads the whole stream and skips what others "
+            "take, and reads again from the start after a resume or a lost worker; every iteration must yield the same "
+            "samples. A kfuse.data.Source (shards, open(shard, position)) needs none of this"
+        )
+    return TrainingData(data, worker_init_fn, of_loader, remarks)
+
+
+def heldout_data(obj: Any, collate_fn: Collate | None = None) -> Dataset:
+    """Returns the data to evaluate on. Of a torch DataLoader: its data set and collate_fn, in whatever order.
+
+    collate_fn: that of the data to train on, which makes the batches of a map-style data set here too.
+    Raises DataError for a stream, which has no end, and as `training_data` does.
+    """
+    if isinstance(obj, DataLoader):
+        data = _of_loader(obj, collate_fn)
+        if not isinstance(data, Stream) and not isinstance(obj.sampler, SequentialSampler | RandomSampler):
+            raise DataError(f"heldout=DataLoader(sampler={type(obj.sampler).__name__}): make it without a sampler")
+    else:
+        data = as_stream(obj, collate_fn) or as_dataset(obj, collate_fn if is_map_style(obj) else None)
+    if isinstance(data, Stream):
+        raise DataError(f"heldout={type(data.dataset).__name__}: a stream has no length; pass a finite data set")
+    return data
+
+
+def number_of_samples(obj: Any, heldout: bool, loaders: int) -> int | None:
+    """Returns how many samples the data have; None for a stream. Raises what `training_data` and `heldout_data` do.
+
+    loaders: how many loader processes are to read them.
+    """
+    data = heldout_data(obj) if heldout else training_data(obj).data
+    check_loaders(data, loaders)
+    return None if isinstance(data, Stream) else len(data)
+
+
+def _of_loader(loader: DataLoader[Any], collate_fn: Collate | None) -> Dataset | Stream:
+    """Returns a loader's data set, whose samples it takes one by one: a list of two tensors, too, is two samples.
+
+    Raises DataError for a loader that makes its batches in its own way.
+    """
+    kind, dataset = type(loader), loader.dataset
+    if kind.__iter__ is not DataLoader.__iter__:
+        raise DataError(f"{kind.__name__} iterates in its own way, which would not be used: pass its data set instead")
+    if loader.batch_size is None:
+        raise DataError("DataLoader(batch_size=None or batch_sampler=) makes its own batches: give it a batch_size")
+    if collate_fn is None and loader.collate_fn is not default_collate:
+        collate_fn = loader.collate_fn
+    if collate_fn is None and isinstance(dataset, TensorDataset):
+        return as_dataset(dataset)
+    return as_stream(dataset, collate_fn) or MapData(dataset, collate_fn)
+
+
+def _check_order(loader: DataLoader[Any]) -> None:
+    """Raises DataError unless the order is that of shuffle=True."""
+    sampler: Any = loader.sampler
+    data: Any = loader.dataset
+    if type(sampler) is not RandomSampler or sampler.replacement or len(sampler) != len(data):
+        raise DataError(
+            f"DataLoader(sampler={type(sampler).__name__}): kfuse uses each sample once an epoch, in an order of its "
+            "own, on all workers; make it with shuffle=True, of a torch Subset if some are left out"
+        )
