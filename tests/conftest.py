@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -30,3 +32,27 @@ def fresh_session() -> Iterator[None]:
     reset()
     left, devices.of = devices.of, _OF
     assert left is _OF, "the test has left a double of the device behind"
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory for a command, which looks for a user's own modules there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
+    return tmp_path
+
+
+@pytest.fixture
+def command(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """`kfuse` with some words, in this process: its exit status, its output, its errors."""
+    from kfuse.cli.app import main
+
+    def act(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kfuse", *words])
+        return (main(), *capsys.readouterr())
+
+    return act

@@ -274,6 +274,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def assert_none_left(pids: Iterable[int]) -> None:
     wait_until(f"processes {sorted(pids)} to end", lambda: not any(map(is_alive, pids)))
 

@@ -1,8 +1,4 @@
-"""A supervisor with workers that are stood in for, in an event loop whose time passes by itself.
-
-Each stand-in says what a worker would say, when the test wants it. No process is started and nothing waits in real
-time: a heartbeat's timeout of 10 s takes some milliseconds.
-"""
+"""A supervisor with workers that are stood in for: no process is started, and nothing waits in real time."""
 
 from __future__ import annotations
 
@@ -46,15 +42,13 @@ class StandIn:
 
     running = True
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self) -> None:
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.printed: list[str] = []
         self.heard: list[dict[str, Any]] = []
         """What the supervisor has sent."""
         self.killed = False
-        self.hangs = False
-        """It does not end as it is killed."""
+        self.hangs = False  # does not end as it is killed
 
     async def lines(self) -> AsyncIterator[str]:
         await self.wait()
@@ -107,6 +101,7 @@ class Stage:
         self.workers: list[StandIn] = []
         self.records: list[tuple[str, dict[str, Any]]] = []
         self.supervisor = Supervisor(self, {}, self, elasticity)
+        self.job: asyncio.Task[str | None]
         self.starts_fail = starts_fail
 
     # -- the launcher and the recorder
@@ -118,7 +113,8 @@ class Stage:
         if self.starts_fail:
             raise OSError("no machine has room")
         self.given.append(env.get("LOCAL_RANK"))
-        self.workers.append(StandIn(int(env[protocol.ENV_WORKER])))
+        assert int(env[protocol.ENV_WORKER]) == len(self.workers)
+        self.workers.append(StandIn())
         return self.workers[-1]
 
     async def close(self) -> None: ...
@@ -132,11 +128,23 @@ class Stage:
     # -- what workers do
 
     async def settle(self, seconds: float = 0.2) -> None:
-        """Lets this time pass, and with it what waits for it."""
+        """Lets this time pass."""
         await asyncio.sleep(seconds)
 
+    async def ended(self) -> str | None:
+        """The error that ends the job, once it has ended."""
+        await asyncio.wait([self.job])
+        error = self.job.exception()
+        assert error is None or isinstance(error, JobFailed)
+        return error and str(error)
+
+    async def lose(self, *numbers: int) -> None:
+        """These workers are killed at once."""
+        for number in numbers:
+            self.workers[number].end(-9)
+        await self.settle()
+
     async def boot(self, *numbers: int) -> None:
-        """Connects and is ready."""
         for number in numbers:
             known = self.supervisor.processes.workers[number]
             known.connections += [self.workers[number], self.workers[number]]  # type: ignore[list-item]
@@ -144,7 +152,7 @@ class Stage:
             await self.says(number, "ready")
 
     async def join(self, *numbers: int) -> None:
-        """Joins the newest view that it was told of."""
+        """Joins the newest view that each was told of."""
         for number in numbers:
             generation = self.workers[number].of_kind("view")[-1]["view"]["generation"]
             await self.says(number, "joined", generation=generation)
@@ -177,23 +185,18 @@ def play(
     elasticity: Elasticity, script: Callable[[Stage], Awaitable[None]], starts_fail: bool = False, gpus: int = 0
 ) -> tuple[Stage, str | None]:
     """Runs a job in which `script` acts for the workers: (what was seen, the error that ended it)."""
-    error = None
 
-    async def go() -> Stage:
-        nonlocal error
+    async def go() -> tuple[Stage, str | None]:
         stage = Stage(elasticity, starts_fail, gpus)
-        job = asyncio.create_task(stage.supervisor.run())
+        stage.job = asyncio.create_task(stage.supervisor.run())
         await stage.settle()
         acting = asyncio.ensure_future(script(stage))
-        await asyncio.wait([job, acting], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([stage.job, acting], return_when=asyncio.FIRST_COMPLETED)
         if acting.done():
             acting.result()
-        try:
-            await job
-        except JobFailed as failed:
-            error = str(failed)
+        error = await stage.ended()
         await acting
-        return stage
+        return stage, error
 
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
-        return runner.run(go()), error
+        return runner.run(go())

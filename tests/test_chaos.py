@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from elastic_job import Job, assert_same_training, override, run_job, words
+from elastic_job import Job, assert_same_training, chaos, run_job, words
+from PIL import Image
 
 from kfuse.elastic.launchers import LocalLauncher
 
@@ -25,10 +27,8 @@ CONVNET = words(
 )
 ALWAYS = words(
     "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 lr.scaling=adascale",
-    "workers.max=4 elastic.max_failures=8 policy._target_=chaos.Chaos",
+    "workers.max=4 elastic.max_failures=8",
 )
-
-
 SEEN_AS = {
     "kill": "was ended by SIGKILL",
     "exception": "ended with exit status 1",
@@ -45,9 +45,9 @@ def event(step: int, moment: str, rank: int = 0, how: str = "kill", workers: int
 
 def run(directory: Path, settings: list[str], workers: int = 1, events: list[dict[str, Any]] | None = None) -> Job:
     """A job with these faults, all of which have struck by its end, and were seen for what they were."""
-    marks, events = directory.parent / f"{directory.name}-events", events or []
-    policy = [override("+policy.directory", str(marks)), override("+policy.events", events)]
-    job = run_job(directory, [*ALWAYS, *settings, *policy, f"workers.count={workers}"])
+    events = events or []
+    job = run_job(directory, [*ALWAYS, *settings, *chaos(directory.parent, events=events), f"workers.count={workers}"])
+    marks = directory.parent / "events"
     struck = {path.name: json.loads(path.read_text())["pid"] for path in marks.glob("event-*")}
     assert set(struck) == {f"event-{i}" for i in range(len(events))}, job.told()
     seen = {failure["pid"]: failure["how"] for failure in job.of_kind("failure")}
@@ -56,22 +56,22 @@ def run(directory: Path, settings: list[str], workers: int = 1, events: list[dic
     return job
 
 
+Undisturbed = Callable[[list[str]], Job]
+
+
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Job]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The same training on one worker to which nothing happens; once a session for each configuration."""
-    known: dict[tuple[str, ...], Job] = {}
+    known: dict[str, Job] = {}
 
     def reference(settings: list[str]) -> Job:
-        key = tuple(settings)
+        key = " ".join(settings)
         if key not in known:
             known[key] = run(tmp_path_factory.mktemp("undisturbed") / "run", settings)
             assert known[key].error is None, known[key].told()
         return known[key]
 
     return reference
-
-
-Undisturbed = Callable[[list[str]], Job]
 
 
 def test_the_undisturbed_run_adapts(undisturbed: Undisturbed) -> None:
@@ -93,35 +93,43 @@ def test_killed_around_the_step(undisturbed: Undisturbed, tmp_path: Path) -> Non
     assert_same_training(run(tmp_path / "run", DIGITS, 4, events), undisturbed(DIGITS))
 
 
-def every_moment(how: str, workers: int) -> list[dict[str, Any]]:
-    """This kind of end at each moment of a job that has so many workers, each rank in turn."""
-    last, events = workers - 1, []
-    for index, moment in enumerate(("forward", "mid_reduction", "between_reduction_and_update")):
-        events.append(event(6 * (index + 1), moment, index % workers, how, workers))
-    if how != "exception":  # in the thread that writes it is a failed write, and no worker's end
-        events.append(event(45, "checkpoint_write", 0, how, workers))
+def every_moment(hows: tuple[str, ...], workers: int) -> list[dict[str, Any]]:
+    """These kinds of end, in turn, at each moment of a job that has so many workers, each rank in turn."""
+    last, how = workers - 1, cycle(hows)
+    events = [
+        event(6, "forward", 0, next(how), workers),
+        event(12, "mid_reduction", 1 % workers, next(how), workers),
+        event(18, "between_reduction_and_update", 2 % workers, next(how), workers),
+    ]
+    if "exception" not in hows:  # in the thread that writes it is a failed write, and no worker's end
+        events.append(event(45, "checkpoint_write", 0, next(how), workers))
     # Newcomers: while they boot, connect and receive; and, where another has the state, its source.
     events += [
         event(52, "forward", last, workers=workers),
         event(53, "boot"),
-        event(54, "joining", last, how),
-        event(55, "receiver", last, how),
+        event(54, "joining", last, next(how)),
+        event(55, "receiver", last, next(how)),
     ]
     if workers > 2:
-        events.append(event(56, "source", 0, how))
+        events.append(event(56, "source", 0, next(how)))
         # A second end in the recovery from a first one.
-        events += [event(70, "mid_reduction", last, workers=workers), event(71, "recovery", 0, how)]
-        events += [event(80, "forward", 0, workers=workers), event(81, "recovery", 1, how)]
+        events += [event(70, "mid_reduction", last, workers=workers), event(71, "recovery", 0, next(how))]
+        events += [event(80, "forward", 0, workers=workers), event(81, "recovery", 1, next(how))]
     return events
 
 
+ENDS = [("kill", "exit"), ("exception",), ("stuck_gil", "stop", "kill")]
+
+
 @pytest.mark.parametrize(
-    ("how", "workers"),
-    [("kill", 2), *((how, 3) for how in SEEN_AS), *(pytest.param(how, 4, marks=pytest.mark.long) for how in SEEN_AS)],
+    ("hows", "workers"),
+    [(("kill",), 2), *((hows, 3) for hows in ENDS), *(pytest.param(hows, 4, marks=pytest.mark.long) for hows in ENDS)],
 )
-def test_every_end_at_every_moment(how: str, workers: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_every_end_at_every_moment(
+    hows: tuple[str, ...], workers: int, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     settings = [*DIGITS, *HANGS, "checkpoint.every_steps=15"]
-    job = run(tmp_path / "run", settings, workers, every_moment(how, workers))
+    job = run(tmp_path / "run", settings, workers, every_moment(hows, workers))
     assert_same_training(job, undisturbed(DIGITS))
 
 
@@ -135,46 +143,37 @@ def test_several_at_once_and_all_but_one(undisturbed: Undisturbed, tmp_path: Pat
         event(80, "mid_reduction", 0, "stop", workers=4),
         event(80, "forward", 2, "exception", workers=4),
     ]
-    job = run(tmp_path / "run", [*DIGITS, *HANGS], 4, events)
-    assert_same_training(job, undisturbed(DIGITS))
+    assert_same_training(run(tmp_path / "run", [*DIGITS, *HANGS], 4, events), undisturbed(DIGITS))
 
 
-@pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_images(root: Path) -> None:
     """60 small images of three classes."""
-    from PIL import Image
-
-    root, generator = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     for label, name in enumerate(("dark", "middle", "light")):
-        (root / name).mkdir()
+        (root / name).mkdir(parents=True)
         for index in range(20):
             pixels = generator.integers(80 * label, 80 * label + 90, (10, 10, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(root / name / f"{index:02}.png")
-    return root
 
 
-def test_batch_norm_and_augmentation(undisturbed: Undisturbed, images: Path, tmp_path: Path) -> None:
+def test_batch_norm_and_augmentation(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Running statistics and random crops, too, do not depend on who was lost when."""
-    settings = [*CONVNET, f"data.path={images}"]
+    write_images(tmp_path / "images")
+    settings = [*CONVNET, f"data.path={tmp_path / 'images'}"]
     events = [
         event(8, "mid_reduction", 0, workers=3),
         event(9, "recovery", 1),
         event(14, "between_reduction_and_update", 1, workers=3),
         event(18, "forward", 0, "exception"),
     ]
-    job = run(tmp_path / "run", settings, 3, events)
-    assert_same_training(job, undisturbed(settings))
+    assert_same_training(run(tmp_path / "run", settings, 3, events), undisturbed(settings))
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_an_error_that_comes_again_at_its_step_ends_the_job(checkpoints: bool, tmp_path: Path) -> None:
     """A mistake at step 9 ends every worker that comes to it."""
-    policy = [
-        override("+policy.directory", str(tmp_path / "events")),
-        override("+policy.events", [event(9, "forward", 0, "exception", workers=1)]),
-        "+policy.again=true",
-    ]
-    settings = [*ALWAYS, *DIGITS, *policy, "workers.count=2"]
+    events = [event(9, "forward", 0, "exception", workers=1)]
+    settings = [*ALWAYS, *DIGITS, *chaos(tmp_path, events=events, again=True), "workers.count=2"]
     given = [*settings, *(["checkpoint.every_steps=5"] if checkpoints else [])]
     job = run_job(tmp_path / "run", given, launcher=LocalLauncher())  # which hands on what workers print
     cause = "RuntimeError: struck by chaos"

@@ -9,10 +9,9 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from kfuse.cli.app import main
 
 USER_MODULE = """
 import torch
@@ -68,92 +67,74 @@ WRONG = [
 ]
 
 
-@pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory to give commands in, with files that are no use."""
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "mistaken.py").write_text(USER_MODULE)
-    (tmp_path / "broken.py").write_text("def (\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
-    return tmp_path
-
-
-@pytest.mark.parametrize(("command", "said"), WRONG, ids=[command for command, _ in WRONG])
-def test_mistake_is_one_line(
-    command: str,
-    said: list[str],
-    workplace: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    before = sorted(workplace.rglob("*"))
-    monkeypatch.setattr(sys, "argv", ["kfuse", *shlex.split(command)])
-    status = main()
-    out, err = capsys.readouterr()
-    assert status == 2
-    assert out == ""
+def assert_one_line(found: tuple[int, str, str], *said: str) -> None:
+    status, out, err = found
+    assert (status, out) == (2, "")
     assert err.startswith("kfuse: error: ") and err.endswith("\n") and err.count("\n") == 1
-    for words in said:
-        assert words in err
+    assert [words for words in said if words not in err] == [], err
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG, ids=[words for words, _ in WRONG])
+def test_mistake_is_one_line(words: str, said: list[str], workplace: Path, command: Any) -> None:
+    (workplace / "mistaken.py").write_text(USER_MODULE)
+    (workplace / "broken.py").write_text("def (\n")
+    before = sorted(workplace.rglob("*"))
+    assert_one_line(command(*shlex.split(words)), *said)
     assert sorted(workplace.rglob("*")) == before
 
 
 # A directory where the file must be, or a file where the directory must be: root may write anywhere else.
-@pytest.mark.parametrize("taken", [".hydra/config.yaml/x", ".hydra", "metrics.jsonl/x", "tb"])
-@pytest.mark.parametrize("sweep", [False, True], ids=["run", "sweep"])
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("taken", "sweep"), [(".hydra/config.yaml/x", True), (".hydra", False), ("metrics.jsonl/x", False), ("tb", True)]
+)
 def test_run_directory_that_cannot_be_written_is_one_line(
-    taken: str, sweep: bool, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    taken: str, sweep: bool, workplace: Path, command: Any
 ) -> None:
     run_dir = workplace / "here" / "0" if sweep else workplace / "here"
     (run_dir / taken).parent.mkdir(parents=True)
     (run_dir / taken).touch()
-    arguments = ["-m", "hydra.sweep.dir=here", "seed=1"] if sweep else ["hydra.run.dir=here"]
-    monkeypatch.setattr(sys, "argv", ["kfuse", "checkpoint.resume=auto", "train.steps=1", *arguments])
-    assert main() == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"kfuse: error: {run_dir / taken.removesuffix('/x')}") and err.count("\n") == 1
-    assert "cannot be written" in err and "hydra.run.dir" in err
+    words = ["-m", "hydra.sweep.dir=here", "seed=1"] if sweep else ["hydra.run.dir=here"]
+    status, _, err = command("checkpoint.resume=auto", "train.steps=1", *words)
+    assert_one_line((status, "", err), str(run_dir / taken.removesuffix("/x")), "cannot be written", "hydra.run.dir")
 
 
-@pytest.mark.parametrize("arguments", [["hydra.run.dir=empty.txt/x"], ["-m", "seed=1", "hydra.sweep.dir=empty.txt/x"]])
-def test_run_directory_that_cannot_be_made_is_one_line(
-    arguments: list[str], workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["kfuse", *arguments])
-    assert main() == 2
-    err = capsys.readouterr().err
-    assert re.match(r"kfuse: error: .*empty\.txt.*: cannot be written: Not a directory; choose .*\n$", err)
-    assert err.count("\n") == 1
+@pytest.mark.parametrize("words", [["hydra.run.dir=file/x"], ["-m", "seed=1", "hydra.sweep.dir=file/x"]])
+def test_run_directory_that_cannot_be_made_is_one_line(words: list[str], workplace: Path, command: Any) -> None:
+    (workplace / "file").touch()
+    assert re.search(r"file.*: cannot be written: Not a directory; choose .*\n$", command(*words)[2])
 
 
 @pytest.mark.full
-def test_mistake_is_one_line_from_a_shell(workplace: Path) -> None:
-    before = sorted(workplace.rglob("*"))
+def test_mistake_is_one_line_from_a_shell(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
     command = [sys.executable, "-m", "kfuse", "data=text", "data.path=empty.txt"]
-    done = subprocess.run(command, cwd=workplace, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("kfuse: error: ") and done.stderr.count("\n") == 1
-    assert "empty.txt is too short" in done.stderr
-    assert sorted(workplace.rglob("*")) == before
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert_one_line((done.returncode, done.stdout, done.stderr), "empty.txt is too short")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+
+
+RUN = "model=mlp data=digits train.steps=3 policy=none observe.tensorboard=false hydra.run.dir=run"
 
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_an_output_that_is_closed_or_full_ends_no_run(tmp_path: Path, unbuffered: str) -> None:
-    run = "model=mlp data=digits train.steps=3 policy=none observe.tensorboard=false hydra.run.dir="
+@pytest.mark.parametrize(
+    ("words", "to", "lines", "unbuffered"),
+    [
+        (RUN, "| true", 0, ""),
+        (RUN, "> /dev/full", 1, "1"),
+        ("--help", "| true", 0, "1"),
+        ("--help", "> /dev/full", 1, ""),
+    ],
+)
+def test_an_output_that_is_closed_or_full_ends_no_run(
+    words: str, to: str, lines: int, unbuffered: str, tmp_path: Path
+) -> None:
+    script = f"set -o pipefail; {shlex.quote(sys.executable)} -m kfuse {words} {to}"
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    kfuse = f"{shlex.quote(sys.executable)} -m kfuse"
-    for words in (f"{run}%s", "--help"):
-        for number, (to, lines) in enumerate(((" | true", 0), (" > /dev/full", 1))):
-            script = f"set -o pipefail; {kfuse} {words.replace('%s', str(number))}{to}"
-            done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
-            assert done.returncode == 0 and len(done.stderr.splitlines()) == lines, done.stderr
-            if words != "--help":
-                summary = json.loads((tmp_path / str(number) / "summary.json").read_text())
-                assert summary["exit_reason"] == "steps" and summary["steps"] == 3
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == lines, done.stderr
+    if words == RUN:
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert summary["exit_reason"] == "steps" and summary["steps"] == 3

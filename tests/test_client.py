@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -62,27 +62,35 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stopped]:
     supervisor.end()
 
 
+def report(client: ControlClient, steps: Iterable[int]) -> None:
+    for step in steps:
+        client.send("record", kind="metrics", data={"step": step, "padding": PADDING})
+
+
+def closed(client: ControlClient, stopped: Stopped) -> list[dict[str, Any]]:
+    """What the supervisor gets, which reads again while the worker ends."""
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    found = [*stopped.messages()]
+    closing.join()
+    return found
+
+
 def test_a_supervisor_that_is_stopped_costs_neither_a_worker_nor_a_record(stopped: Stopped) -> None:
     """Sending does not wait for it, and its silence for longer than the acknowledgements' limit is not its end."""
     client = ControlClient()
     client.send("ready")
-    for step in range(RECORDS):
-        client.send("record", kind="metrics", data={"step": step, "padding": PADDING})
+    report(client, range(RECORDS))
     time.sleep(3 * SILENCE_S)
     client.check()
-    closing = threading.Thread(target=client.close)
-    closing.start()
-    kinds = [
-        message["data"]["step"] if message["type"] == "record" else message["type"] for message in stopped.messages()
-    ]
-    closing.join()
-    assert kinds == ["ready", *range(RECORDS), "goodbye"]
+    found = closed(client, stopped)
+    assert [message["type"] for message in found] == ["ready", *["record"] * RECORDS, "goodbye"]
+    assert [message["data"]["step"] for message in found[1:-1]] == list(range(RECORDS))
 
 
 def test_closing_does_not_wait_for_a_supervisor_that_is_gone(stopped: Stopped) -> None:
     client = ControlClient()
-    for step in range(RECORDS):
-        client.send("record", kind="metrics", data={"step": step, "padding": PADDING})
+    report(client, range(RECORDS))
     stopped.end()
     client.close()
     with pytest.raises(ControlError):
@@ -96,15 +104,12 @@ def test_of_records_that_are_too_many_to_wait_it_is_said_which_are_lost(
     client = ControlClient()
     sent = 0
     while len(client._unsent) < 10:
-        client.send("record", kind="metrics", data={"step": sent, "padding": PADDING})
+        report(client, [sent])
         sent += 1
     for step in (sent, sent + 1):
         client.send("record", kind="ledger", data={"step": step})
     client.send("joined")
-    closing = threading.Thread(target=client.close)
-    closing.start()
-    found = [*stopped.messages()]
-    closing.join()
+    found = closed(client, stopped)
     assert [message["data"]["step"] for message in found[:sent]] == list(range(sent))
     lost = found[sent]["data"]
     assert (lost["kind"], lost["steps"], lost["lines"]) == ("records_lost", [sent, sent + 1], 2)

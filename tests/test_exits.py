@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from elastic_job import command_line, words
+from elastic_job import run_job, words
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -19,7 +18,6 @@ JOB = words(
     "model._target_=test_exits.Net data=digits policy=none batch.size=32 batch.micro=8 train.steps=12",
     "train.epochs=null train.eval_every=1 workers.max=2",
 )
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 class Stop(BaseException):
@@ -48,21 +46,10 @@ class Net(nn.Module):
 @pytest.mark.parametrize(("how", "trains", "workers"), [(0, True, 2), (3, False, 1)])
 def test_it_ends_the_job_as_an_error(how: int, trains: bool, workers: int, tmp_path: Path) -> None:
     model = [f"+model.how={how}", f"+model.trains={trains}"]
-    with command_line(tmp_path / "run", [*JOB, *model, f"workers.count={workers}"]) as (process, job):
-        assert process.wait(240) == 1
-    assert job.lines[-1].startswith("kfuse: error: ")
-    assert f"RuntimeError: training has raised SystemExit: {how}" in job.lines[-1], job.lines
-    assert job.summary["exit_reason"] == "failed"
+    job = run_job(tmp_path / "run", [*JOB, *model, f"workers.count={workers}"])
+    assert job.error is not None and "ended with exit status 1" in job.error
+    assert any(line.endswith(f"RuntimeError: training has raised SystemExit: {how}") for line in job.lines)
     assert any("test_exits.py" in line for line in job.lines), "the traceback is shown"
-
-
-@pytest.mark.full
-@pytest.mark.jobs
-def test_torchruns_workers_have_the_same_error(tmp_path: Path) -> None:
-    with command_line(tmp_path / "run", [*JOB, "launcher=torchrun"], TORCHRUN) as (process, job):
-        assert process.wait(240) == 1
-    assert any("RuntimeError: training has raised SystemExit: 0" in line for line in job.lines), job.lines
-    assert job.summary["exit_reason"] == "failed"
 
 
 @pytest.mark.parametrize(("how", "error"), [(5, SystemExit), ("interrupt", KeyboardInterrupt), ("stop", Stop)])

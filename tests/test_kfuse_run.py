@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 from distributed import run_workers
-from elastic_job import DEADLINE_S, assert_none_left, wait_until
+from elastic_job import DEADLINE_S, assert_none_left, read_lines, wait_until
 
 from kfuse.train.evaluation import params_sha256
 
@@ -53,7 +53,7 @@ class Ended:
     run_dir: Path
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
+        return read_lines(self.run_dir / name)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -68,28 +68,16 @@ class Ended:
         return [event for event in self.lines("events.jsonl") if event["kind"] == kind]
 
 
-STARTER = ("-m", "kfuse.cli.kfuse_run")
-
-
 def run_script(
-    folder: Path,
-    text: str,
-    *arguments: str,
-    workers: int = 2,
-    starter: Sequence[str] = STARTER,
-    after: Sequence[str] | None = None,
+    folder: Path, text: str, *arguments: str, workers: int = 2, starter: Sequence[str] = ("-m", "kfuse.cli.kfuse_run")
 ) -> Ended:
-    """What a script does under kfuse-run, with the arguments `after` it: by itself, the path of a file `marker`.
-
-    Fails if it does not end.
-    """
+    """What a script does under kfuse-run, with the path of a file `marker`. Fails if it does not end with status 0."""
     path, run_dir = folder / "train.py", folder / "run"
     path.write_text(text)
     command = [sys.executable, *starter, "--workers", str(workers), "--run-dir", str(run_dir), *arguments, str(path)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(
-        [*command, *([str(folder / "marker")] if after is None else after)], **pipes, timeout=DEADLINE_S, cwd=folder
-    )
+    done = subprocess.run([*command, str(folder / "marker")], **pipes, timeout=DEADLINE_S, cwd=folder)
+    assert done.returncode == 0, done.stdout
     return Ended(done.returncode, done.stdout, run_dir)
 
 
@@ -103,7 +91,6 @@ def trained_alone(marker: str) -> tuple[int, str]:
 
 def test_a_loop_of_ones_own_survives_a_death_with_the_same_bits(tmp_path: Path) -> None:
     ended = run_script(tmp_path, SCRIPT, "--elastic-replace=false", "--observe-progress=false")
-    assert ended.status == 0, ended.said
     assert ended.steps == list(range(60))
     kinds = [event["kind"] for event in ended.lines("events.jsonl") if event["kind"] != "straggler"]
     assert kinds == ["view", "failure", "view"]  # and a straggler, on a busy machine
@@ -142,7 +129,6 @@ def loop(until=None, hook=lambda step: None):
 def test_a_loop_that_all_workers_leave_ends_the_job_well(tmp_path: Path) -> None:
     """And what comes after it, on a worker that takes longer, is waited for."""
     ended = run_script(tmp_path, PRELUDE + "loop(7); time.sleep(number); print('end of', number)")
-    assert ended.status == 0, ended.said
     assert ended.steps == list(range(7)), "the last steps, too, are recorded"
     assert (ended.summary["steps"], ended.summary["exit_reason"]) == (7, "loop_left")
     assert not ended.of_kind("failure")
@@ -154,21 +140,20 @@ def test_each_training_of_a_script_has_its_own_records(tmp_path: Path) -> None:
     """One that ends, one that is left, and another: with a newcomer in the first, none in the later ones."""
     fit = "model, opt = make()\nkf.fit(model, (x, y), opt, batch_size=16, train_epochs=2)\n"
     text = PRELUDE + fit + "loop(5, lambda step: kf.resize(3))\nloop()"
-    ended = run_script(tmp_path, text, "--max-workers", "3")
-    assert ended.status == 0, ended.said
-    records = []
-    for place in (ended.run_dir, ended.run_dir / "2", ended.run_dir / "3"):
-        one = Ended(0, "", place)
-        records.append((one.summary["exit_reason"], len(one.steps), one.steps == list(range(one.summary["steps"]))))
-        assert {len(view["workers"]) for view in one.of_kind("view")} == {2}
-    assert records == [("epochs", 8, True), ("loop_left", 5, True), ("epochs", 20, True)]
-    notes = [event["note"] for event in Ended(0, "", ended.run_dir / "2").of_kind("clipped")]
+    run_dir = run_script(tmp_path, text, "--max-workers", "3").run_dir
+    trainings = [Ended(0, "", place) for place in (run_dir, run_dir / "2", run_dir / "3")]
+    found = [(each.summary["exit_reason"], each.summary["steps"]) for each in trainings]
+    assert found == [("epochs", 8), ("loop_left", 5), ("epochs", 20)]
+    for each in trainings:
+        assert each.steps == list(range(each.summary["steps"]))
+        assert {len(view["workers"]) for view in each.of_kind("view")} == {2}
+    notes = [event["note"] for event in trainings[1].of_kind("clipped")]
     assert notes == ["workers 3 clipped to 2: a new worker would run the script from its first training"]
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.full
-def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, status: int, tmp_path: Path) -> None:
     """Not even one that knows nothing of kfuse."""
     (tmp_path / "train.py").write_text("import os, time\nopen(f'{__file__}-{os.getpid()}', 'w')\ntime.sleep(1000)")
     command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "2", "--run-dir", str(tmp_path / "run")]
@@ -176,7 +161,7 @@ def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, tm
     try:
         wait_until("both scripts", lambda: len(list(tmp_path.glob("train.py-*"))) == 2)
         process.send_signal(sent)
-        assert process.wait(DEADLINE_S) == (-sent if sent is signal.SIGKILL else 143)
+        assert process.wait(DEADLINE_S) == status
         assert_none_left([int(path.name.rpartition("-")[2]) for path in tmp_path.glob("train.py-*")])
     finally:
         process.kill()
@@ -187,7 +172,6 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))"
     main = f"import resource, sys; {limit}; from kfuse.cli.kfuse_run import main; sys.exit(main(sys.argv[1:]))"
     ended = run_script(tmp_path, PRELUDE + "loop()", workers=1, starter=["-c", main])
-    assert ended.status == 0, ended.said
     assert ended.summary["steps"] == 20 and ended.of_kind("failure") == []
     assert ended.said.count("cannot be written: File too large; training goes on") == 1
     assert f"metrics.jsonl: {20 - len(ended.steps)} lines could not be written" in ended.said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_job import DEADLINE_S, assert_none_left, read_lines, wait_until
+from elastic_job import DEADLINE_S, Job, assert_none_left, parent, wait_until
 
 from kfuse.cli import kfuse_run
 
@@ -67,24 +66,15 @@ def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_lines(run_dir / "events.jsonl") if event["kind"] == kind]
-
-
-def params(run_dir: Path) -> str:
-    found: str = json.loads((run_dir / "summary.json").read_text())["params_sha256"]
-    return found
-
-
-def wait_for_views(count: int, run_dir: Path, *processes: subprocess.Popen[bytes]) -> list[int]:
+def wait_for_views(count: int, job: Job, *processes: subprocess.Popen[bytes]) -> list[int]:
     """The processes of the first view's workers, once there are so many views."""
 
     def there() -> bool:
         assert all(process.poll() is None for process in processes), "a host's process has ended"
-        return len(events(run_dir, "view")) >= count
+        return len(job.views) >= count
 
     wait_until(f"{count} views", there)
-    return [worker["pid"] for worker in events(run_dir, "view")[0]["workers"]]
+    return [worker["pid"] for worker in job.views[0]["workers"]]
 
 
 @pytest.fixture
@@ -104,37 +94,41 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(meeting: list[str], t
 
     A host without the job's secret is refused.
     """
-    job, run_dir = [str(tmp_path / "train.py"), str(tmp_path / "go-on")], tmp_path / "run"
-    settings = ["--run-dir", str(run_dir), "--workers", "3", "--observe-progress=false", "--elastic-replace=false"]
+    script, job, alone = (
+        [str(tmp_path / "train.py"), str(tmp_path / "go-on")],
+        Job(tmp_path / "run"),
+        Job(tmp_path / "alone"),
+    )
+    settings = ["--run-dir", str(job.directory), "--workers", "3", "--elastic-replace=false"]
     with (
-        started(tmp_path / "first.log", "--listen", *meeting, "1", *settings, *job) as first,
+        started(tmp_path / "first.log", "--listen", *meeting, "1", *settings, *script) as first,
         started(tmp_path / "stranger.log", "--join", meeting[0], "--token-file", str(tmp_path / "wrong")) as stranger,
         started(tmp_path / "other.log", "--join", *meeting, "2") as other,
     ):
         assert stranger.wait(DEADLINE_S) == 1
         assert "refused this host" in (tmp_path / "stranger.log").read_text()
-        pids = wait_for_views(1, run_dir, first, other)
-        parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
+        pids = wait_for_views(1, job, first, other)
+        parents = {pid: parent(pid) for pid in pids}
         assert sorted(parents.values()) == sorted([first.pid, other.pid, other.pid])
         other.kill()
         assert_none_left([pid for pid in pids if parents[pid] == other.pid])
-        wait_for_views(2, run_dir, first)
+        wait_for_views(2, job, first)
         (tmp_path / "go-on").touch()
         assert first.wait(DEADLINE_S) == 0, (tmp_path / "first.log").read_text()
-    assert len(events(run_dir, "failure")) == 2
-    with started(tmp_path / "alone.log", "--run-dir", str(tmp_path / "alone"), *job) as alone:
-        assert alone.wait(DEADLINE_S) == 0
-    assert params(run_dir) == params(tmp_path / "alone")
+    assert len(job.of_kind("failure")) == 2
+    with started(tmp_path / "alone.log", "--run-dir", str(alone.directory), *script) as process:
+        assert process.wait(DEADLINE_S) == 0
+    assert job.summary["params_sha256"] == alone.summary["params_sha256"]
 
 
 def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(meeting: list[str], tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    job = ["--run-dir", str(run_dir), "--workers", "2", str(tmp_path / "train.py"), str(tmp_path / "never")]
+    job = Job(tmp_path / "run")
+    words = ["--run-dir", str(job.directory), "--workers", "2", str(tmp_path / "train.py"), str(tmp_path / "never")]
     with (
-        started(tmp_path / "first.log", "--listen", *meeting, "1", *job) as first,
+        started(tmp_path / "first.log", "--listen", *meeting, "1", *words) as first,
         started(tmp_path / "other.log", "--join", *meeting, "1") as other,
     ):
-        pids = wait_for_views(1, run_dir, first, other)
+        pids = wait_for_views(1, job, first, other)
         os.kill(first.pid, signal.SIGKILL)
         assert other.wait(DEADLINE_S) == 1
         said = (tmp_path / "other.log").read_text().splitlines()[-1]
@@ -156,23 +150,18 @@ def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(meeti
     ],
 )
 def test_wrong_arguments_end_in_one_line(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     Path("used").mkdir()
     Path("used/metrics.jsonl").touch()
     for name, secret, mode in (("short", "secret", 0o600), ("open", TOKEN, 0o640)):
         Path(name).write_text(secret)
         Path(name).chmod(mode)
-    before = sorted(tmp_path.rglob("*"))
+    before = sorted(workplace.rglob("*"))
     try:
         status: Any = kfuse_run.main(arguments)
     except SystemExit as stop:
         status = stop.code
     assert status == 2 and message in capsys.readouterr().err.splitlines()[-1]
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(workplace.rglob("*")) == before

@@ -19,24 +19,21 @@ def python(script: str, share: int | None = None) -> LocalLauncher:
     return LocalLauncher([sys.executable, "-c", script], share=share)
 
 
-async def heard(process: LocalProcess) -> tuple[int, list[str]]:
-    """Its exit status, and the lines that it had printed a second after its end."""
+def ran(script: str, share: int | None = None) -> tuple[int, list[str]]:
+    """A process's exit status, and the lines that it had printed a second after its end."""
     lines: list[str] = []
 
-    async def read() -> None:
+    async def read(process: LocalProcess) -> None:
         async for line in process.lines():
             lines.append(line)
 
-    reading = asyncio.create_task(read())
-    status = await process.wait()
-    await asyncio.wait([reading], timeout=1)
-    reading.cancel()
-    return status, lines
-
-
-def ran(script: str, share: int | None = None) -> tuple[int, list[str]]:
     async def act() -> tuple[int, list[str]]:
-        return await heard(await python(script, share).start({}))
+        process = await python(script, share).start({})
+        reading = asyncio.create_task(read(process))
+        status = await process.wait()
+        await asyncio.wait([reading], timeout=1)
+        reading.cancel()
+        return status, lines
 
     return asyncio.run(asyncio.wait_for(act(), 60))
 

@@ -73,9 +73,9 @@ def test_the_end_of_a_run_is_in_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> None:
-    """It knows of its view some steps before the others come to it: here three of 1.6 s, with a timeout of 4 s."""
+    """It knows of its view some steps before the others come to it: here three of 1.3 s, with a timeout of 3.5 s."""
     grows = {"phases": [{"step": 2, "workers": 2}], "gates": [{"step": 10, "workers": 2}]}
-    settings = [*TRAINING, *chaos(tmp_path, pace_s=1.6, paced=9, **grows), "comm.timeout_s=4", "train.steps=12"]
+    settings = [*TRAINING, *chaos(tmp_path, pace_s=1.3, paced=9, **grows), "comm.timeout_s=3.5", "train.steps=12"]
     job = run_job(tmp_path / "run", settings)
     assert job.error is None, job.told()
     assert [view["reason"] for view in job.views] == ["start", "grow"]

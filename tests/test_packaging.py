@@ -11,19 +11,11 @@ import pytest
 
 import kfuse
 
-installed = pytest.mark.skipif(
-    "KFUSE_TEST_INSTALLED" not in os.environ, reason="`make test` checks the installed wheel"
-)
 
-
-@installed
-def test_tests_import_the_installed_package() -> None:
+@pytest.mark.skipif("KFUSE_TEST_INSTALLED" not in os.environ, reason="`make test` checks the installed wheel")
+def test_the_installed_wheel_is_tested_and_holds_kfuse_alone_with_its_configs() -> None:
     assert kfuse.__file__ is not None
     assert Path(kfuse.__file__).is_relative_to(sysconfig.get_path("purelib"))
-
-
-@installed
-def test_wheel_installs_kfuse_alone_with_its_configs() -> None:
     files = importlib.metadata.files("kfuse")
     assert files is not None
     names = {file.as_posix() for file in files}

@@ -17,6 +17,7 @@ from elastic_job import (
     chaos,
     command_line,
     is_alive,
+    parent,
     run_job,
     until,
     words,
@@ -52,10 +53,6 @@ def cluster() -> Iterator[Any]:
     finally:
         ray.shutdown()
         cluster.shutdown()
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def pids(view: dict[str, Any]) -> list[int]:

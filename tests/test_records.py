@@ -8,7 +8,9 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+from elastic_job import read_lines
 from rich.console import Console
 
 from kfuse.elastic.job import Elasticity, Job, Records
@@ -18,7 +20,7 @@ from kfuse.observe.run_dir import RunDirectory
 
 
 class Kept:
-    """Remembers the records. Takes none while it is `held`, as a file system that hangs."""
+    """Remembers the records. Takes none before it `goes_on`, as a file system that hangs."""
 
     def __init__(self) -> None:
         self.records: list[tuple[str, dict[str, Any]]] = []
@@ -81,16 +83,14 @@ def test_a_file_system_that_hangs_holds_nothing_up_and_what_is_lost_is_said() ->
 
 
 def test_an_error_of_who_keeps_them_ends_the_job() -> None:
-    class Broken:
-        def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
-            raise OSError("no room")
+    broken = Mock(keep=Mock(side_effect=OSError("no room")))
 
     async def report(records: Records, job: Job) -> None:
         records.add(*metrics(0)[0])
         await job.over.wait()
         assert str(job.error) == "no room"
 
-    run(report, Broken())
+    run(report, broken)
 
 
 def quiet(folder: Path) -> Recorder:
@@ -110,8 +110,7 @@ def test_a_training_that_begins_in_the_middle_of_a_batch_loses_nothing_of_the_on
     recorder.keep([start(1), *first, start(2), *first[:1]])
     recorder.close(None)
     assert "lines_lost" not in json.loads((tmp_path / "2" / "summary.json").read_text())
-    lengths = [len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) for name in ("", "2")]
-    assert lengths == [3, 1]
+    assert [len(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("", "2")] == [3, 1]
     assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "loop_left"
 
 
@@ -121,11 +120,8 @@ def test_a_gap_in_the_steps_is_said_in_an_event_and_in_the_summary(tmp_path: Pat
     known = ("event", {"step": 12, "kind": "records_lost", "steps": [11, 12], "lines": 5, "why": "said already"})
     recorder.keep([start(1, at=4), *records[:-1], known, *records[-1:]])
     recorder.close(None)
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [(event["kind"], event["steps"]) for event in events] == [
-        ("records_lost", [6, 8]),
-        ("records_lost", [11, 12]),
-    ]
+    found = [(event["kind"], event["steps"]) for event in read_lines(tmp_path / "events.jsonl")]
+    assert found == [("records_lost", [6, 8]), ("records_lost", [11, 12])]
     assert json.loads((tmp_path / "summary.json").read_text())["lines_lost"] == 8
 
 
@@ -139,5 +135,5 @@ def test_a_training_that_begins_while_the_disk_is_full_is_kept(tmp_path: Path) -
         recorder.keep([step(0)])
         recorder.keep([start(2), step(0)])
     recorder.close(None)
-    assert len((tmp_path / "2" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert len(read_lines(tmp_path / "2" / "metrics.jsonl")) == 1
     assert "1 lines could not be written" in told[-1] and len(told) == 2

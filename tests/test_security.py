@@ -20,17 +20,12 @@ from kfuse.elastic.supervisor import Supervisor
 
 pytestmark = pytest.mark.full
 
-
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=3 model=mlp data=digits model.hidden=[24]",
     "batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.eval_every=20",
 )
 TOKEN = "0123456789abcdef"
-LISTENING = "0A"
 CROWD = 300
-
-
-# -- authentication -----------------------------------------------------------------------------------------------
 
 
 def served(visit: Callable[[int], Awaitable[None]]) -> list[int]:
@@ -67,13 +62,10 @@ async def say(port: int, *pieces: bytes) -> None:
 @pytest.mark.parametrize(
     ("pieces", "known"),
     [
-        ((hello(),), True),
         ((hello()[:10], hello()[10:]), True),
-        ((hello("0" * 16),), False),
         ((hello("\u00e9"),), False),
-        ((b"x" * (server.MAX_HELLO + 1),), False),
+        ((hello("0" * 16),), False),
         ((b"x" * 2**20,) * 40, False),
-        ((b"\xff\n",), False),
         ((b"[" * 4000 + b"\n",), False),
         ((b'{"type": "hello"}\n',), False),
         ((b'{"type": "record", "kind": "summary", "data": {}}\n',), False),
@@ -102,9 +94,6 @@ def test_the_oldest_stranger_goes_first() -> None:
     assert served(visit) == [7]
 
 
-# -- a job's ports ------------------------------------------------------------------------------------------------
-
-
 def listeners(pids: Iterable[int]) -> Iterator[tuple[str, int]]:
     """(address, port) of every TCP socket on which one of these processes listens. Linux."""
     inodes = set()
@@ -116,7 +105,7 @@ def listeners(pids: Iterable[int]) -> Iterator[tuple[str, int]]:
     for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == LISTENING and f"socket:[{fields[9]}]" in inodes:
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
                 address, port = fields[1].split(":")
                 words_ = [struct.pack("=I", int(address[at : at + 8], 16)) for at in range(0, len(address), 8)]
                 yield socket.inet_ntop(family, b"".join(words_)), int(port, 16)

@@ -49,7 +49,6 @@ def test_above_and_below_are_strict_and_numbers_are_finite(value: float) -> None
         ("batch_size", True, None),
         ("batch_size", "4", None),
         ("batch_size", None, None),
-        ("lr_base", 1, 1.0),
         pytest.param("lr_base", 10**400, None, id="too large for a float"),
         ("comm_reproducible", 1, None),
         ("comm_sync", "local:8", "local:8"),
@@ -138,9 +137,8 @@ def test_each_rule_refuses_what_it_says_and_nothing_else_does() -> None:
 
 def test_a_policy_that_sets_a_mode_which_a_rule_refuses_is_refused() -> None:
     facts = DEFAULTS | {"comm.reproducible": True, "policy": "Mine", "policy.modes": ("ssgd", "sma")}
-    with pytest.raises(
-        ConfigError, match=r"^policy=Mine: it sets comm\.sync=sma: must be ssgd with comm\.reproducible"
-    ):
+    said = r"^policy=Mine: it sets comm\.sync=sma: must be ssgd with comm\.reproducible"
+    with pytest.raises(ConfigError, match=said):
         rules.check(facts, shell=True)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from supervised import Stage, play
@@ -10,21 +12,25 @@ from supervised import Stage, play
 from kfuse.elastic.supervisor import Elasticity
 
 TWO = Elasticity(2, 1, 3)
+SCRIPTS = Elasticity(2, 1, 2, script=True)
 TRACEBACK = ("Traceback (most recent call last):", '  File "a.py", line 1', "TypeError: bad")
 BEGINS = {"step": 0, "training": 1, "goes_back": False, "restarts": False}
 
-Script = Callable[[Stage], Awaitable[None]]
 
+def job(elasticity: Elasticity, error: str | None = None, **events: int) -> Callable[..., Callable[..., None]]:
+    """A test: the script acts for the workers. The job ends with this error, after so many events of these kinds.
 
-def job(elasticity: Elasticity, error: str | None = None, **events: int) -> Callable[[Script], Callable[[], None]]:
-    """A test: the script acts for the workers. The job ends with this error, after so many events of these kinds."""
+    A script's arguments after the stage are the test's; `error` among them is the job's.
+    """
 
-    def decorate(script: Script) -> Callable[[], None]:
-        def test() -> None:
-            stage, found = play(elasticity, script)
-            assert found == error
+    def decorate(script: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        def test(**arguments: Any) -> None:
+            stage, found = play(elasticity, lambda stage: script(stage, **arguments))
+            assert found == arguments.get("error", error)
             assert {kind: len(stage.events(kind)) for kind in events} == events
 
+        _, *rest = inspect.signature(script).parameters.values()
+        test.__signature__ = inspect.Signature(rest)  # type: ignore[attr-defined]
         return test
 
     return decorate
@@ -33,63 +39,54 @@ def job(elasticity: Elasticity, error: str | None = None, **events: int) -> Call
 # -- silence, and stops -----------------------------------------------------------------------------------------------
 
 
-def test_an_interpreter_that_takes_long_to_end_is_no_failure() -> None:
+@job(SCRIPTS, "worker 1 sent no heartbeat for 120 s and was killed after training had ended", failure=1)
+async def test_an_interpreter_that_takes_long_to_end_is_no_failure(stage: Stage) -> None:
     """After a worker's goodbye no heartbeat is due. A process that never ends is killed all the same."""
-
-    async def script(stage: Stage) -> None:
-        await stage.train(0, 1)
-        await stage.says(0, "record", kind="summary", data={})
-        await stage.says(0, "goodbye")
-        await stage.says(1, "goodbye")
-        await stage.settle(30)
-        assert not stage.workers[0].killed
-        stage.workers[0].end(0)
-        await stage.settle(100)
-        assert stage.workers[1].killed
-
-    stage, error = play(Elasticity(2, 1, 2, script=True), script)
-    assert error is not None and "worker 1" in error and len(stage.events("failure")) == 1
+    await stage.train(0, 1)
+    await stage.says(0, "record", kind="summary", data={})
+    await stage.says(0, "goodbye")
+    await stage.says(1, "goodbye")
+    await stage.settle(30)
+    assert not stage.workers[0].killed
+    stage.workers[0].end(0)
 
 
 @pytest.mark.parametrize("silent_s", [9, 11])
-def test_a_silent_worker_is_killed_and_replaced(silent_s: int) -> None:
-    async def script(stage: Stage) -> None:
-        await stage.train(0, 1)
-        for _ in range(silent_s):
-            await stage.says(0, "alive")
-            await stage.settle(1)
-        assert stage.workers[1].killed == (silent_s > 10)
-        if silent_s > 10:
-            assert stage.workers[0].view == [0]
-            await stage.join(0)
-            await stage.boot(2)
-            assert stage.workers[0].view == stage.workers[2].view == [0, 2]
-        await stage.end_well(0, len(stage.workers) - 1)
-
-    stage, error = play(TWO, script)
-    assert error is None
+@job(TWO)
+async def test_a_silent_worker_is_killed_and_replaced(stage: Stage, silent_s: int) -> None:
+    await stage.train(0, 1)
+    for _ in range(silent_s):
+        await stage.says(0, "alive")
+        await stage.settle(1)
+    assert stage.workers[1].killed == (silent_s > 10)
+    if silent_s > 10:
+        assert stage.workers[0].view == [0]
+        await stage.join(0)
+        await stage.boot(2)
+        assert stage.workers[0].view == stage.workers[2].view == [0, 2]
+    await stage.end_well(0, len(stage.workers) - 1)
+    await stage.ended()
     assert len(stage.events("failure")) == (silent_s > 10)
 
 
 @pytest.mark.parametrize("seconds", [0.03, 2.0])
 @pytest.mark.parametrize("reasons", [("terminated",) * 3, ("interrupted",) * 2, ("interrupted", "terminated")])
-def test_the_same_signal_within_a_second_counts_once(reasons: tuple[str, ...], seconds: float) -> None:
+@job(Elasticity(1, 1, 1))
+async def test_the_same_signal_within_a_second_counts_once(
+    stage: Stage, reasons: tuple[str, ...], seconds: float
+) -> None:
     """What passes a signal on may do so twice. Until a later or another one, workers may write a last checkpoint."""
     at_once = seconds < 1 and len(set(reasons)) == 1
-
-    async def script(stage: Stage) -> None:
-        await stage.train(0)
-        for reason in reasons:
-            stage.supervisor.stop(reason)
-            await stage.settle(seconds)
-        await stage.settle(5)
-        assert len(stage.workers[0].of_kind("stop")) == 1
-        assert stage.workers[0].killed != at_once
-        if at_once:
-            await stage.end_well(0)
-
-    stage, error = play(Elasticity(1, 1, 1), script)
-    assert error is None and stage.supervisor.job.stopping == reasons[0]
+    await stage.train(0)
+    for reason in reasons:
+        stage.supervisor.stop(reason)
+        await stage.settle(seconds)
+    await stage.settle(5)
+    assert len(stage.workers[0].of_kind("stop")) == 1
+    assert stage.workers[0].killed != at_once
+    assert stage.supervisor.job.stopping == reasons[0]
+    if at_once:
+        await stage.end_well(0)
 
 
 @job(TWO)
@@ -111,8 +108,7 @@ async def test_workers_that_do_not_stop_are_killed(stage: Stage) -> None:
 @job(TWO, "no worker is left: the last one was ended by SIGKILL")
 async def test_all_lost_without_checkpoints_is_one_clear_line(stage: Stage) -> None:
     await stage.train(0, 1)
-    for worker in stage.workers:
-        worker.end(-9)
+    await stage.lose(0, 1)
 
 
 @job(Elasticity(1, 1, 2), "the workers that had the training's state are lost")
@@ -122,8 +118,7 @@ async def test_newcomers_alone_have_nothing_to_go_on_with(stage: Stage) -> None:
     await stage.supervisor.views.resize(2)
     await stage.boot(1)
     await stage.join(0, 1)
-    stage.workers[0].end(-9)
-    await stage.settle()
+    await stage.lose(0)
     await stage.join(1)
     await stage.says(1, "record", kind="start", data=BEGINS)
 
@@ -134,8 +129,7 @@ async def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(stage
     await stage.supervisor.views.resize(3)
     await stage.supervisor.views.resize(1)
     await stage.boot(1, 2)
-    stage.workers[0].end(-9)
-    await stage.settle()
+    await stage.lose(0)
     assert stage.workers[1].view == [1]
     await stage.join(1)
     await stage.end_well(1)
@@ -144,11 +138,8 @@ async def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(stage
 @job(Elasticity(3, 1, 3, restart=True), failure=4)
 async def test_a_worker_that_dies_as_the_job_starts_anew_is_replaced(stage: Stage) -> None:
     await stage.train(0, 1, 2)
-    for worker in stage.workers:
-        worker.end(-9)
-    await stage.settle()
-    stage.workers[3].end(-9)
-    await stage.settle()
+    await stage.lose(0, 1, 2)
+    await stage.lose(3)
     await stage.boot(4, 5, 6)
     assert stage.workers[4].view == [4, 5, 6]
     await stage.join(4, 5, 6)
@@ -162,9 +153,7 @@ async def test_a_worker_that_dies_as_the_job_starts_anew_is_replaced(stage: Stag
 async def test_workers_lost_together_are_one_loss(stage: Stage) -> None:
     """As with the host they were on: counted one by one, these three would end the job."""
     await stage.train(0, 1, 2, 3)
-    for worker in stage.workers[1:]:
-        worker.end(-9)
-    await stage.settle()
+    await stage.lose(1, 2, 3)
     assert stage.workers[0].view == [0]
     await stage.join(0)
     await stage.boot(4, 5, 6)
@@ -173,24 +162,21 @@ async def test_workers_lost_together_are_one_loss(stage: Stage) -> None:
     await stage.end_well(0, 4, 5, 6)
 
 
-@pytest.mark.parametrize("progress", [True, False])
-def test_workers_lost_again_and_again_end_the_job_unless_steps_are_made_between(progress: bool) -> None:
-    async def script(stage: Stage) -> None:
-        await stage.train(0, 1)
-        for number in range(1, 4):
-            stage.workers[number].end(-9)
-            await stage.settle()
-            if stage.supervisor.job.over.is_set():
-                return
-            await stage.join(0)
-            await stage.boot(number + 1)
-            await stage.join(0, number + 1)
-            if progress:
-                await stage.steps(0, number)
-        await stage.end_well(0, 4)
-
-    _, error = play(Elasticity(2, 1, 2, max_failures=3), script)
-    assert error == (None if progress else "3 workers were lost in a row, the last one was ended by SIGKILL")
+@pytest.mark.parametrize("error", [None, "3 workers were lost in a row, the last one was ended by SIGKILL"])
+@job(Elasticity(2, 1, 2, max_failures=3))
+async def test_losses_without_a_step_in_between_end_the_job(stage: Stage, error: str | None) -> None:
+    await stage.train(0, 1)
+    for number in (1, 2):
+        await stage.lose(number)
+        await stage.join(0)
+        await stage.boot(number + 1)
+        await stage.join(0, number + 1)
+        if error is None:
+            await stage.steps(0, number)
+    await stage.lose(3)
+    if error is None:
+        await stage.join(0)
+        await stage.end_well(0)
 
 
 @job(Elasticity(2, 1, 2, max_failures=2), "workers lose contact again and again: a message was late")
@@ -206,27 +192,23 @@ async def test_workers_that_lose_contact_without_progress_end_the_job(stage: Sta
 
 
 @pytest.mark.parametrize("booted", [True, False])
-def test_a_newcomer_that_comes_too_late_is_sent_away(booted: bool) -> None:
+@job(Elasticity(1, 1, 2), failure=0)
+async def test_a_newcomer_that_comes_too_late_is_sent_away(stage: Stage, booted: bool) -> None:
     """The others never come to its view, and their end is its end. No failure is reported."""
-
-    async def script(stage: Stage) -> None:
-        await stage.train(0)
-        await stage.supervisor.views.resize(2)
-        if booted:
-            await stage.boot(1)
-        await stage.end_well(0)
-
-    stage, error = play(Elasticity(1, 1, 2), script)
-    assert error is None and stage.workers[1].killed and not stage.events("failure")
-    assert len(stage.events("ready")) == booted
+    await stage.train(0)
+    await stage.supervisor.views.resize(2)
+    if booted:
+        await stage.boot(1)
+    await stage.end_well(0)
+    assert await stage.ended() is None
+    assert stage.workers[1].killed and len(stage.events("ready")) == booted
 
 
 @job(TWO, failure=1)
 async def test_a_replacement_that_dies_as_it_boots_is_tried_again(stage: Stage) -> None:
     await stage.train(0, 1)
     await stage.supervisor.views.replace(1)
-    stage.workers[2].end(-9)
-    await stage.settle()
+    await stage.lose(2)
     await stage.boot(3)
     assert stage.workers[0].view == [0, 3]
     await stage.join(0, 3)
@@ -240,8 +222,7 @@ async def test_newcomers_that_cannot_boot_do_not_end_the_training(stage: Stage) 
     await stage.train(0)
     await stage.supervisor.views.resize(2)
     for number in (1, 2, 3):
-        stage.workers[number].end(-9)
-        await stage.settle()
+        await stage.lose(number)
     assert len(stage.workers) == 4
     await stage.end_well(0)
 
@@ -260,21 +241,18 @@ def test_where_no_worker_can_be_started_the_job_ends_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("generation", [1, 2])
-def test_a_worker_that_is_to_leave_is_in_the_view_that_recovers(generation: int) -> None:
+@job(Elasticity(3, 1, 4))
+async def test_a_worker_that_is_to_leave_is_in_the_view_that_recovers(stage: Stage, generation: int) -> None:
     """It has lost contact itself, in the view before or on its way out of it. Then it leaves all the same."""
-
-    async def script(stage: Stage) -> None:
-        await stage.train(0, 1, 2)
-        await stage.supervisor.views.resize(2)
-        assert stage.workers[2].view == [0, 1]
-        await stage.says(2, "broken", generation=generation, why="")
-        await stage.settle()
-        assert stage.workers[2].view == [0, 1, 2]
-        await stage.join(0, 1, 2)
-        assert stage.workers[2].view == [0, 1]
-        await stage.end_well(0, 1, 2)
-
-    assert play(Elasticity(3, 1, 4), script)[1] is None
+    await stage.train(0, 1, 2)
+    await stage.supervisor.views.resize(2)
+    assert stage.workers[2].view == [0, 1]
+    await stage.says(2, "broken", generation=generation, why="")
+    await stage.settle()
+    assert stage.workers[2].view == [0, 1, 2]
+    await stage.join(0, 1, 2)
+    assert stage.workers[2].view == [0, 1]
+    await stage.end_well(0, 1, 2)
 
 
 @job(Elasticity(3, 1, 4))
@@ -282,8 +260,7 @@ async def test_one_that_has_left_is_in_no_view(stage: Stage) -> None:
     """Also where its word of it comes after a view that recovers was formed with it."""
     await stage.train(0, 1, 2)
     await stage.supervisor.views.resize(2)
-    stage.workers[0].end(-9)
-    await stage.settle()
+    await stage.lose(0)
     assert stage.workers[1].view == [1, 2]
     await stage.says(2, "left")
     assert stage.workers[1].view == [1]
@@ -294,7 +271,7 @@ async def test_one_that_has_left_is_in_no_view(stage: Stage) -> None:
 # -- scripts that end early or badly ----------------------------------------------------------------------------------
 
 
-@job(Elasticity(2, 1, 2, script=True), quit=1)
+@job(SCRIPTS, quit=1)
 async def test_the_others_go_on_without_a_script_that_ends_before_it_joins(stage: Stage) -> None:
     stage.workers[1].end(0)
     await stage.settle()
@@ -303,10 +280,7 @@ async def test_the_others_go_on_without_a_script_that_ends_before_it_joins(stage
     await stage.end_well(0)
 
 
-@job(
-    Elasticity(2, 1, 2, script=True),
-    "worker 1 ended with exit status 1 after training had ended: TypeError: bad",
-)
+@job(SCRIPTS, "worker 1 ended with exit status 1 after training had ended: TypeError: bad")
 async def test_a_script_that_fails_after_its_training_has_failed(stage: Stage) -> None:
     await stage.train(0, 1)
     await stage.says(0, "record", kind="summary", data={})
@@ -316,7 +290,7 @@ async def test_a_script_that_fails_after_its_training_has_failed(stage: Stage) -
     assert len(stage.workers) == 2, "what was trained is not trained again"
 
 
-@job(Elasticity(2, 1, 2, script=True), "no worker is left: the last one ended with exit status 1: TypeError: bad")
+@job(SCRIPTS, "no worker is left: the last one ended with exit status 1: TypeError: bad")
 async def test_an_error_of_all_scripts_ends_the_job_and_is_named(stage: Stage) -> None:
     await stage.train(0, 1)
     for worker in stage.workers:
@@ -324,35 +298,30 @@ async def test_an_error_of_all_scripts_ends_the_job_and_is_named(stage: Stage) -
 
 
 @pytest.mark.parametrize(("trains", "outcome"), [(True, "loop_left"), (False, "not_trained")])
-def test_scripts_that_all_end_early_end_the_job_well(trains: bool, outcome: str) -> None:
-    async def script(stage: Stage) -> None:
-        if trains:
-            await stage.train(0, 1)
-            for number in (0, 1):
-                await stage.says(number, "loop_ended", training=1, failed_at=None)
-        for worker in stage.workers:
-            worker.end(0)
-
-    stage, error = play(Elasticity(2, 1, 2, script=True), script)
-    assert (error, stage.supervisor.job.outcome, len(stage.workers)) == (None, outcome, 2)
+@job(SCRIPTS)
+async def test_scripts_that_all_end_early_end_the_job_well(stage: Stage, trains: bool, outcome: str) -> None:
+    if trains:
+        await stage.train(0, 1)
+        for number in (0, 1):
+            await stage.says(number, "loop_ended", training=1, failed_at=None)
+    for worker in stage.workers:
+        worker.end(0)
+    await stage.ended()
+    assert (stage.supervisor.job.outcome, len(stage.workers)) == (outcome, 2)
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_where_one_worker_leaves_the_loop_the_others_go_on(ends: bool) -> None:
+@job(SCRIPTS, quit=1, failure=0)
+async def test_where_one_worker_leaves_the_loop_the_others_go_on(stage: Stage, ends: bool) -> None:
     """It ends, or does something else while the others wait for it."""
-
-    async def script(stage: Stage) -> None:
-        await stage.train(0, 1)
-        await stage.says(1, "loop_ended", training=1, failed_at=None)
-        if ends:
-            stage.workers[1].end(0)
-        else:
-            await stage.says(0, "broken", generation=1, why="rank 1 does not answer")
-        await stage.settle()
-        assert stage.workers[0].view == [0] and len(stage.workers) == 2
-        await stage.join(0)
-        await stage.end_well(0)
+    await stage.train(0, 1)
+    await stage.says(1, "loop_ended", training=1, failed_at=None)
+    if ends:
         stage.workers[1].end(0)
-
-    stage, error = play(Elasticity(2, 1, 2, script=True), script)
-    assert error is None and len(stage.events("quit")) == 1 and not stage.events("failure")
+    else:
+        await stage.says(0, "broken", generation=1, why="rank 1 does not answer")
+    await stage.settle()
+    assert stage.workers[0].view == [0] and len(stage.workers) == 2
+    await stage.join(0)
+    await stage.end_well(0)
+    stage.workers[1].end(0)

@@ -8,12 +8,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from elastic_job import (
     DEADLINE_S,
     Job,
-    assert_exact,
     assert_none_left,
     assert_same_training,
     chaos,
@@ -24,10 +24,7 @@ from elastic_job import (
     words,
 )
 
-from kfuse.cli.app import main
-
 pytestmark = pytest.mark.full
-
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TRAINING = words(
@@ -50,27 +47,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-def test_the_same_bits_and_one_run_directory(undisturbed: Job, tmp_path: Path) -> None:
-    settings = [*TRAINING, "launcher=torchrun", "observe.log_level=info", *asking_for_four(tmp_path)]
-    with command_line(tmp_path / "run", settings, TORCHRUN) as (process, job):
-        assert process.wait(DEADLINE_S) == 0
-        assert_none_left(job.pids)
-    assert_same_training(job, undisturbed)
-    assert [(view["reason"], len(view["workers"])) for view in job.views] == [("start", 2)]
-    assert len(job.pids) == 2
-    notes = [event["note"] for event in job.of_kind("clipped")]
-    assert notes == ["workers 4: this job's number of workers is fixed"]
-    assert sum("params sha256" in line for line in job.lines) == 1, "one process has the display"
-    assert sum("INFO worker 0: view 1 (start)" in line for line in job.lines) == 1
-    config = (job.directory / ".hydra" / "config.yaml").read_text()
-    assert "count: 2" in config and "max: 2" in config
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.log"]
-
-
 def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, tmp_path: Path) -> None:
     """First SIGTERM, as at preemption, then a death: each time it goes on where it was, to the same end."""
     settings = [*TRAINING, "launcher=torchrun", "checkpoint.resume=auto"]
-    slowly = [*settings, *asking_for_four(tmp_path, pace_s=0.1)]
+    slowly = [*settings, "observe.log_level=info", *asking_for_four(tmp_path, pace_s=0.1)]
     with command_line(tmp_path / "run", slowly, TORCHRUN) as (process, job):
         wait_until("15 steps", lambda: len(job.metrics) >= 15)
         process.send_signal(signal.SIGTERM)
@@ -78,6 +58,13 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, t
         assert_none_left(job.pids)
     stopped = job.summary["steps"]
     assert job.summary["exit_reason"] == "terminated" and 15 <= stopped < len(undisturbed.metrics)
+    assert [(view["reason"], len(view["workers"])) for view in job.views] == [("start", 2)]
+    assert len(job.pids) == 2
+    notes = [event["note"] for event in job.of_kind("clipped")]
+    assert notes == ["workers 4: this job's number of workers is fixed"]
+    assert sum("INFO worker 0: view 1 (start)" in line for line in job.lines) == 1
+    config = (job.directory / ".hydra" / "config.yaml").read_text()
+    assert "count: 2" in config and "max: 2" in config
     with command_line(tmp_path / "run", slowly, TORCHRUN) as (process, job):
         wait_until("10 more steps", lambda: len(job.metrics) >= stopped + 10)
         os.kill(job.views[-1]["workers"][1]["pid"], signal.SIGKILL)
@@ -89,14 +76,15 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, t
     assert "rank 1" in failure["why"]
     with command_line(tmp_path / "run", [*settings, *asking_for_four(tmp_path)], TORCHRUN) as (process, job):
         assert process.wait(DEADLINE_S) == 0
-    assert_exact(job)
     resumed = [event["step"] for event in job.of_kind("resumed")]
     assert resumed[0] == stopped and resumed[1] >= stopped + 9, "a checkpoint was the last act of what was left"
     assert_same_training(job, undisturbed)
+    assert sum("params sha256" in line for line in job.lines) == 3, "one process of each job has the display"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.log"]
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("words", "said"),
     [
         ("launcher=torchrun workers.count=3 workers.max=3", "workers.count=3: must be equal to job.workers=2"),
         (
@@ -108,31 +96,26 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, t
     ],
 )
 def test_rank_0_alone_says_what_is_wrong(
-    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, said: str, workplace: Path, command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the others end with the same status."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    monkeypatch.chdir(tmp_path)
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(sys, "argv", ["kfuse", *command.split()])
-    assert main() == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("kfuse: error: ") and err.count("\n") == 1 and said in err
+    status, out, err = command(*words.split())
+    assert (status, out) == (2, "")
+    assert err.startswith("kfuse: error: ") and err.count("\n") == 1 and said in err
     monkeypatch.setenv("RANK", "1")
-    assert main() == 2
-    assert capsys.readouterr() == ("", "")
-    assert list(tmp_path.iterdir()) == []
+    assert command(*words.split()) == (2, "", "")
+    assert list(workplace.iterdir()) == []
 
 
-def test_half_an_environment_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_half_an_environment_is_one_line(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "argv", ["kfuse"])
-    assert main() == 2
-    assert capsys.readouterr().err == ("kfuse: error: WORLD_SIZE=2, but not set: RANK, MASTER_ADDR, MASTER_PORT\n")
+    assert command() == (2, "", "kfuse: error: WORLD_SIZE=2, but not set: RANK, MASTER_ADDR, MASTER_PORT\n")
 
 
 THREADS_AT_THE_END = """

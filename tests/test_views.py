@@ -13,12 +13,9 @@ from kfuse.elastic.protocol import Member, View
 from kfuse.membership import Session
 
 
-class Optimizer:
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
+class Optimizer(Mock):
     def hand_over(self, leavers: Any) -> None:
-        self._group.hand_over(leavers)
+        self.group.hand_over(leavers)
 
 
 @pytest.mark.parametrize("recovers", [False, True])
@@ -30,7 +27,7 @@ def test_only_before_a_planned_view_the_group_has_messages(recovers: bool, stays
     client.await_view.return_value = next_view
     session = Session(group, CommOptions(), client)
     session.view = View(1, (Member(0, 1, "here"), Member(1, 1, "here")), ("127.0.0.1", 1), "start")
-    optimizer = Optimizer(group)
+    optimizer = Optimizer(group=group)
     session.on_planned_change(optimizer.hand_over)
     assert session.switch(2) == stays and session.left == (not stays)
     planned = [call.hand_over([0] if stays else [0, 1]), call.finish()]
