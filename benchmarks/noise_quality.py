@@ -332,12 +332,10 @@ def report(problem: Problem, scores: dict[str, dict[str, Any]]) -> Table:
     for heading in ("estimator", "number", "to truth", "5 % to 95 %", "factor off", "held", "ends", "low end held"):
         table.add_column(heading, justify="left" if heading == "estimator" else "right")
     for name, found in scores.items():
-        cells = [f"{found['shown']}/{found['checkpoints']}"]
+        cells = [f"{found['shown']}/{found['checkpoints']}", "", "", ""]
         if found["shown"]:
             spread = f"{found['ratio_low']:.3g} to {found['ratio_high']:.3g}"
-            cells += [f"{found['ratio']:.3g}", spread, f"{found['factor']:.2f}"]
-        else:
-            cells += ["", "", ""]
+            cells[1:] = f"{found['ratio']:.3g}", spread, f"{found['factor']:.2f}"
         if "held" in found:
             ends = "" if found["ends"] is None else "{:.2f}, {:.2f}".format(*found["ends"])
             cells += [f"{found['held']}/{found['shown']}", ends, f"{found['low_held']}/{found['low_shown']}"]

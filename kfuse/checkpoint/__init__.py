@@ -61,7 +61,7 @@ class Snapshots:
         return HostCopy(_copy_plain(plain, where, lambda tensor: here[id(tensor)]), tuple(on_the_way))
 
     def _copy_from(self, device: Device, tensors: list[Tensor]) -> tuple[list[Tensor], Event]:
-        """Enqueues the copies of one GPU's tensors: (tensors on the host, the event after which they are there)."""
+        """Enqueues the copies of one GPU's tensors. Returns them, and the event after which they are there."""
         tensors = [dense(tensor) for tensor in tensors]
         memories = [view for tensor in tensors if (view := memory(tensor)) is not None]
         chunks = cut([tensor.nbytes for tensor in tensors])

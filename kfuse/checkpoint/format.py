@@ -6,8 +6,7 @@
         manifest.json             format version, step, versions of torch and kfuse, size and SHA-256 of each file
 
 Not torch.distributed.checkpoint: its .metadata file is an unrestricted pickle, which can run code when it is read. The
-files depend neither on the number of workers nor on where optimizer state lies: the leader writes the whole state,
-which every worker has, or whose shards the others send it.
+leader writes the whole state, so the files depend neither on the number of workers nor on where optimizer state lies.
 """
 
 from __future__ import annotations
@@ -58,9 +57,7 @@ class Checkpointer:
     def __init__(self, directory: Path, keep: int, report: Report) -> None:
         """keep: how many of the newest to keep, at least 1.
 
-        report: gets an event for each checkpoint, in the writer's thread: {"kind": "checkpoint", "step", "path",
-        "bytes", "wall_s", "snapshot_s"} (seconds of writing, and of the caller's time) or {"kind": "checkpoint_failed",
-        "step", "why"}.
+        report: gets an event for each checkpoint, in the writer's thread: of kind "checkpoint", or "checkpoint_failed".
         """
         self._directory, self._keep, self._report = directory, keep, report
         self._snapshots = Snapshots()
@@ -73,10 +70,9 @@ class Checkpointer:
         From a GPU it is copied in the background, too: the caller may change the state by work that it enqueues on the
         present stream, which begins after the copy.
 
-        state: "model", "optimizer" and others: tensors and plain values (None, bool, int, float, str), nested in lists,
-        tuples and dicts. Returns False, having done nothing, while the last checkpoint is still being written: there is
-        one copy at a time. Whatever goes wrong with the files is an event, never an exception.
-        Raises TypeError, naming the place, for a value that could not be read back.
+        state: "model", "optimizer" and others, of what `Snapshots.take` takes; raises TypeError as that does. Returns
+        False, having done nothing, while the last checkpoint is still being written: there is one copy at a time.
+        Whatever goes wrong with the files is an event, never an exception.
         """
         if not self.wait(0.0):
             return False
@@ -248,7 +244,7 @@ def _write_files(folder: Path, step: int, parts: dict[str, Any]) -> int:
 
 
 class _HashedFile:
-    """Counts and hashes what torch writes. An error comes out of `sync`: torch would bury it under one of its own."""
+    """Counts and hashes what torch writes. `sync` raises its error: torch would bury it under one of its own."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream

@@ -27,8 +27,7 @@ from kfuse.observe import write_whole
 _log = logging.getLogger("kfuse")
 
 _LAST_TIMEOUT_S = 15.0  # a part of the grace period that a preempted job usually has
-_ADVICE = "; a run goes on with its own hydra.run.dir=DIR, or checkpoint.resume=PATH"
-
+_MODEL, _SAFE, _BEST = "model.pt", "model.safetensors", "best.pt"
 CaptureState = Callable[[], dict[str, Any]]
 
 
@@ -82,8 +81,7 @@ class Checkpoints:
             found = self._load_path(Path(self._resume).expanduser())
         if found is None:
             if self._resume == "auto" and not restarted:
-                advice = "" if self._script else _ADVICE
-                self._report({"kind": "started", "note": f"no checkpoint to resume from in {self._directory}{advice}"})
+                self._report({"kind": "started", "note": f"no checkpoint to resume from in {self._directory}"})
             return None
         state, path = found
         self._written, self._written_epoch = state["progress"]["step"], state["progress"]["epoch"]
@@ -140,7 +138,7 @@ class Checkpoints:
             self._written, self._written_epoch = (int(number) for number in written)
 
     def _save(self, step: int, state: CaptureState) -> bool:
-        """Unless the leader is still writing the last one. With sharded state all workers send it what it lacks."""
+        """Returns False while the leader still writes the last one. With sharded state all workers call `state`."""
         group = self._session.group
         leads = group.rank == 0
         if self._session.comm.sharded:
@@ -159,9 +157,6 @@ class Checkpoints:
 
     def _report(self, event: dict[str, Any]) -> None:
         self._reported("event", {"step": None, **event})
-
-
-_MODEL, _SAFE, _BEST = "model.pt", "model.safetensors", "best.pt"
 
 
 class SavedModel:
@@ -281,9 +276,9 @@ def read_weights(path: str) -> dict[str, Any]:
 
 
 def _save_safetensors(weights: Mapping[str, Any], path: Path) -> None:
-    """As `safetensors.torch.save_model` writes it: one name of each shared tensor, the others in the metadata.
+    """Writes as `safetensors.torch.save_model` does: one name of each shared tensor, the others in the metadata.
 
-    That function itself takes the live model, and refuses shared weights that are views of an optimizer's flat buffer.
+    That function takes the live model, and refuses shared weights that are views of an optimizer's flat buffer.
     """
     from safetensors.torch import save_file
 

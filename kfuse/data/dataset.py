@@ -180,8 +180,8 @@ def collate(samples: list[Any], collate_fn: Collate | None) -> Any:
 class MapData:
     """A map-style data set (`len(d)`, `d[i]`) whose samples are collated as a DataLoader would.
 
-    Random transforms inside the data set may draw from the global generators of torch, numpy and random: the training
-    loop seeds them for each sample, so what is drawn does not depend on the worker that fetches it.
+    Random transforms inside the data set may draw from the global generators of torch, numpy and random, which are
+    seeded for each sample.
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
@@ -195,13 +195,12 @@ class MapData:
         self,
         indices: np.ndarray,
         generator: torch.Generator | None = None,
-        before_sample: Callable[[int], None] | None = None,
+        before_sample: Callable[[int], None] = lambda index: None,
     ) -> Any:
         """Returns the collated samples: see `collate`. before_sample: called with each index before its sample."""
         samples = []
         for i in indices.tolist():
-            if before_sample is not None:
-                before_sample(i)
+            before_sample(i)
             samples.append(self.dataset[i])
         return collate(samples, self.collate_fn)
 

@@ -2,8 +2,7 @@
 
 The processes are forked, so that any data set can be used, and share nothing but one pipe each with their training
 worker: one that is killed leaves no lock behind that others wait for. (torch's DataLoader shares a queue, and raises
-the loss of a process from a signal handler, wherever the training worker happens to be.) Tensors travel in shared
-memory, as with torch's DataLoader.
+the loss of a process from a signal handler.) Tensors travel in shared memory, as with torch's DataLoader.
 
 What is fetched is a function of the seed and the task, so results are kept by their task: where the plan changes (the
 number of workers, the batch size), those that are still needed are used, and the others dropped.
@@ -40,7 +39,6 @@ from kfuse.data.sources import Stream
 _LOG = logging.getLogger("kfuse")
 
 _END_S = 1.0  # for a loader process to finish what it is fetching, when training is over
-_PATIENCE_S = 60.0  # waiting for one micro-batch, before a warning says so
 
 
 @dataclass(eq=False)
@@ -63,28 +61,12 @@ class _Loader:
         status = self.process.exitcode
         if status is None or status >= 0:
             return f"ended with exit status {status}"
-        name = signal.Signals(-status).name
-        why = {"SIGBUS": f" ({SHARED_MEMORY})", "SIGKILL": " (by the kernel, if memory is short)"}.get(name, "")
-        return f"was ended by {name}{why}"
+        why = f" ({SHARED_MEMORY})" if status == -signal.SIGBUS else ""
+        return f"was ended by {signal.Signals(-status).name}{why}"
 
 
 class Feeder(Fetcher):
     """Fetches one training worker's micro-batches in loader processes, in the order in which they will be asked for."""
-
-    _loaders: list[_Loader]
-    _plan: TaskPlan | None
-    _coming: Iterator[Task]
-    """The tasks after those of `_order`."""
-    _order: deque[Task]
-    """The next tasks, as they will be asked for. Each is ready, or requested from a loader process."""
-    _ready: dict[Task, tuple[Any, tuple[Any, Event] | None]]
-    """Batches, or failures, that have arrived and are not used yet; on CUDA each with its copy on the way there."""
-    _copy: tuple[Any, Event] | None
-    """The copy of the batch that was fetched last."""
-    _side_stream: devices.Stream | None
-    """Where batches are copied to the device; None: on the CPU."""
-    _lost: int
-    """Loader processes that ended unexpectedly since a batch was last used."""
 
     def __init__(
         self,
@@ -98,9 +80,17 @@ class Feeder(Fetcher):
         super().__init__(data, sampler)
         self._loading, self._on_loss = loading, on_loss
         self._device = devices.of(device)
-        self._side_stream = self._device.new_stream() if self._device.asynchronous else None
-        self._loaders, self._plan, self._coming = [], None, iter(())
-        self._order, self._ready, self._copy, self._lost = deque(), {}, None, 0
+        self._side_stream = self._device.new_stream() if self._device.asynchronous else None  # of copies to it
+        self._loaders: list[_Loader] = []
+        self._plan: TaskPlan | None = None
+        self._order: deque[Task] = deque()
+        """The next tasks, as they will be asked for. Each is ready, or requested from a loader process."""
+        self._coming: Iterator[Task] = iter(())
+        """The tasks after those of `_order`."""
+        self._ready: dict[Task, tuple[Any, tuple[Any, Event] | None]] = {}
+        """Batches, or failures, that have arrived and are not used yet; on CUDA each with its copy on the way there."""
+        self._copy: tuple[Any, Event] | None = None  # of the batch that was fetched last
+        self._lost = 0  # loader processes that ended unexpectedly since a batch was last used
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -127,32 +117,23 @@ class Feeder(Fetcher):
 
         Raises LoaderError where a second loader process has ended unexpectedly before a batch could be used.
         """
-        expected = self._order.popleft() if self._order else None
+        expected = self._order.popleft()
         assert task == expected, f"{task} is asked for, and {expected} was expected"
         batch = self._await(task)
         self._lost = 0
         self._request_more()
-        return self._checked(batch)
+        return batch
 
     def fetch_out_of_turn(self, task: Task) -> Any:
         """As `fetch`, for a task that `expect` did not announce: another worker's, or one that was fetched before."""
         self._least_busy().request(task)
-        return self._checked(self._await(task))
+        return self._await(task)
 
     def _await(self, task: Task) -> Any:
-        """Waits for the batch, or failure, of a task that was requested, and takes it. Raises LoaderError."""
-        started = time.monotonic()
+        """Waits for the batch of a task that was requested, and takes it. Raises as `fetch`."""
         while task not in self._ready:
             self._receive(task)
-            if time.monotonic() - started > _PATIENCE_S:
-                pids = ", ".join(str(loader.process.pid) for loader in self._loaders)
-                _LOG.warning("%.0f s for one micro-batch: waiting for loader processes %s", _PATIENCE_S, pids)
-                started = time.monotonic()
         batch, self._copy = self._ready.pop(task)
-        return batch
-
-    def _checked(self, batch: Any) -> Any:
-        """Returns the batch. Raises the exception that the data set raised in its place."""
         if isinstance(batch, Failure):
             batch.error.add_note(batch.text)
             raise batch.error
@@ -214,12 +195,12 @@ class Feeder(Fetcher):
                 self._least_busy().request(task)
 
     def _receive(self, wanted: Task) -> None:
-        """Waits until a loader process has sent something, `_PATIENCE_S` at most, and takes what has arrived.
+        """Waits until a loader process has sent something, and takes what has arrived.
 
         Keeps what is wanted now or predicted. The rest was requested under an earlier plan.
         """
         by_connection = {loader.connection: loader for loader in self._loaders}
-        for connection in wait(list(by_connection), _PATIENCE_S):
+        for connection in wait(list(by_connection)):
             assert isinstance(connection, Connection)
             loader = by_connection[connection]
             try:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kfuse.comm.sum_tree import aligned_ranges
 from kfuse.data.dataset import Dataset, MapData, TensorData, to_device
 from kfuse.data.sources import Stream
 
@@ -89,8 +90,6 @@ def worker_range(
     Exact arithmetic: all workers find the same boundaries.
     """
     if weights is None and aligned and micro_batches >= workers:
-        from kfuse.comm.sum_tree import aligned_ranges  # imported when used: `import kfuse` is quick
-
         return aligned_ranges(micro_batches, workers)[rank]
     if weights is None:
         return range(-(-micro_batches * rank // workers), -(-micro_batches * (rank + 1) // workers))
@@ -116,18 +115,14 @@ class Task(NamedTuple):
 class TaskPlan:
     """Which micro-batches are a worker's, step after step, for as long as none of these changes."""
 
-    samples: int | None
-    """Samples of the data set; None: a stream, which has no end."""
-    epochs: int | None
-    """Epochs of this training; None: no limit."""
+    samples: int | None  # of the data set; None: a stream, which has no end
+    epochs: int | None  # of this training; None: no limit
     batch_size: int
     micro_batch: int
     workers: int
     rank: int
-    shares: tuple[int, ...] | None
-    """Weights of the workers; None: all the same."""
-    aligned: bool
-    """Ranges are those for reproducible sums: see `worker_range`."""
+    shares: tuple[int, ...] | None  # weights of the workers; None: all the same
+    aligned: bool  # for reproducible sums: see `worker_range`
     epoch: int = field(compare=False)
     """The position from which on it is asked for. Two plans that differ in nothing else are equal."""
     cursor: int = field(compare=False)
@@ -152,12 +147,9 @@ class TaskPlan:
 class Loading:
     """The loader processes of one training worker, which fetch its micro-batches ahead."""
 
-    workers: int = 0
-    """How many; 0: none, data are fetched in the step's own thread."""
-    prefetch: int = 2
-    """Micro-batches that each loader process fetches ahead."""
-    init: Callable[[int], object] | None = None
-    """Called first in each loader process, with its number from 0."""
+    workers: int = 0  # how many; 0: none, data are fetched in the step's own thread
+    prefetch: int = 2  # micro-batches that each loader process fetches ahead
+    init: Callable[[int], object] | None = None  # called first in each loader process, with its number from 0
 
 
 class LoaderError(RuntimeError):

@@ -29,7 +29,7 @@ CROP_RATIO = (3 / 4, 4 / 3)
 
 
 def _import(module: str, data: str, package: str, install: str) -> Any:
-    """Returns a module that only this data set needs. Raises DataError, which names what to install."""
+    """Imports a module that only this data set needs. Raises DataError, which names what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -52,9 +52,8 @@ def split_indices(length: int, heldout: float, seed: int) -> tuple[np.ndarray, n
 def load_digits(heldout: float = 0.2, split_seed: int = 0) -> DataSplit:
     """Returns the digits, pixels X/16 as float32 `[B, 1, 8, 8]` and targets int64 `[B]` in 0..9.
 
-    The fraction `heldout` (360 of 1797 samples by default) is chosen by a shuffle with `split_seed`, which is
-    apart from the training seed so that runs with different seeds are evaluated on the same samples.
-    Raises DataError where scikit-learn is missing.
+    The fraction `heldout` (360 of 1797 samples by default) is chosen by a shuffle with `split_seed`, which is not the
+    training's seed. Raises DataError where scikit-learn is missing.
     """
     rows = torch.from_numpy(_digits())
     x = rows[:, :-1].to(torch.float32).div_(16.0).view(-1, 1, 8, 8)
@@ -106,8 +105,7 @@ class Images(ABC):
 class Cifar10(Images):
     """CIFAR-10 (Krizhevsky 2009): images uint8 `[N, 3, 32, 32]`, in memory.
 
-    Augmentation shifts each image by up to 4 pixels, with black moving in (a random crop after padding), and mirrors
-    it with probability 1/2.
+    Augmentation is `crop_and_flip`.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, augment: bool) -> None:
@@ -115,7 +113,6 @@ class Cifar10(Images):
         self.images = images
 
     def pixels(self, indices: np.ndarray, generator: torch.Generator | None) -> Tensor:
-        """Returns the images, cropped and mirrored at random if there is a generator."""
         images = self.images[torch.as_tensor(indices, dtype=torch.int64)]
         return images if generator is None else crop_and_flip(images, generator)
 
@@ -176,7 +173,6 @@ class ImageFiles(Images):
         super().__init__(torch.from_numpy(labels.astype(np.int64)), IMAGENET_PIXELS, augment)
         self.files, self.size = list(files), size
         self._pillow = _import("PIL.Image", "image_folder", "Pillow", "'kfuse[vision]'")
-        self._threads: ThreadPoolExecutor | None = None
 
     def pixels(self, indices: np.ndarray, generator: torch.Generator | None) -> Tensor:
         """Returns the decoded images. Raises DataError, which names the file, for one that cannot be decoded."""
@@ -185,12 +181,9 @@ class ImageFiles(Images):
         if generator is not None:
             # Drawn here, for the whole batch: the threads' order must not matter.
             draws = torch.rand(len(files), 5, generator=generator, dtype=torch.float64).tolist()
-        if get_worker_info() is not None:  # in a loader process, beside others: one thread, as torch has there
-            decoded = np.stack(list(map(self._decode, files, draws)))
-        else:
-            if self._threads is None:  # made at first use, so that a loader process never inherits its threads
-                self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="kfuse-decode")
-            decoded = np.stack(list(self._threads.map(self._decode, files, draws)))
+        # A loader process, which runs beside others, decodes in one thread.
+        with ThreadPoolExecutor(1 if get_worker_info() else min(8, os.cpu_count() or 1)) as threads:
+            decoded = np.stack(list(threads.map(self._decode, files, draws)))
         # Contiguous: the CPU's convolutions have corrupted memory for small channels-last images.
         return torch.from_numpy(decoded).permute(0, 3, 1, 2).contiguous()
 
@@ -218,8 +211,7 @@ def middle_square(width: int, height: int) -> tuple[float, float, float, float]:
 def random_box(width: int, height: int, draw: Sequence[float]) -> tuple[float, float, float, float]:
     """Returns a crop as (left, top, right, bottom) from uniform draws: area, aspect ratio, left, top.
 
-    The area is uniform and the ratio log-uniform (Szegedy et al. 2015); a crop that is too wide or too
-    high for the image is cut to it.
+    The area is uniform and the ratio log-uniform (Szegedy et al. 2015); a crop too wide or too high is cut.
     """
     area = width * height * (CROP_AREA[0] + draw[0] * (CROP_AREA[1] - CROP_AREA[0]))
     low, high = math.log(CROP_RATIO[0]), math.log(CROP_RATIO[1])
@@ -260,16 +252,12 @@ def load_image_folder(
     return DataSplit(ImageFiles(*train, size, augment), ImageFiles(*held, size, augment=False), spec)
 
 
-def _list_folder(folder: Path) -> list[Path]:
-    """Returns a folder's entries, sorted. Raises DataError where it cannot be read."""
+def _class_names(folder: Path) -> list[str]:
+    """Returns the names of a folder's folders, sorted. Raises DataError for fewer than two."""
     try:
-        return sorted(folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     except OSError as error:
         raise DataError(f"{folder} cannot be read: {error.strerror}") from error
-
-
-def _class_names(folder: Path) -> list[str]:
-    names = [path.name for path in _list_folder(folder) if path.is_dir() and not path.name.startswith(".")]
     if len(names) < 2:
         raise DataError(f"{folder} has {len(names)} class folders: at least 2 are needed")
     return names
@@ -288,7 +276,7 @@ def _list_images(folder: Path, classes: Sequence[str]) -> tuple[list[Path], np.n
     for label, name in enumerate(classes):
         if not (folder / name).is_dir():
             continue
-        found = [path for path in _list_folder(folder / name) if path.suffix.lower() in SUFFIXES]
+        found = sorted(path for path in (folder / name).iterdir() if path.suffix.lower() in SUFFIXES)
         if not found:
             raise DataError(f"{folder / name} has no image: files must end in one of {' '.join(sorted(SUFFIXES))}")
         files += found

@@ -37,8 +37,7 @@ class Failure:
     """An exception in a loader process, in place of a batch."""
 
     error: Exception
-    text: str
-    """Where it was raised: the traceback there."""
+    text: str  # the traceback there
 
 
 def serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loading, parent: int) -> None:
@@ -103,7 +102,7 @@ def _silent_without_parent(kind: type[BaseException], error: BaseException, trac
 
 
 def _failure(error: Exception, number: int) -> Failure:
-    """An exception as it is sent: itself, or, where it cannot be, a RuntimeError of the same text."""
+    """Returns an exception as it is sent: itself, or, where it cannot be, a RuntimeError of the same text."""
     text = f"in loader process {number} (pid {os.getpid()}):\n{traceback.format_exc()}".rstrip()
     if "shared memory" in str(error) or "/torch_" in str(error):
         text = f"{SHARED_MEMORY}\n{text}"

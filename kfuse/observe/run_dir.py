@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -112,15 +112,9 @@ class RunDirectory:
             self.lines_lost += record["lines"]
             self._next_step = max(self._next_step or 0, record["steps"][1] + 1)
         self._events.add({**first, **rest})
-        if self._board is not None:
-            step = first["step"] or 0
-            self._board.text(f"events/{first['kind']}", json.dumps(rest), step)
-            if first["kind"] == "evaluation":
-                self._board.scalars("evaluation", rest, step)
-                self._board.scalars("evaluation/metrics", rest.get("metrics", {}), step)
-            elif first["kind"] == "links":
-                for figure in ("latency_s", "bytes_per_s"):
-                    self._board.scalars(f"links/{figure}", _by_pair(rest[figure]), step)
+        if self._board is not None and first["kind"] == "evaluation":
+            self._board.scalars("evaluation", rest, first["step"])
+            self._board.scalars("evaluation/metrics", rest.get("metrics", {}), first["step"])
         self._write()
 
     def ledger(self, record: Mapping[str, Any]) -> None:
@@ -131,7 +125,7 @@ class RunDirectory:
         entry = (record["step"], record["micro_batch"])
         if self._ledger is not None and entry > self._last_entries.get(record.get("worker"), (-1, -1)):
             self._know_entry(record)
-            self._ledger.add(_finite(record))
+            self._ledger.add(_finite(dict(record)))
             self._write()
 
     def rewind(self, step: int) -> None:
@@ -149,7 +143,7 @@ class RunDirectory:
 
     def summary(self, record: Mapping[str, Any]) -> None:
         """Writes summary.json, whole or not at all. Raises OSError where it cannot be written."""
-        text = json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(_finite(dict(record)), indent=2, allow_nan=False) + "\n"
         write_whole(self.path / "summary.json", lambda to: to.write_text(text))
 
     def close(self) -> None:
@@ -273,11 +267,9 @@ class _Board:
     def __init__(self, path: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
-        from torch.utils.tensorboard.summary import text
 
         self._event: Any = event_pb2
         self._summary: Any = summary_pb2
-        self._text: Any = text
         path.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._file: BinaryIO = (path / name).open("ab", buffering=0)
@@ -310,9 +302,6 @@ class _Board:
             values.append(self._summary.Summary.Value(tag=tag, simple_value=value, metadata=metadata))
         self._add(step=step, summary=self._summary.Summary(value=values))
 
-    def text(self, tag: str, words: str, step: int) -> None:
-        self._add(step=step, summary=self._text(tag, words))
-
     def write(self) -> None:
         """Writes the waiting events. Raises OSError."""
         if self._waiting.tell():
@@ -324,18 +313,11 @@ class _Board:
         self._file.close()
 
 
-def _by_pair(matrix: Sequence[Sequence[float | None]]) -> dict[str, float | None]:
-    """Of a symmetric matrix by rank and rank: one value for each two ranks, by their numbers ("0-1")."""
-    return {f"{a}-{b}": row[b] for a, row in enumerate(matrix) for b in range(a + 1, len(row))}
-
-
 def _finite(value: Any) -> Any:
-    """A copy with null for every number that is not finite: JSON has no NaN."""
+    """Returns a copy with null for every number that is not finite: JSON has no NaN."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if value is None or isinstance(value, int | str):  # most values: looking for a Mapping takes longer
-        return value
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]

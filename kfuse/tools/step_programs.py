@@ -43,10 +43,10 @@ def main(config: dict[str, Any]) -> int:
     """Prints the program for a checked configuration. Returns the exit status."""
     options, workers = CommOptions.of(flat(config)), max(2, config["workers"]["count"])
     if options.synchronisation.mode != "ssgd":
-        _say(f"comm.sync={options.sync}: no gradients are sent: docs/synchronisation.md says what is")
+        print(f"comm.sync={options.sync}: no gradients are sent: docs/synchronisation.md says what is")
         return 1
     if options.schedule == "tree" or "." in options.schedule:
-        _say(f"comm.schedule={options.schedule}: the messages of a tree, or of your own transport, are not known")
+        print(f"comm.schedule={options.schedule}: the messages of a tree, or of your own transport, are not known")
         return 1
     model = _model(config)
     params = [p for p in model.parameters() if p.requires_grad]
@@ -60,7 +60,7 @@ def main(config: dict[str, Any]) -> int:
     except StoreError as error:
         found, problem = None, str(error)
     if found is None:
-        _say(f"measuring messages: {problem}")
+        print(f"measuring messages: {problem}")
         return 1
     costs, candidates = Costs(**found), [options.transport()]
     if options.schedule == "auto" and candidates[0] in SCHEDULES and not options.reproducible:
@@ -68,20 +68,16 @@ def main(config: dict[str, Any]) -> int:
     prices = _prices(config, options, job, costs, candidates)
     chosen = choose({name: prices[name].seconds for name in candidates}, candidates[0])
     source = "measured by" if processes == workers else "computed from the messages of"
-    _say(
+    print(
         f"{chosen}, {workers} workers: {sum(buckets) / 1e6:.3f} M parameters in {len(buckets)} "
         f"bucket{'s' * (len(buckets) > 1)}; {source} {processes} processes of this machine, in {costs.probe_s:.2f} s",
     )
     if devices.count():
-        _say("These are messages between CPUs, over gloo: the times say nothing of this machine's GPUs.")
+        print("These are messages between CPUs, over gloo: the times say nothing of this machine's GPUs.")
     _print_operations(prices[chosen])
     for name, each in prices.items():
-        _say(f"{name:<15}{1e3 * each.seconds:10.3f} ms a step, if backward hides none of it")
+        print(f"{name:<15}{1e3 * each.seconds:10.3f} ms a step, if backward hides none of it")
     return 0
-
-
-def _say(text: str) -> None:
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _model(config: Mapping[str, Any]) -> torch.nn.Module:

@@ -17,7 +17,7 @@ from elastic_job import is_alive, wait_until
 from kfuse.cli.app import main
 from kfuse.comm.settings import CommOptions
 from kfuse.tools.doctor import command as doctor
-from kfuse.tools.doctor import machine, self_test
+from kfuse.tools.doctor import self_test
 
 BAD_TRANSPORTS = """
 import os, signal, time
@@ -84,7 +84,7 @@ def test_this_machine_is_well_and_the_overrides_choose_what_is_tried(tmp_path: P
 def no_kernels(bad_transports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-test runs beside the bad transports, and without the process for the kernels."""
     monkeypatch.chdir(bad_transports)
-    monkeypatch.setattr(machine, "version", lambda package: None)
+    monkeypatch.setattr(doctor, "version", lambda package: None)
 
 
 @pytest.mark.full
@@ -136,13 +136,13 @@ def test_its_processes_die_with_it() -> None:
 
 def test_what_triton_needs_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    assert machine.compiler().found.startswith(f"no {tmp_path}/Python.h")
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    assert doctor.compiler().found.startswith(f"no {tmp_path}/Python.h")
     (tmp_path / "Python.h").write_text("")
-    assert machine.compiler().status == "ok"
+    assert doctor.compiler().status == "ok"
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine.compiler().status == "fail" and machine.compiler().remedy
+    assert doctor.compiler().status == "fail" and doctor.compiler().remedy
 
 
 H100 = {"name": "NVIDIA H100", "capability": "9.0", "memory_gib": 79.2, "free_gib": 78.5}
@@ -162,8 +162,8 @@ def test_lines_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (answer(H100, peers=[]), None, {"GPUs": "fail", "NCCL": "ok"}),
         (None, "3.6.0", {"GPUs": "fail"}),
     ):
-        monkeypatch.setattr(machine, "version", lambda package, triton=triton: triton)
-        found = list(machine.gpu_lines(devices, "no answer within 40 s"))
+        monkeypatch.setattr(doctor, "version", lambda package, triton=triton: triton)
+        found = list(doctor.gpu_lines(devices, "no answer within 40 s"))
         assert {line.name: line.status for line in found} == expected
         assert all(bool(line.remedy) == (line.status != "ok") for line in found)
 

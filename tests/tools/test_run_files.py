@@ -132,7 +132,6 @@ def test_damaged_configurations_are_refused(run: Path, tmp_path: Path, capsys: C
         file.write_text(f"\n{text}".replace(f"\n{old}\n", f"\n{new}\n", 1)[1:])
         for name in names:
             refused(given[name], f"{file}: {said}", capsys)
-    for other in ("", "[]", "x", "\xff"):
-        file.write_text(other, encoding="latin-1")
-        for words in given.values():
-            refused(words, f"{file}: ", capsys)
+    file.write_bytes(b"\xff")
+    for words in given.values():
+        refused(words, f"{file}: ", capsys)

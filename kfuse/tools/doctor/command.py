@@ -7,17 +7,37 @@ between processes) is tried in processes of their own (`self_test`), which have 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from kfuse.comm.settings import CommOptions
 from kfuse.settings.tree import flat
-from kfuse.tools.doctor import machine
-from kfuse.tools.doctor.machine import Line
 from kfuse.tools.doctor.processes import TIMEOUT_S, StoreError, ranks, started
+from kfuse.version import __version__
+
+LEAST_SHM_GIB = 1.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the report."""
+
+    name: str
+    status: str  # ok, warn or fail
+    found: str
+    remedy: str = ""  # what to do
+
 
 USAGE = """\
 kfuse doctor [override ...]
@@ -43,15 +63,15 @@ def main(config: dict[str, Any]) -> int:
 def lines(config: dict[str, Any]) -> Iterator[Line]:
     """The report, line by line, as each is known. Raises ValueError for communication options that do not fit."""
     options = CommOptions.of(flat(config))
-    yield machine.size()
-    yield machine.versions()
+    yield size()
+    yield versions()
     with started("devices", {}) as result:
         devices, problem = result()
     gpus = len(devices["gpus"]) if devices else 0
-    yield from machine.gpu_lines(devices, problem)
+    yield from gpu_lines(devices, problem)
     if gpus:
-        yield machine.compiler()
-    yield machine.shared_memory(config["data"]["workers"])
+        yield compiler()
+    yield shared_memory(config["data"]["workers"])
     yield _transport(options, gpus)
     if options.schedule == "symmetric" and gpus < 2:  # the line transport says so
         options = replace(options, schedule="auto")
@@ -77,7 +97,7 @@ def _self_test(settings: dict[str, Any], gpus: int) -> Iterator[Line]:
         except StoreError as error:
             yield Line("reduction", "fail", str(error), "The loopback interface must be up: ip link set lo up.")
             return
-        by_triton = gpus > 0 or machine.version("triton") is not None
+        by_triton = gpus > 0 or version("triton") is not None
         if by_triton:
             environment = {} if gpus else {"TRITON_INTERPRET": "1"}
             where = {"device": "cuda:0" if gpus else "cpu"}
@@ -123,3 +143,99 @@ def _kernels(found: Mapping[str, str | None] | None, problem: str | None, gpus: 
         remedy = "Compare the version of Triton with the one that this torch needs (pip check)."
         return Line("kernels", "fail", f"{where}: {'; '.join(wrong)}", remedy)
     return Line("kernels", "ok", f"{', '.join(found)} {where}: as their PyTorch implementations")
+
+
+def size() -> Line:
+    """Returns the cores and memory that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return Line("machine", "ok", f"{cores} cores, {memory:.1f} GiB of memory, {platform.platform()}")
+
+
+def versions() -> Line:
+    """Returns the versions of kfuse, Python, torch and Triton."""
+    found = f"kfuse {__version__}, Python {platform.python_version()}, torch {torch.__version__}, triton "
+    found += version("triton") or "not installed"
+    return Line("versions", "ok", found)
+
+
+def version(package: str) -> str | None:
+    """Returns the installed version of a package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def gpu_lines(devices: Mapping[str, Any] | None, problem: str | None) -> Iterator[Line]:
+    """Yields the lines of GPUs, the links between them, and NCCL.
+
+    devices: what `self_test.devices` returned. problem: one line, where it returned nothing.
+    """
+    if devices is None:
+        remedy = "Run nvidia-smi: if it fails or hangs too, the driver must be loaded anew (or the machine restarted)."
+        yield Line("GPUs", "fail", str(problem), remedy)
+        return
+    gpus = devices["gpus"]
+    if not gpus:
+        yield _no_gpu(torch.version.cuda or torch.version.hip)
+        return
+    kinds = [f"{gpu['name']} (compute capability {gpu['capability']}, {gpu['memory_gib']:g} GiB)" for gpu in gpus]
+    found = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+    found += "; free GiB: " + ", ".join(f"{gpu['free_gib']:g}" for gpu in gpus)
+    if version("triton") is None and torch.version.hip is None:
+        yield Line("GPUs", "fail", found, "pip install triton: the kernels need it.")
+    elif min(float(gpu["capability"]) for gpu in gpus) < 8.0 and torch.version.hip is None:
+        yield Line("GPUs", "warn", found, "The kernels are compiled and tested for compute capability 8.0 and later.")
+    else:
+        yield Line("GPUs", "ok", found)
+    pairs = [[i, j] for i in range(len(gpus)) for j in range(i + 1, len(gpus))]
+    if pairs:
+        missing = ", ".join(f"{i}-{j}" for i, j in pairs if [i, j] not in devices["peers"])
+        remedy = f"Messages between GPUs {missing} go through host memory; in a virtual machine see ACS and IOMMU."
+        found = f"{len(devices['peers'])} of {len(pairs)} pairs have peer access; nvidia-smi topo -m shows their links"
+        yield Line("links", "warn" if missing else "ok", found, remedy if missing else "")
+    if devices["nccl_problem"] is not None:
+        remedy = "Run again with NCCL_DEBUG=INFO; in a container give it --shm-size=8g or --ipc=host."
+        yield Line("NCCL", "fail", devices["nccl_problem"], remedy)
+    else:
+        yield Line("NCCL", "ok", f"NCCL {devices['nccl']}, a group starts on GPU 0")
+
+
+def _no_gpu(built_for: str | None) -> Line:
+    found, hidden = "no GPU: the CPU path, gloo", os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None or not (Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()):
+        return Line("GPUs", "ok", f"{found} (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else found)
+    if built_for is None:
+        remedy = "Install torch's build for GPUs: https://pytorch.org/get-started/locally"
+        return Line("GPUs", "warn", f"{found}; this machine has a GPU, and this torch is built for CPUs only", remedy)
+    remedy = f"Its driver must support CUDA {built_for}: compare with the version that nvidia-smi shows."
+    return Line("GPUs", "fail", "this machine has a GPU, and torch cannot use it", remedy)
+
+
+def compiler() -> Line:
+    """Looks for what Triton compiles its launchers with: $CC, gcc or clang, and Python.h (triton/runtime/build.py)."""
+    cc = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    scheme = sysconfig.get_default_scheme()
+    header = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"], "Python.h")
+    if cc is None:
+        remedy = "Install one: apt install gcc (or conda install gcc), or name one in $CC."
+        return Line("compiler", "fail", "no C compiler: Triton compiles no kernel without", remedy)
+    if not header.exists():
+        name = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        remedy = f"Install Python's headers: apt install {name} (or use a Python of conda or uv, which have them)."
+        return Line("compiler", "fail", f"no {header}: Triton compiles no kernel without", remedy)
+    return Line("compiler", "ok", f"{cc}, with {header}")
+
+
+def shared_memory(loaders: int) -> Line:
+    """Checks /dev/shm, by which loader processes hand over samples, and gloo and NCCL messages on one machine."""
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return Line("shared memory", "warn", f"/dev/shm: {error.strerror}", "Mount a tmpfs there.")
+    free = usage.free / 2**30
+    found = f"/dev/shm has {usage.total / 2**30:.1f} GiB, {free:.1f} free (data.workers={loaders})"
+    if free < LEAST_SHM_GIB:
+        return Line("shared memory", "warn", found, "In a container: --shm-size=8g, or --ipc=host.")
+    return Line("shared memory", "ok", found)

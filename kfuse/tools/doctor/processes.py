@@ -19,12 +19,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from kfuse.elastic import protocol
 from kfuse.elastic.launchers.local import signal_at_parent_end
 
-LIMIT_S = 40.0
-"""How long each process of the self-test may take. On an idle machine all together take under 15 s."""
-TIMEOUT_S = 20.0
-"""How long one rank of the self-test waits for the others."""
-_KILL_S = 5.0
-"""How long a killed process is waited for."""
+LIMIT_S = 40.0  # of each process of the self-test; on an idle machine all together take under 15 s
+TIMEOUT_S = 20.0  # of one rank that waits for the others
+_KILL_S = 5.0  # of a killed process
 
 Result = Callable[[], tuple[Any, str | None]]
 """Waits for a process, `LIMIT_S` after its start at most. Returns what it found and None, or None and one line that

@@ -29,12 +29,9 @@ from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import MicroBatch, StepPlan
 from kfuse.tools.doctor.kernel_checks import CHECKS, check
 
-SAMPLES = (3, 5, 2, 4, 1)
-"""Samples of each micro-batch of the reduction. Rank 0 has the first three micro-batches, rank 1 the others."""
-SHAPES = ((1000, 7), (257,), (64, 300), (1,))
-"""Shapes of the parameters whose gradients are reduced."""
-BUCKET_MB = 0.05
-"""Bucket size that makes several buckets of them."""
+SAMPLES = (3, 5, 2, 4, 1)  # of each micro-batch of the reduction; rank 0 has the first three, rank 1 the others
+SHAPES = ((1000, 7), (257,), (64, 300), (1,))  # of the parameters whose gradients are reduced
+BUCKET_MB = 0.05  # makes several buckets of them
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 """Largest error of a mean gradient, relative to its largest element. bf16: each contribution has 8 significant bits."""
 _BUDGET_S = 1.0
