@@ -83,11 +83,11 @@ class Watched(Chaos):
 
 def held_bytes() -> int:
     """Of the optimizer's state tensors, and of snapshots with the parameters in them."""
-    from kfuse.train import snapshots
+    from kfuse.train import state
 
     found = gc.get_objects()
     total = sum(t.nbytes for flat in found if type(flat) is Part for t in flat.tensors.values())
-    for each in (each for each in found if type(each) is snapshots._Snapshot):
+    for each in (each for each in found if type(each) is state._Snapshot):
         total += sum(t.nbytes for parts in each.shards for part in parts for t in part.tensors.values())
         total += sum(t.nbytes for t in each.common["model"].values())
     return total

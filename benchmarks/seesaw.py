@@ -37,7 +37,7 @@ from rich.table import Table
 
 from kfuse.policies import SeesawPolicy
 from kfuse.policies.signals import BATCH_MAX, DECISION_LAG, Bounds, Signals
-from kfuse.train.lr_schedule import gain
+from kfuse.train.learning_rate import gain
 
 H = np.arange(1, 101) ** -1.5
 RATES = [2.0 ** (k / 2) for k in range(-18, 5)]

@@ -25,7 +25,7 @@ import kfuse as kf
 from kfuse import policies
 from kfuse.comm.settings import CommOptions
 from kfuse.data import EpochSampler
-from kfuse.train.lr_schedule import LRSchedule
+from kfuse.train.learning_rate import LRSchedule
 
 EVALUATIONS = 20
 """In a run, at equal intervals of samples."""

@@ -1,21 +1,27 @@
-"""A list of tensors as one sequence of bytes, cut into chunks of bounded size, for messages and for copies to the host.
+"""A list of tensors as one sequence of bytes, cut into chunks of bounded size, for messages and for copies to the host;
+and nested structures of tensors that one worker sends to others so.
 
 A large tensor's chunks are parts of its own memory, so nothing is copied on the way. Small tensors share a chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import io
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kfuse.comm.buckets import dense_order
+from kfuse.comm.group import Group
 
 CHUNK_BYTES = 32 * 2**20
 """Largest size of a chunk. At 32 MiB a message's or a copy's fixed cost (tens of microseconds) is below 1 %."""
 _ALIGN = 64  # bytes: any type of element may start there
+_TRANSFER = "state of the most advanced worker"
+_PLAIN = frozenset((type(None), bool, int, float, str))
 
 
 class Part(NamedTuple):
@@ -110,3 +116,158 @@ def _places(chunk: Chunk, buffer: Tensor) -> list[Tensor]:
 
 def _sources(memories: Sequence[Tensor], chunk: Chunk) -> list[Tensor]:
     return [memories[part.tensor][part.start : part.end] for part in chunk.parts]
+
+
+# -- from one worker to others ----------------------------------------------------------------------------------------
+
+
+def share(group: Group, source: int, make: Callable[[], Any], room: Callable[[Any], Any] | None) -> Any:
+    """Sends what `make` returns on rank `source` to the ranks that want it. Every rank calls it.
+
+    1) The structure travels pickled: plain values, and each tensor's shape, strides and dtype.
+    2) The tensors follow in chunks, each a broadcast: from the source's own memory to the receiver's
+       own, large ones without a copy. No rank needs more than one chunk of memory besides.
+
+    room: None on a rank that does not receive, whose own tensors are not touched. On one that does: room(structure)
+    returns the tensors to be overwritten, in a structure like the one given; where one is missing there or does not
+    fit, a new one is made. It is called before the first byte arrives; from then on these tensors hold parts of both
+    states, until all has arrived. Where it returns None all tensors are new, and in the host's memory.
+
+    Returns on a receiver what `make` returned there, with this rank's tensors: in room's, those of the host on the
+    host, all others on the group's device. None on the others. Raises CommError.
+    """
+    payload, tensors, received = b"", list[Tensor](), None
+    if group.rank == source:
+        structure, descriptions, tensors = _take_apart(make())
+        host = [tensor.device.type == "cpu" != group.device.type for tensor in tensors]
+        buffer = io.BytesIO()
+        torch.save([structure, descriptions, host], buffer)
+        payload = buffer.getvalue()
+    payload = _share_bytes(group, source, payload)
+    if group.rank != source:
+        structure, descriptions, host = decode(payload, group.device)
+        if room is not None:
+            own = room(structure)
+            where = [torch.device("cpu") if own is None or on_host else group.device for on_host in host]
+            received, tensors = _put_in_place(structure, own, descriptions, where)
+    _share_tensors(group, source, [description.nbytes for description in descriptions], tensors)
+    return received
+
+
+def _share_bytes(group: Group, source: int, payload: bytes) -> bytes:
+    length = torch.tensor([len(payload)], device=group.device)
+    group.broadcast(length, _TRANSFER, source).wait()
+    message = torch.empty(int(length), dtype=torch.uint8, device=group.device)
+    if group.rank == source:
+        message.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    group.broadcast(message, _TRANSFER, source).wait()
+    return message.cpu().numpy().tobytes()
+
+
+def _take_apart(value: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
+    """`value` with a description (a tensor on the meta device) in each tensor's place; descriptions; the tensors.
+
+    Two tensors that are the same memory, as of tied weights, are one in the lists.
+    """
+    tensors: list[Tensor] = []
+    descriptions: list[Tensor] = []
+    described: dict[object, Tensor] = {}
+
+    def describe(tensor: Tensor, _: Any) -> Tensor:
+        tensor = tensor.detach()
+        key = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and key in described:
+            return described[key]
+        tensor = dense(tensor)
+        description = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        tensors.append(tensor)
+        descriptions.append(description)
+        described[key] = description
+        return description
+
+    return _replace_tensors(value, describe), descriptions, tensors
+
+
+def _put_in_place(
+    structure: Any, own: Any, descriptions: list[Tensor], devices: list[torch.device]
+) -> tuple[Any, list[Tensor]]:
+    """The structure with this rank's tensors, `own` where they fit and else new ones on `devices`; the list of them."""
+    numbers = {id(description): number for number, description in enumerate(descriptions)}
+    tensors: dict[int, Tensor] = {}
+
+    def place(description: Tensor, mine: Any) -> Tensor:
+        number = numbers[id(description)]
+        if number not in tensors:
+            where = devices[number]
+            if isinstance(mine, Tensor) and mine.device == where and _alike(mine, description):
+                tensors[number] = mine.detach()
+            else:
+                shape, strides = description.shape, description.stride()
+                tensors[number] = torch.empty_strided(shape, strides, dtype=description.dtype, device=where)
+        return tensors[number]
+
+    placed = _replace_tensors(structure, place, own)
+    return placed, [tensors[number] for number in range(len(numbers))]
+
+
+def _alike(tensor: Tensor, other: Tensor) -> bool:
+    """Whether its memory can take the described tensor's bytes."""
+    same = tensor.shape == other.shape and tensor.stride() == other.stride() and tensor.dtype == other.dtype
+    return same and memory(tensor) is not None
+
+
+def _share_tensors(group: Group, source: int, sizes: list[int], tensors: list[Tensor]) -> None:
+    """Broadcasts the source's tensors, chunk by chunk. sizes: their bytes. tensors: empty on a rank that takes none."""
+    memories = [view for tensor in tensors if (view := memory(tensor)) is not None]
+    chunks = cut(sizes)
+    staging: Tensor | None = None
+    for chunk in chunks:
+        first = chunk.parts[0]
+        message = memories[first.tensor][first.start : first.end] if memories else None
+        staged = message is None or len(chunk.parts) > 1 or message.device != group.device
+        if staged:
+            if staging is None:
+                most = max(each.size for each in chunks)
+                staging = torch.empty(most, dtype=torch.uint8, device=group.device)
+            message = staging[: chunk.size]
+            if group.rank == source:
+                gather(memories, chunk, message)
+        assert message is not None
+        group.broadcast(message, _TRANSFER, source).wait()
+        if staged and memories and group.rank != source:
+            scatter(message, chunk, memories)
+
+
+def _replace_tensors(value: Any, act: Callable[[Tensor, Any], Any], beside: Any = None) -> Any:
+    """A copy of `value`, of nested lists, tuples and dictionaries, with act(tensor, other) in each tensor's place.
+
+    other: what `beside`, a structure like `value`, has in that place; None where it has nothing. Tensors that have no
+    dense memory by their kind (sparse, quantized, of a subclass) and all other values stay.
+    """
+    if isinstance(value, Tensor):
+        plain = type(value.detach()) is Tensor and value.layout is torch.strided and not value.is_quantized
+        return act(value, beside) if plain else value
+    if type(value) in (list, tuple):
+        if _PLAIN.issuperset(map(type, value)):  # a list of numbers may be long
+            return value
+        others = beside if type(beside) is type(value) and len(beside) == len(value) else [None] * len(value)
+        return type(value)(_replace_tensors(item, act, other) for item, other in zip(value, others, strict=True))
+    if type(value) in (dict, OrderedDict):
+        others = beside if isinstance(beside, dict) else {}
+        copy = type(value)((key, _replace_tensors(item, act, others.get(key))) for key, item in value.items())
+        if isinstance(copy, OrderedDict):  # a module's state dict has its version numbers in an attribute
+            vars(copy).update(vars(value))
+        return copy
+    return value
+
+
+def decode(payload: bytes, device: torch.device) -> Any:
+    """Decodes a pickled structure. Tensors in it, of kinds that do not travel in chunks (sparse ones), that were on a
+    GPU are put on `device`; those of the host stay there. Raises pickle.UnpicklingError for what could run code.
+    """
+    move: Any = torch.serialization.default_restore_location
+
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else move(storage, str(device))
+
+    return torch.load(io.BytesIO(payload), map_location=place, weights_only=True)

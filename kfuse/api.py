@@ -224,13 +224,13 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     It must have the same model, optimizer, policy and scheduler. Where it resumes from a checkpoint, that one counts.
     Raises RuntimeError once training has begun, TypeError for what is no state, ValueError for another program's.
     """
-    from kfuse.train import running
+    from kfuse.train import context
 
-    running.load_state_dict(state)
+    context.load_state_dict(state)
 
 
 def _running() -> Trainer | None:
-    from kfuse.train.running import newest  # only where there is, or may be, a training loop
+    from kfuse.train.context import newest  # only where there is, or may be, a training loop
 
     return newest()
 

@@ -242,7 +242,6 @@ class Chaos(BasePolicy):
         from kfuse.comm.transports.all_to_all import AllToAll, TwoWorkers
         from kfuse.optim import base, sharding
         from kfuse.train import audit, evaluation, trainer
-        from kfuse.train import state as training_state
 
         def nothing(*_: Any, **__: Any) -> None: ...
 
@@ -304,7 +303,7 @@ class Chaos(BasePolicy):
         before(audit.Audit, "_gather", digests, here("audited"))
         before(evaluation, "evaluate", here("evaluation"), here("evaluated"))
         before(_HashedFile, "sync", here("checkpoint_write"))
-        before(training_state, "share", share, shared)
+        before(chunks, "share", share, shared)
         if self._chunk_bytes is not None:
             chunks.CHUNK_BYTES = self._chunk_bytes
         before(rendezvous, "form_group", form)

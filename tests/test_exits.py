@@ -12,7 +12,7 @@ from elastic_job import run_job, words
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.train.running import exits_are_errors
+from kfuse.train.context import exits_are_errors
 
 JOB = words(
     "model._target_=test_exits.Net data=digits policy=none batch.size=32 batch.micro=8 train.steps=12",

@@ -14,7 +14,7 @@ from problems import network, problem
 import kfuse as kf
 from kfuse.data.fetching import micro_batch_sizes
 from kfuse.policies import SchedulePolicy
-from kfuse.train.settings import Settings
+from kfuse.train.context import Settings
 
 
 def settings(batch_size: int, micro_batch: int, most: int | None) -> Settings:

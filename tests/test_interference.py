@@ -16,7 +16,7 @@ import kfuse as kf
 from kfuse.comm.group import Group
 from kfuse.comm.measurement import AS_BEFORE, REFERENCE, SLOW, SLOWER, UNKNOWN, WINDOW, Voter, verdict
 from kfuse.comm.transports import AllReduce
-from kfuse.train.reporter import Reporter
+from kfuse.train.output import Reporter
 
 
 def votes(seconds: Sequence[float]) -> list[float]:

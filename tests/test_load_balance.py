@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfuse.data import worker_range
-from kfuse.train.load_balance import SLOW, WARM, Throughput, measured, relative_throughput, shares, stragglers
+from kfuse.train.step import SLOW, WARM, Throughput, measured, relative_throughput, shares, stragglers
 
 pytestmark = pytest.mark.full
 

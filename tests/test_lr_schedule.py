@@ -17,7 +17,7 @@ from problems import Seen, network, problem
 import kfuse as kf
 from kfuse.settings import rules
 from kfuse.settings.tree import AT_SHELL
-from kfuse.train.lr_schedule import LRSchedule, gain
+from kfuse.train.learning_rate import LRSchedule, gain
 
 batch = st.integers(1, 1 << 20)
 moment = st.one_of(st.none(), st.floats(-1e12, 1e12))

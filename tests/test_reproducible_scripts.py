@@ -14,7 +14,7 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.train import state as training_state
+from kfuse.comm import chunks
 
 
 class Augmented(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -165,7 +165,7 @@ def test_a_state_is_loaded_onto_the_receivers_device() -> None:
         patch.object(torch, "load", return_value={}) as load,
         patch.object(torch.serialization, "default_restore_location") as restore,
     ):
-        training_state.decode(b"", torch.device("cuda", 3))
+        chunks.decode(b"", torch.device("cuda", 3))
         place = load.call_args.kwargs["map_location"]
         storage = torch.zeros(1).untyped_storage()
         assert place(storage, "cpu") is storage and not restore.called

@@ -21,10 +21,9 @@ from kfuse.comm.group import CommError
 from kfuse.comm.tail import digest_from_slots, digest_slots
 from kfuse.data import as_dataset
 from kfuse.session import current
-from kfuse.train.context import TrainContext
+from kfuse.train.context import Settings, TrainContext
 from kfuse.train.evaluation import params_sha256
 from kfuse.train.loss import Objective
-from kfuse.train.settings import Settings
 from kfuse.train.trainer import Trainer
 
 

@@ -23,7 +23,6 @@ from kfuse.comm import chunks
 from kfuse.comm.chunks import cut, gather, memory, scatter
 from kfuse.comm.group import Group
 from kfuse.session import current
-from kfuse.train import state as training_state
 from kfuse.train.state import TrainingState
 
 # -- chunks --------------------------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ def receive_odd_state() -> Any:
     torch.manual_seed(7)
     receives = group.rank == 2
     with patch.object(chunks, "CHUNK_BYTES", 256):
-        return training_state.share(group, 1, odd_state, (lambda structure: {}) if receives else None)
+        return chunks.share(group, 1, odd_state, (lambda structure: {}) if receives else None)
 
 
 def test_every_kind_of_value_arrives() -> None:
@@ -147,14 +146,14 @@ def test_every_kind_of_value_arrives() -> None:
 def test_tensors_land_on_the_receivers_device_and_those_of_the_host_on_the_host() -> None:
     """The meta device stands for the receiver's GPU."""
     gpu = torch.device("meta")
-    structure, descriptions, tensors = training_state._take_apart({"moment": torch.zeros(4), "count": torch.zeros(3)})
+    structure, descriptions, tensors = chunks._take_apart({"moment": torch.zeros(4), "count": torch.zeros(3)})
     assert len(tensors) == 2
     own = {"moment": torch.zeros(4, device="meta"), "count": torch.zeros(3)}
-    placed, listed = training_state._put_in_place(structure, own, descriptions, [gpu, torch.device("cpu")])
+    placed, listed = chunks._put_in_place(structure, own, descriptions, [gpu, torch.device("cpu")])
     assert placed["moment"].device.type == "meta" and placed["count"].data_ptr() == own["count"].data_ptr()
     assert [t.device.type for t in listed] == ["meta", "cpu"]
     other = {"moment": torch.zeros(4)}
-    placed, _ = training_state._put_in_place(structure, other, descriptions, [gpu, torch.device("cpu")])
+    placed, _ = chunks._put_in_place(structure, other, descriptions, [gpu, torch.device("cpu")])
     assert placed["moment"].device.type == "meta" and placed["count"].device.type == "cpu"
 
 
@@ -203,7 +202,7 @@ def transfer(fused: bool) -> dict[str, Any]:
 
     room = state.room_for if group.rank == 1 else None
     with patch.object(chunks, "CHUNK_BYTES", LIMIT), patch.object(type(group), "broadcast", count):
-        received = training_state.share(group, 0, state.capture, room)
+        received = chunks.share(group, 0, state.capture, room)
         if received is not None:
             state.restore(received)
     own = [p for p in net.parameters() if p.nbytes >= LIMIT]
@@ -260,7 +259,7 @@ def lost_in_the_middle(directory: str, message: int) -> None:
 
     with patch.object(chunks, "CHUNK_BYTES", 1024), patch.object(type(group), "broadcast", count):
         try:
-            training_state.share(group, 0, state.capture, room if group.rank == 1 else None)
+            chunks.share(group, 0, state.capture, room if group.rank == 1 else None)
         except kf.CommError:
             values = net.weight.unique().tolist()
             Path(directory, str(group.rank)).write_text(f"{values} {bool(began)}")

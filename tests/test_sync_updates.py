@@ -17,7 +17,7 @@ from kfuse.comm import tail
 from kfuse.comm.step import StepPlan
 from kfuse.optim.scaling import NonfiniteWarning
 from kfuse.statistics.step_stats import Statistics
-from kfuse.train import load_balance
+from kfuse.train import step as train_step
 
 DIM, START = 40, 30.0
 WORKERS = 3
@@ -67,7 +67,7 @@ def trained(
     options: dict[str, Any], optimizer: str, samples: int, modes: dict[int, str], arguments: dict[str, Any]
 ) -> tuple[Any, ...]:
     """What this worker had: `Watching`'s notes, and the result."""
-    load_balance.shares = lambda relative: None  # type: ignore[assignment]  # also where the machine is busy
+    train_step.shares = lambda relative: None  # type: ignore[assignment]  # also where the machine is busy
     kf.init(**options)
     model = Point()
     opt = OPTIMIZERS[optimizer][0](model.parameters())

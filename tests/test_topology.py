@@ -41,7 +41,7 @@ from kfuse.comm.topology import (
     spanning_tree,
 )
 from kfuse.observe.run_dir import RunDirectory
-from kfuse.train.reporter import Reporter
+from kfuse.train.output import Reporter
 
 Times = list[list[float]]
 

@@ -67,7 +67,7 @@ def validate(cfg: DictConfig) -> bool:
     # What needs no class was checked before: the following imports torch, which takes a second.
     from kfuse.cli import classes
     from kfuse.elastic.launchers import TorchrunLauncher
-    from kfuse.train.settings import Settings
+    from kfuse.train.context import Settings
 
     classes.check_transport(settings["comm_schedule"])
     optimizer = classes.check_optimizer(config["optimizer"], settings["lr_base"])

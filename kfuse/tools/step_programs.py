@@ -25,7 +25,7 @@ from kfuse.settings import instantiate
 from kfuse.settings.instantiate import class_arguments
 from kfuse.settings.tree import flat
 from kfuse.tools.doctor.processes import TIMEOUT_S, StoreError, ranks
-from kfuse.train.precision import cast_parameters
+from kfuse.train.loss import cast_parameters
 
 USAGE = """\
 kfuse schedule [override ...]

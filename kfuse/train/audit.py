@@ -33,7 +33,7 @@ from kfuse.comm.group import Group
 from kfuse.data.fetching import random_key
 from kfuse.data.sources import IterableStream
 from kfuse.train.context import TrainContext
-from kfuse.train.precision import Forward
+from kfuse.train.loss import Forward
 from kfuse.train.step import Step, StepSamples, generators_restored
 
 _LOG = logging.getLogger("kfuse")

@@ -17,10 +17,9 @@ from kfuse.session import current
 from kfuse.settings import instantiate
 from kfuse.settings.instantiate import class_arguments
 from kfuse.settings.tree import WORKERS_MAX, flat
-from kfuse.train.context import TrainContext
+from kfuse.train.context import Settings, TrainContext
+from kfuse.train.loss import cast_parameters
 from kfuse.train.output import log_remarks
-from kfuse.train.precision import cast_parameters
-from kfuse.train.settings import Settings
 from kfuse.train.trainer import Trainer
 
 

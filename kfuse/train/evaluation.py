@@ -16,8 +16,7 @@ from kfuse.data import Dataset
 from kfuse.data.dataset import describe, to_device
 from kfuse.data.fetching import random_key, seed_host
 from kfuse.train.context import TrainContext
-from kfuse.train.loss import Metric, Objective, Outcome
-from kfuse.train.precision import forward
+from kfuse.train.loss import Metric, Objective, Outcome, forward
 from kfuse.train.step import generators_restored, seed_forward
 from kfuse.train.synchronisation import Synchronisation
 

@@ -15,11 +15,10 @@ from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.settings.tree import LoopSettings, TrainSettings, resolved
-from kfuse.train.context import TrainContext
+from kfuse.train.context import Settings, TrainContext
+from kfuse.train.learning_rate import Interval, UserSchedule, has_scheduler
 from kfuse.train.loss import LossFunction, Metric, Objective, StepFunction, WeightFunction
-from kfuse.train.lr_schedule import Interval, UserSchedule, has_scheduler
 from kfuse.train.output import Output, log_remarks
-from kfuse.train.settings import Settings
 from kfuse.train.step import Step
 from kfuse.train.trainer import Trainer
 

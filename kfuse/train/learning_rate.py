@@ -1,11 +1,24 @@
-"""A training's learning rate: the factors of the schedule, of the batch size and of decisions, on the user's rate."""
+"""A training's learning rate, and the factor by which kfuse multiplies the user's.
+
+    factor = min(warm-up, decay) * gain(batch size, statistics) * the policies' lr_scale
+
+The rate itself, group["lr"], is the user's: set by hand, by the configuration's lr.base, or by a torch scheduler, which
+`UserSchedule` steps.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from kfuse.optim import DistributedOptimizer
 from kfuse.policies.signals import FP32_MAX, FP32_MIN, FP32_RANGE
-from kfuse.train.context import TrainContext
+
+if TYPE_CHECKING:
+    from kfuse.train.context import TrainContext
 
 
 class LearningRate:
@@ -84,3 +97,139 @@ class LearningRate:
         if self._schedule.total is None:
             return None
         return self._schedule.done(self._progress.counted(self._settings, self._progress.step + 1), samples)
+
+
+Interval = Literal["step", "epoch"]
+
+
+def gain(
+    scaling: str,
+    batch_size: int,
+    base_batch_size: int,
+    mean_grad_sq: float | None = None,
+    mean_grad_variance: float | None = None,
+) -> float:
+    """The factor by which a batch of `batch_size` may raise the learning rate tuned at `base_batch_size`.
+
+    With s = batch_size / base_batch_size: none is 1, linear s (Goyal et al. 2017), sqrt the root of s, and adascale the
+    gain ratio of Johnson et al. 2020, which lies between 1 and s:
+
+        r = (sigma2 + mu2) / (sigma2 / s + mu2),   sigma2 = S / base_batch_size,   mu2 = G2
+
+    from the running means of S and G2; a negative one counts as zero. While they are unknown, or both zero, r is the
+    smallest it could be: min(1, s).
+    """
+    ratio = batch_size / base_batch_size
+    if scaling == "linear":
+        return ratio
+    if scaling == "sqrt":
+        return math.sqrt(ratio)
+    if scaling == "none":
+        return 1.0
+    smallest, largest = min(1.0, ratio), max(1.0, ratio)
+    if mean_grad_sq is None or mean_grad_variance is None:
+        return smallest
+    sigma2, mu2 = max(mean_grad_variance, 0.0) / base_batch_size, max(mean_grad_sq, 0.0)
+    if not sigma2 + mu2 > 0:
+        return smallest
+    return min(max((sigma2 + mu2) / (sigma2 / ratio + mu2), smallest), largest)
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """A linear warm-up, the gain, and a decay that reaches zero when the run ends.
+
+    The warm-up follows `progress`, which counts steps of the base batch size. A step advances it by its samples over
+    base_batch_size; with adascale by its gain, since there a step is worth that many base steps (Johnson et al. 2020,
+    "scale-invariant iterations"), and the run ends once `progress` reaches `steps`. The decay follows `done`, the part
+    of the run that is over: so neither a changed batch size nor the scaling moves its end.
+
+    With w = warmup_steps over the planned steps, and d from 0 at `done` = w to 1 at the end of the run:
+
+        none, constant  1
+        cosine          (1 + cos(pi d)) / 2
+        linear          1 - d
+        wsd             1 until the last `decay_fraction` of the run, then 1 - sqrt(u), u from 0 to 1 over that part
+                        (warm-up, stable, decay: Hu et al. 2024, MiniCPM; the form of the decay: Haegele et al. 2024)
+
+    Where the batch changes during the warm-up, warm-up and decay may overlap: then the smaller factor counts.
+
+    base_batch_size: the batch size that the optimizer's learning rate is meant for; >= 1.
+    samples, steps: length of the run, whichever ends it first; None: not limited by it. A decay needs one of them.
+    """
+
+    scaling: str = "none"
+    warmup_steps: float = 0.0
+    decay: str = "none"
+    base_batch_size: int = 1
+    samples: float | None = None
+    steps: float | None = None
+    decay_fraction: float = 0.1
+
+    @property
+    def total(self) -> float | None:
+        """Steps of the base batch size in the whole run; None where its length is unknown."""
+        lengths = [None if self.samples is None else self.samples / self.base_batch_size, self.steps]
+        return min((length for length in lengths if length is not None), default=None)
+
+    def done(self, steps: float, samples: float) -> float:
+        """The part of the run that is over, in [0, 1]; 0 if its length is unknown. steps: with adascale progress."""
+        pairs = [(at, length) for at, length in ((steps, self.steps), (samples, self.samples)) if length is not None]
+        return min(1.0, max((at / length if length else 1.0 for at, length in pairs), default=0.0))
+
+    def shape(self, progress: float, done: float) -> float:
+        """Warm-up and decay in the step that starts at `progress`, when `done` of the run is over."""
+        warmup = (progress + 1) / self.warmup_steps if progress + 1 < self.warmup_steps else 1.0
+        return min(warmup, self._decay(done))
+
+    def gain(
+        self, batch_size: int, mean_grad_sq: float | None = None, mean_grad_variance: float | None = None
+    ) -> float:
+        """As `gain`, for this schedule's scaling and base batch size."""
+        return gain(self.scaling, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
+
+    def _decay(self, done: float) -> float:
+        """In [0, 1]."""
+        if self.decay in ("none", "constant") or self.total is None:
+            return 1.0
+        start = 1 - self.decay_fraction if self.decay == "wsd" else self.warmup_steps / self.total
+        part = min(max((done - start) / (1 - start), 0.0), 1.0)
+        if self.decay == "wsd":
+            return 1 - math.sqrt(part)
+        return 1 - part if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * part))
+
+
+class UserSchedule:
+    """Steps a torch scheduler after each optimizer step or epoch; a ReduceLROnPlateau after each evaluation, with the
+    held-out loss. It owns group["lr"]; kfuse multiplies by its own factor.
+    """
+
+    def __init__(self, scheduler: Any, interval: str, opt: DistributedOptimizer, evaluates: bool) -> None:
+        """evaluates: training has held-out data. Raises TypeError or ValueError for what cannot be stepped so."""
+        if not isinstance(scheduler, LRScheduler):
+            raise TypeError(f"scheduler={type(scheduler).__name__}: must be a torch.optim.lr_scheduler.LRScheduler")
+        if interval not in get_args(Interval):
+            raise ValueError(f"scheduler_interval={interval!r}: must be one of {', '.join(get_args(Interval))}")
+        if scheduler.optimizer not in (opt, getattr(opt, "inner", None)):
+            raise ValueError("scheduler: it belongs to another optimizer than the one given")
+        if isinstance(scheduler, ReduceLROnPlateau):
+            if not evaluates:
+                raise ValueError("scheduler=ReduceLROnPlateau: needs heldout= of kf.fit, whose loss it is stepped with")
+            interval = "evaluation"
+        self.scheduler: Any = scheduler
+        self.interval = interval
+
+    def after(self, interval: str, *metrics: float) -> None:
+        """Steps the scheduler if this is its interval: "step", "epoch", "evaluation" (metrics: the held-out loss)."""
+        if self.interval != interval:
+            return
+        # torch warns of a scheduler that steps before its optimizer. The optimizer may have stepped in another process,
+        # whose state this one has taken over.
+        setattr(self.scheduler.optimizer, "_opt_called", True)  # noqa: B010
+        self.scheduler.step(*metrics)
+
+
+def has_scheduler(opt: DistributedOptimizer) -> bool:
+    """Whether a torch scheduler was made for this optimizer. (Schedulers mark the optimizer's `step`.)"""
+    both = (opt, getattr(opt, "inner", None))
+    return any(hasattr(getattr(each, "step", None), "_wrapped_by_lr_sched") for each in both)

@@ -1,4 +1,4 @@
-"""What one training of a script leaves behind and shows: checkpoints, a run directory, a display, the model.
+"""What one training reports; and what a script leaves behind and shows: checkpoints, a run directory, the model.
 
 Under kfuse-run the supervisor keeps the job's run directory and display; else rank 0 keeps them here.
 """
@@ -9,20 +9,27 @@ import contextlib
 import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kfuse.checkpoint.manager import Checkpoints, SavedModel
-from kfuse.elastic.protocol import LOOP_LEFT
+from kfuse.elastic.protocol import LOOP_LEFT, View
 from kfuse.membership import Session
+from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
 from kfuse.session import current
 from kfuse.settings import rules
 from kfuse.settings.tree import ConfigError, by_key
+from kfuse.statistics.figures import METRICS, StepContext
+from kfuse.statistics.step_stats import StepStats
 
-if TYPE_CHECKING:  # used by a script that shows or records its training only
+if TYPE_CHECKING:
     from kfuse.observe.display import Display
     from kfuse.observe.recorder import Recorder
+    from kfuse.train.context import Settings
+    from kfuse.train.step import StepSamples
 
 _LOG = logging.getLogger("kfuse")
 
@@ -182,3 +189,128 @@ def log_remarks(remarks: Iterable[str]) -> None:
     if session.worker == 0:
         for remark in remarks:
             _LOG.warning("%s", remark)
+
+
+_OF_CONTEXT = {each.name for each in fields(StepContext)}
+_RECENT_STEPS = 128
+
+
+class Reporter:
+    """Every worker calls it in the same way; only rank 0's records are sent."""
+
+    def __init__(
+        self, session: Session, settings: Settings, samples_an_epoch: int | None, output: Output | None = None
+    ) -> None:
+        """samples_an_epoch: None for a stream. output: of a script, whose own files and display get the records too."""
+        self._session, self._settings, self._samples_an_epoch = session, settings, samples_an_epoch
+        self._keeper = output or session
+        self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
+        """The newest records, which a lost leader or supervisor may not have written: see `resend`."""
+        self._told: dict[str, Any] = {}
+        """Signals beside the columns, as records have told them so far; empty: the next record has all of them."""
+        self._told_before: dict[str, Any] = {}
+        """As `_told`, by the records that are older than the `recent` ones."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": list(self.recent), "told_before": self._told_before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.recent.clear()
+        self.recent.extend(state["recent"])
+        self._told_before = dict(state["told_before"])
+        self._told = {}  # here other steps were told
+
+    def _send(self, kind: str, data: dict[str, Any]) -> None:
+        if self._session.group.rank == 0:
+            self._keeper.report(kind, data)
+
+    def event(self, step: int, kind: str, **fields: Any) -> None:
+        """A line of events.jsonl: something that happened at this step."""
+        data = {"step": step, "kind": kind, **fields}
+        self._remember([("event", data)])
+        self._send("event", data)
+
+    def of_any_worker(self, event: dict[str, Any]) -> None:
+        """Reports an event of this worker alone, also where it is not rank 0."""
+        self._keeper.report("event", event)
+
+    def start(self, step: int, restarts: bool, goes_back: bool = False) -> None:
+        """Training begins; sends its planned length in samples and steps.
+
+        step: the first one that will be reported: from a checkpoint the one before the coming step, whose figures the
+        policy sees with the present workers and bounds. restarts: started anew, it would go on from its own
+        checkpoints. goes_back: it is under way, and goes on from an earlier step.
+        """
+        self._told = {}
+        epochs, steps = self._settings.train_epochs, self._settings.train_steps
+        total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
+        about = {"samples": total, "steps": steps, "step": step, "training": self._session.training}
+        self._send("start", {**about, "restarts": restarts, "goes_back": goes_back})
+
+    def view(self, step: int, view: View, regroup_s: float, transfer_s: float) -> None:
+        """A new view is active. regroup_s, transfer_s: seconds for forming the group, for sending the state."""
+        workers = [{"rank": r, "pid": m.pid, "host": m.host} for r, m in enumerate(view.members)]
+        data = {"step": step, "kind": "view", "generation": view.generation, "workers": workers, "reason": view.reason}
+        data |= {"pause_s": regroup_s + transfer_s, "regroup_s": regroup_s, "transfer_s": transfer_s}
+        self._send("event", data)
+
+    def step(self, stats: StepStats, context: StepContext, signals: Signals, samples: StepSamples | None) -> None:
+        """A finished step's figures. samples: those it used, if a ledger was asked for.
+
+        signals: what a policy sees of the step; what the columns lack of it is recorded where it has changed.
+        """
+        if not self._keeper.is_recorded:
+            return
+        figures = {name: getattr(context if name in _OF_CONTEXT else stats, name) for name in METRICS}
+        if stats.figures:
+            figures["figures"] = stats.figures
+        if changed := self._changed(signals):
+            figures["signals"] = changed
+        records = [("metrics", figures)]
+        if stats.skipped:
+            self.event(stats.step, "skipped", why="a gradient was not finite")
+        mine = None if context.share is None else range(*context.share)
+        whose = {} if mine is None else {"worker": context.members[0]}
+        if samples is not None:
+            for j in range(len(samples.sizes)) if mine is None else mine:
+                entry = {"step": stats.step, "micro_batch": j, **whose, "indices": samples.of(j).tolist()}
+                records.append(("ledger", entry))
+        self._remember(records)
+        for kind, data in records:
+            if kind == "ledger" and mine is not None:  # no other worker knows them
+                self._keeper.report(kind, data)
+            else:
+                self._send(kind, data)
+
+    def _changed(self, signals: Signals) -> dict[str, Any]:
+        """The signals beside the columns that differ from those of the last record, in plain values."""
+        changed = {}
+        for name in OTHER_SIGNALS:
+            value = getattr(signals, name)
+            if name not in self._told or value != self._told[name]:
+                self._told[name] = value
+                changed[name] = asdict(value) if isinstance(value, Bounds) else value
+        return changed
+
+    def _remember(self, records: list[tuple[str, dict[str, Any]]]) -> None:
+        """Keeps records for the next leader, in place of the oldest."""
+        if len(self.recent) == _RECENT_STEPS:
+            for _, data in self.recent.popleft():
+                self._told_before |= data.get("signals", {})
+        self.recent.append(records)
+
+    def resend(self, events: bool) -> None:
+        """Sends the newest records again: the last leader may have been lost before it sent them.
+
+        events: whether events are sent too. The supervisor drops records that it has already.
+        """
+        told: dict[str, Any] | None = self._told_before  # for the first record: nothing may be written before it
+        for records in self.recent:
+            for kind, data in records:
+                if kind == "metrics" and told is not None:
+                    data, told = data | {"signals": told | data.get("signals", {})}, None
+                if events or kind != "event":
+                    self._send(kind, data)
+
+    def summary(self, summary: dict[str, Any]) -> None:
+        self._send("summary", summary)

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kfuse.comm.sync import Sync
 from kfuse.statistics.figures import StepContext
-from kfuse.train.load_balance import Throughput
-from kfuse.train.settings import Settings
+
+if TYPE_CHECKING:
+    from kfuse.train.context import Settings
+    from kfuse.train.step import Throughput
 
 STOP_REASONS = ("", "interrupted", "terminated")
 """Why training is told to stop; "": it is not. A decision to stop is an index into these."""
@@ -59,7 +61,7 @@ class Progress:
     mean_grad_sq: float | None = None
     mean_grad_variance: float | None = None
     throughput: Throughput = field(default_factory=dict)
-    """By worker number: see `load_balance`."""
+    """By worker number: see `kfuse.train.step.Throughput`."""
     stragglers: tuple[int, ...] = ()
     """Numbers of the workers that were reported as stragglers."""
     interference: bool | None = None

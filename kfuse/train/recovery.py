@@ -18,19 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kfuse.checkpoint import snapshot
+from kfuse.comm import chunks
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.elastic.client import ControlError
 from kfuse.optim import ConsistencyError, interrupted
 from kfuse.optim.consistency import parameter_layout
 from kfuse.optim.flat_updates import FlatUpdates
 from kfuse.optim.sharding import ShardsLost, collect
-from kfuse.train import state as training_state
 from kfuse.train.context import TrainContext
-from kfuse.train.decisions import Decisions
-from kfuse.train.policy_calls import PolicyCalls
+from kfuse.train.decisions import Decisions, PolicyCalls
 from kfuse.train.progress import Stage
-from kfuse.train.snapshots import Snapshots
-from kfuse.train.state import LARGE, STAYS, TrainingState
+from kfuse.train.state import LARGE, STAYS, Snapshots, TrainingState
 from kfuse.train.step import generators_restored
 
 if TYPE_CHECKING:
@@ -160,7 +158,7 @@ class Recovery:
         """All workers have averaged their models: each takes rank 0's state of all else. Raises CommError."""
         group = self._session.group
         room = None if group.rank == 0 else lambda structure: None
-        received = training_state.share(group, 0, partial(self._state.capture, without=LARGE), room)
+        received = chunks.share(group, 0, partial(self._state.capture, without=LARGE), room)
         if received is not None:
             self._state.restore_some(received)
 
@@ -263,7 +261,7 @@ class Recovery:
         newest, is_behind = max(positions), positions[self._session.group.rank] < max(positions)
         if min(positions) == newest:
             return
-        received = training_state.share(
+        received = chunks.share(
             self._session.group,
             positions.index(newest),
             lambda: [self._arguments, self._state.capture_common()],
@@ -305,7 +303,7 @@ class Recovery:
         if not newest[1]:
             return  # nobody has: the step is made again. Or one is beyond it: then each has updated all of its part
         source = places.index(newest)
-        given = training_state.share(
+        given = chunks.share(
             group, source, lambda: interrupted.begun_update(opt), None if begun else lambda structure: None
         )
         if self._has_state:

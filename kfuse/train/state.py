@@ -1,4 +1,4 @@
-"""The training state, declared once: the parts that it consists of; and how it is sent from one worker to others.
+"""The training state, declared once: the parts that it consists of.
 
 The first broadcast, joins, recovery and checkpoints all use the same declaration (`TrainingState`). What is not in it
 need not be saved: data are a pure function of (seed, epoch, cursor), and random numbers are seeded from (seed, step,
@@ -7,25 +7,25 @@ micro-batch) before each micro-batch's forward.
 
 from __future__ import annotations
 
-import io
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
-from kfuse.comm.chunks import cut, dense, gather, memory, scatter
-from kfuse.comm.group import Group
+from kfuse.checkpoint import snapshot
+from kfuse.comm.group import CommError, Pending
+from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
+from kfuse.optim.flat_updates import FlatUpdates
+from kfuse.optim.layout import Part
 
-_TRANSFER = "state of the most advanced worker"
 STAYS = ("model", "trainable", "optimizer")
 """Parts that are the user's, and stay when training ends."""
 LARGE = (*STAYS, "synchronisation")
 """Parts that are large, or tell how the models are kept together."""
-_PLAIN = frozenset((type(None), bool, int, float, str))
 
 
 class Stateful(Protocol):
@@ -166,156 +166,94 @@ def with_settings(state: Mapping[str, Any], batch_size: int, lr_scale: float, se
     }
 
 
-# -- from one worker to others ----------------------------------------------------------------------------------------
+@dataclass
+class _Snapshot:
+    step: int
+    common: dict[str, Any]
+    """What all workers have alike, on the host."""
+    shards: list[list[Part]]
+    """Of each bucket: this worker's own, and the one of the worker before."""
+    arriving: list[Pending]
+    """The messages that bring the latter."""
+
+    def is_complete(self) -> bool:
+        """Whether all has arrived. Does not wait; a message that has failed never arrives."""
+        try:
+            while self.arriving and self.arriving[-1].done():
+                self.arriving[-1].wait()
+                self.arriving.pop()
+        except CommError:
+            return False
+        return not self.arriving
 
 
-def share(group: Group, source: int, make: Callable[[], Any], room: Callable[[Any], Any] | None) -> Any:
-    """Sends what `make` returns on rank `source` to the ranks that want it. Every rank calls it.
+class Snapshots:
+    """This worker's snapshots of one training."""
 
-    1) The structure travels pickled: plain values, and each tensor's shape, strides and dtype.
-    2) The tensors follow in chunks (`comm.chunks`), each a broadcast: from the source's own memory to the receiver's
-       own, large ones without a copy. No rank needs more than one chunk of memory besides.
+    def __init__(self, session: Session, opt: DistributedOptimizer, state: TrainingState) -> None:
+        assert isinstance(opt.updates, FlatUpdates), "only these optimizers have sharded state"
+        self._session, self._opt, self._flat, self._state = session, opt, opt.updates.flat, state
+        self._every = session.comm.snapshot_every
+        self._newest: _Snapshot | None = None
+        self._complete: list[_Snapshot] = []
+        """One or two, the newer one last: another worker may still wait for its part of that."""
 
-    room: None on a rank that does not receive, whose own tensors are not touched. On one that does: room(structure)
-    returns the tensors to be overwritten, in a structure like the one given; where one is missing there or does not
-    fit, a new one is made. It is called before the first byte arrives; from then on these tensors hold parts of both
-    states, until all has arrived. Where it returns None all tensors are new, and in the host's memory.
+    def take_when_due(self, step: int) -> None:
+        """Between two steps, on every worker: copies the state, and starts sending the shards. step: completed ones.
 
-    Returns on a receiver what `make` returned there, with this rank's tensors: in room's, those of the host on the
-    host, all others on the group's device. None on the others. Raises CommError.
-    """
-    payload, tensors, received = b"", list[Tensor](), None
-    if group.rank == source:
-        structure, descriptions, tensors = _take_apart(make())
-        host = [tensor.device.type == "cpu" != group.device.type for tensor in tensors]
-        buffer = io.BytesIO()
-        torch.save([structure, descriptions, host], buffer)
-        payload = buffer.getvalue()
-    payload = _share_bytes(group, source, payload)
-    if group.rank != source:
-        structure, descriptions, host = decode(payload, group.device)
-        if room is not None:
-            own = room(structure)
-            where = [torch.device("cpu") if own is None or on_host else group.device for on_host in host]
-            received, tensors = _put_in_place(structure, own, descriptions, where)
-    _share_tensors(group, source, [description.nbytes for description in descriptions], tensors)
-    return received
+        Raises CommError where those of the snapshot before do not arrive.
+        """
+        group = self._opt.engine.group
+        if self._newest is not None and step > self._newest.step:
+            # All workers have made a step since it was taken, and so had all of the one before.
+            self._complete = self._complete[-1:]
+        if step % self._every or group.size == 1:
+            return
+        if self._newest is not None:
+            for message in self._newest.arriving:
+                message.wait()
+        self._keep_complete()
+        copied, arriving = [], list[Pending]()
+        for number, (bucket, of_bucket) in enumerate(self._flat.pairs()):
+            own = of_bucket.own
+            mine = {name: tensor.clone() for name, tensor in own.tensors.items()}  # updates change it meanwhile
+            before = group.shards(bucket.body, self._opt.engine.shard_unit)[group.rank - 1]
+            theirs = {name: torch.empty(before.stop - before.start, device=bucket.device) for name in mine}
+            for name, tensor in mine.items():
+                what = f"step {step}, snapshot of bucket {number + 1}, {name}"
+                arriving.append(group.pass_on(theirs[name], tensor, what))
+            copied.append([Part(own.place, mine), Part(before, theirs)])
+        common = snapshot(self._state.capture_common(), "the training state")
+        self._newest = _Snapshot(step, common, copied, arriving)
 
+    def _keep_complete(self) -> None:
+        if self._newest is not None and self._newest.is_complete():
+            self._newest.shards = [
+                [Part(part.place, {name: tensor.cpu() for name, tensor in part.tensors.items()}) for part in parts]
+                for parts in self._newest.shards
+            ]
+            self._complete, self._newest = [*self._complete, self._newest], None
 
-def _share_bytes(group: Group, source: int, payload: bytes) -> bytes:
-    length = torch.tensor([len(payload)], device=group.device)
-    group.broadcast(length, _TRANSFER, source).wait()
-    message = torch.empty(int(length), dtype=torch.uint8, device=group.device)
-    if group.rank == source:
-        message.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    group.broadcast(message, _TRANSFER, source).wait()
-    return message.cpu().numpy().tobytes()
+    def agree(self) -> int:
+        """In a new view, on every worker: keeps the newest snapshot that is complete on all workers that have any.
 
+        Returns its step; -1 where there is none. Raises CommError.
+        """
+        self._keep_complete()
+        group = self._session.group
+        mine = torch.tensor([self._complete[-1].step if self._complete else -1], device=group.device)
+        steps = [int(step) for step in group.all_gather(mine, "newest snapshot of each worker")]
+        agreed = min((step for step in steps if step >= 0), default=-1)
+        self._complete, self._newest = [each for each in self._complete if each.step == agreed], None
+        return agreed
 
-def _take_apart(value: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    """`value` with a description (a tensor on the meta device) in each tensor's place; descriptions; the tensors.
+    def go_back(self) -> bool:
+        """In a new view, on every worker: takes the snapshot that they `agree` on. Returns whether this worker has it.
 
-    Two tensors that are the same memory, as of tied weights, are one in the lists.
-    """
-    tensors: list[Tensor] = []
-    descriptions: list[Tensor] = []
-    described: dict[object, Tensor] = {}
-
-    def describe(tensor: Tensor, _: Any) -> Tensor:
-        tensor = tensor.detach()
-        key = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() and key in described:
-            return described[key]
-        tensor = dense(tensor)
-        description = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        tensors.append(tensor)
-        descriptions.append(description)
-        described[key] = description
-        return description
-
-    return _replace_tensors(value, describe), descriptions, tensors
-
-
-def _put_in_place(
-    structure: Any, own: Any, descriptions: list[Tensor], devices: list[torch.device]
-) -> tuple[Any, list[Tensor]]:
-    """The structure with this rank's tensors, `own` where they fit and else new ones on `devices`; the list of them."""
-    numbers = {id(description): number for number, description in enumerate(descriptions)}
-    tensors: dict[int, Tensor] = {}
-
-    def place(description: Tensor, mine: Any) -> Tensor:
-        number = numbers[id(description)]
-        if number not in tensors:
-            where = devices[number]
-            if isinstance(mine, Tensor) and mine.device == where and _alike(mine, description):
-                tensors[number] = mine.detach()
-            else:
-                shape, strides = description.shape, description.stride()
-                tensors[number] = torch.empty_strided(shape, strides, dtype=description.dtype, device=where)
-        return tensors[number]
-
-    placed = _replace_tensors(structure, place, own)
-    return placed, [tensors[number] for number in range(len(numbers))]
-
-
-def _alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether its memory can take the described tensor's bytes."""
-    same = tensor.shape == other.shape and tensor.stride() == other.stride() and tensor.dtype == other.dtype
-    return same and memory(tensor) is not None
-
-
-def _share_tensors(group: Group, source: int, sizes: list[int], tensors: list[Tensor]) -> None:
-    """Broadcasts the source's tensors, chunk by chunk. sizes: their bytes. tensors: empty on a rank that takes none."""
-    memories = [view for tensor in tensors if (view := memory(tensor)) is not None]
-    chunks = cut(sizes)
-    staging: Tensor | None = None
-    for chunk in chunks:
-        first = chunk.parts[0]
-        message = memories[first.tensor][first.start : first.end] if memories else None
-        staged = message is None or len(chunk.parts) > 1 or message.device != group.device
-        if staged:
-            if staging is None:
-                most = max(each.size for each in chunks)
-                staging = torch.empty(most, dtype=torch.uint8, device=group.device)
-            message = staging[: chunk.size]
-            if group.rank == source:
-                gather(memories, chunk, message)
-        assert message is not None
-        group.broadcast(message, _TRANSFER, source).wait()
-        if staged and memories and group.rank != source:
-            scatter(message, chunk, memories)
-
-
-def _replace_tensors(value: Any, act: Callable[[Tensor, Any], Any], beside: Any = None) -> Any:
-    """A copy of `value`, of nested lists, tuples and dictionaries, with act(tensor, other) in each tensor's place.
-
-    other: what `beside`, a structure like `value`, has in that place; None where it has nothing. Tensors that have no
-    dense memory by their kind (sparse, quantized, of a subclass) and all other values stay.
-    """
-    if isinstance(value, Tensor):
-        plain = type(value.detach()) is Tensor and value.layout is torch.strided and not value.is_quantized
-        return act(value, beside) if plain else value
-    if type(value) in (list, tuple):
-        if _PLAIN.issuperset(map(type, value)):  # a list of numbers may be long
-            return value
-        others = beside if type(beside) is type(value) and len(beside) == len(value) else [None] * len(value)
-        return type(value)(_replace_tensors(item, act, other) for item, other in zip(value, others, strict=True))
-    if type(value) in (dict, OrderedDict):
-        others = beside if isinstance(beside, dict) else {}
-        copy = type(value)((key, _replace_tensors(item, act, others.get(key))) for key, item in value.items())
-        if isinstance(copy, OrderedDict):  # a module's state dict has its version numbers in an attribute
-            vars(copy).update(vars(value))
-        return copy
-    return value
-
-
-def decode(payload: bytes, device: torch.device) -> Any:
-    """Decodes a pickled structure. Tensors in it, of kinds that do not travel in chunks (sparse ones), that were on a
-    GPU are put on `device`; those of the host stay there. Raises pickle.UnpicklingError for what could run code.
-    """
-    move: Any = torch.serialization.default_restore_location
-
-    def place(storage: Any, location: str) -> Any:
-        return storage if location == "cpu" else move(storage, str(device))
-
-    return torch.load(io.BytesIO(payload), map_location=place, weights_only=True)
+        The shards come to their owners by the optimizer's `regroup`. Raises CommError.
+        """
+        if self.agree() < 0 or not self._complete:
+            return False
+        self._state.restore_common(self._complete[-1].common, keeps_shards=False)
+        self._flat.take_shards(self._complete[-1].shards)
+        return True

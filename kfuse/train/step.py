@@ -2,27 +2,37 @@
 
 A micro-batch's random numbers do not depend on the worker that runs it. Those of its forward (dropout) are keyed by
 (seed, step, micro-batch), those of fetching it by (seed, epoch, index): `kfuse.data.fetching`.
+
+A worker's share follows its throughput, an exponentially weighted mean. Every worker computes the same shares, from the
+times in the steps' tails. (Micro-batches in proportion to speed: VirtualFlow, Or et al. 2022; the straggler's
+threshold: Or et al. 2020.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
+import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kfuse.comm import devices
+from kfuse.comm import devices, measurement
 from kfuse.comm.group import CommError
 from kfuse.data.dataset import tensors
 from kfuse.data.fetching import Fetcher, Task, TaskPlan, micro_batch_sizes, random_key, seed_host, worker_range
 from kfuse.optim import DistributedOptimizer
+from kfuse.statistics.figures import StepContext
+from kfuse.statistics.step_stats import StepStats
+
+if TYPE_CHECKING:
+    from kfuse.train.context import TrainContext
 
 
 @dataclass(frozen=True)
@@ -181,3 +191,120 @@ def generators_restored(device: torch.device) -> Iterator[None]:
         np.random.set_state(numpy_state)
         random.setstate(python_state)
         devices.of(device).set_random_state(on_device)
+
+
+DECAY = 0.98  # of the mean, a step
+SLOW = 0.8  # of the median's throughput: below it a worker is a straggler
+_RECOVERED = 0.9  # of the median's: from here on it is no longer one
+WARM = 10  # steps that a worker is measured in before its throughput is used
+_SHARE_STEPS = 16  # a share is a multiple of 1/16 of the median's: small changes of speed change no share
+_SMALLEST_SHARE = 2  # sixteenths: the slowest worker too gets micro-batches, else its speed could not be measured
+_IDLE_RECOVERY = 0.02  # a step: a worker without a micro-batch is assumed to close this part of its gap to the median
+
+Throughput = dict[int, tuple[float, int]]
+"""Worker: (mean micro-batches of the first size a second, steps it was measured in)."""
+
+
+def measured(known: Mapping[int, tuple[float, int]], workers: Sequence[int], seconds: Sequence[float]) -> Throughput:
+    """The means after another step, in which worker `workers[r]` took `seconds[r]` for a micro-batch (0: unknown)."""
+    out: Throughput = {}
+    relative = relative_throughput(known, workers)
+    for worker, taken, ratio in zip(workers, seconds, relative, strict=True):
+        mean, steps = known.get(worker, (0.0, 0))
+        if taken > 0:
+            share = max(1 - DECAY, 1 / (steps + 1))  # of the first steps it is the plain mean
+            out[worker] = (mean + share * (1 / taken - mean), steps + 1)
+        elif ratio is not None and ratio < 1:
+            out[worker] = (mean + _IDLE_RECOVERY * (mean / ratio - mean), steps)
+        elif steps:
+            out[worker] = (mean, steps)
+    return out
+
+
+def relative_throughput(known: Mapping[int, tuple[float, int]], workers: Sequence[int]) -> list[float | None]:
+    """Each worker's throughput over the median of all; None while it is not known well enough."""
+    means = [known[worker][0] if known.get(worker, (0.0, 0))[1] >= WARM else None for worker in workers]
+    if len(workers) < 2 or any(mean is None for mean in means):
+        return [None] * len(workers)
+    # The upper median: with two workers the faster one is the reference, so that the slower one can be a straggler.
+    median = statistics.median_high(mean for mean in means if mean is not None)
+    return [None if mean is None else mean / median for mean in means]
+
+
+def shares(relative: Sequence[float | None]) -> tuple[int, ...] | None:
+    """Each rank's weight for `worker_range`, in sixteenths; None (equal shares) unless a worker is a straggler."""
+    known = [ratio for ratio in relative if ratio is not None]
+    if len(known) < len(relative) or min(known, default=1.0) >= SLOW:
+        return None
+    return tuple(max(_SMALLEST_SHARE, round(_SHARE_STEPS * ratio)) for ratio in known)
+
+
+def stragglers(workers: Sequence[int], relative: Sequence[float | None], before: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of the stragglers. A straggler of `before` stays one until its throughput reaches `_RECOVERED`."""
+    return tuple(
+        worker
+        for worker, ratio in zip(workers, relative, strict=True)
+        if ratio is not None and ratio < (_RECOVERED if worker in before else SLOW)
+    )
+
+
+def take_measured(training: TrainContext, stats: StepStats, context: StepContext) -> None:
+    """Writes what a step measured into `Progress`. Reports interference, and each worker that becomes a straggler."""
+    at, session, workers = training.progress, training.session, context.members
+    at.mean_grad_sq, at.mean_grad_variance, at.loss = stats.mean_grad_sq, stats.mean_grad_variance, stats.loss
+    if session.group.size == 1 and not session.elastic:
+        return
+    unit = training.settings.batch_micro
+    seconds = [each * (unit / (context.micro_batch or unit)) for each in stats.seconds]
+    at.throughput = measured(at.throughput, workers, seconds)
+    relative = relative_throughput(at.throughput, session.workers)
+    for rank, (worker, ratio) in enumerate(zip(session.workers, relative, strict=True)):
+        if ratio is not None and ratio < SLOW and worker not in at.stragglers:
+            training.reporter.event(at.step, "straggler", worker=worker, rank=rank, throughput=ratio)
+    at.stragglers = stragglers(session.workers, relative, at.stragglers)
+    found = measurement.verdict(stats.votes, relative) if session.workers == list(workers) else None
+    if found and not at.interference:
+        votes = [rank for rank, vote in enumerate(stats.votes) if vote == measurement.SLOWER]
+        training.reporter.event(at.step, "interference", ranks=votes)
+    at.interference = at.interference if found is None else found
+
+
+class Sampling:
+    """The samples of each step of a training, the same on every worker."""
+
+    def __init__(self, training: TrainContext) -> None:
+        self._session, self._settings, self._progress = training.session, training.settings, training.progress
+        self._sampler, self._reproducible = training.sampler, training.opt.engine.options.reproducible
+
+    def of_next_step(self) -> StepSamples:
+        """Those of the coming step."""
+        at = self._progress
+        workers = 1 if self._reproducible else self._session.group.size
+        micro_batch = self._settings.micro_batch_of(at.batch_size, workers)
+        return self._samples(at.epoch, at.cursor, at.batch_size, micro_batch)
+
+    def of_finished_step(self, stats: StepStats, context: StepContext) -> StepSamples:
+        """Those of a step whose statistics have arrived."""
+        count = round(stats.samples) if context.share is None else context.batch_size
+        micro_batch = context.micro_batch or self._settings.batch_micro
+        return self._samples(context.epoch, context.cursor, count, micro_batch)
+
+    def _samples(self, epoch: int, cursor: int, count: int, micro_batch: int) -> StepSamples:
+        indices, workers = self._sampler.indices(epoch, cursor, count), self._session.workers
+        relative = relative_throughput(self._progress.throughput, workers)
+        # Apart, each worker knows its own speed only: unequal shares would leave samples out.
+        balanced = self._settings.workers_balance and not self._progress.is_apart
+        weights = shares(relative) if balanced else None
+        return StepSamples(epoch, cursor, indices, micro_batch, len(workers), weights, self._reproducible)
+
+    def times_before(self) -> tuple[float, float]:
+        """Seconds of the step before, and those of them that this worker waited for data; 0.0 where they do not stand
+        for steps with the present settings: it had others, was the shorter last one of its epoch, or is unknown.
+        """
+        at, length = self._progress, self._sampler.length
+        before = at.contexts.get(at.step - 1)
+        if before is None or (before.batch_size, before.workers) != (at.batch_size, len(self._session.workers)):
+            return 0.0, 0.0
+        if length is not None and before.cursor + before.batch_size > length:
+            return 0.0, 0.0
+        return before.step_time_s, before.data_wait_s

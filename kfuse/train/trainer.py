@@ -20,17 +20,14 @@ from kfuse.checkpoint.manager import uncompiled
 from kfuse.comm.group import CommError
 from kfuse.comm.step import StepPlan
 from kfuse.statistics.figures import StepContext
-from kfuse.train import evaluation, running
-from kfuse.train.context import TrainContext
-from kfuse.train.decisions import Decisions
-from kfuse.train.load_balance import take_measured
-from kfuse.train.policy_calls import PolicyCalls
-from kfuse.train.precision import Forward
+from kfuse.train import evaluation
+from kfuse.train.context import TrainContext, active, exits_are_errors
+from kfuse.train.decisions import Decisions, PolicyCalls
+from kfuse.train.loss import Forward
 from kfuse.train.progress import Stage
 from kfuse.train.recovery import Recovery
-from kfuse.train.sampling import Sampling
 from kfuse.train.state import Stateful, Trainable, TrainingState
-from kfuse.train.step import Step
+from kfuse.train.step import Sampling, Step, take_measured
 from kfuse.train.synchronisation import Synchronisation
 
 if TYPE_CHECKING:
@@ -49,7 +46,7 @@ class Trainer:
         model, opt = training.model, training.opt
         self._exits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if training.exits_are_errors:
-            self._exits = running.exits_are_errors
+            self._exits = exits_are_errors
         self._forward = Forward(model, training.objective, opt, self.settings.train_precision)
         self._sampling = Sampling(training)
         self._synchronisation = Synchronisation(training, self._new_pair)
@@ -127,7 +124,7 @@ class Trainer:
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
         prepared, fetching = self._optimizer_prepared(), self._fetcher.running()
-        with prepared, running.active(self), fetching, recovery.guarded(), self._exits():
+        with prepared, active(self), fetching, recovery.guarded(), self._exits():
             self.calls.hook("before_train")
             while not (self.over or self.session.left):
                 try:

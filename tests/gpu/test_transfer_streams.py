@@ -10,7 +10,6 @@ from gpu.steps import Job, job
 
 from kfuse.checkpoint import Snapshots, snapshot
 from kfuse.comm import chunks
-from kfuse.train import state as training_state
 from kfuse.train.state import TrainingState
 
 
@@ -36,28 +35,28 @@ def snapshots(it: Job) -> None:
 
 
 def sends(it: Job) -> None:
-    training_state.share(it.group, 0, state(it).capture, None)
+    chunks.share(it.group, 0, state(it).capture, None)
 
 
 def receives(it: Job) -> None:
     """From rank 1. The double of the process group sends no bytes: the structure is this rank's own."""
     own = state(it)
     with as_sent(own):
-        received = training_state.share(it.group, 1, own.capture, own.room_for)
+        received = chunks.share(it.group, 1, own.capture, own.room_for)
     own.restore(received)
 
 
 def stands_by(it: Job) -> None:
     with as_sent(state(it)):
-        assert training_state.share(it.group, 1, dict, None) is None
+        assert chunks.share(it.group, 1, dict, None) is None
 
 
 @contextlib.contextmanager
 def as_sent(own: TrainingState) -> Iterator[None]:
-    structure, descriptions, tensors = training_state._take_apart(own.capture())
+    structure, descriptions, tensors = chunks._take_apart(own.capture())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_state, "_share_bytes", lambda *_: b"")
-        patch.setattr(training_state, "decode", lambda *_: (structure, descriptions, [False] * len(tensors)))
+        patch.setattr(chunks, "_share_bytes", lambda *_: b"")
+        patch.setattr(chunks, "decode", lambda *_: (structure, descriptions, [False] * len(tensors)))
         yield
 
 

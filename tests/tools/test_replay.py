@@ -35,7 +35,7 @@ from kfuse.policies import BasePolicy, SchedulePolicy
 from kfuse.policies.signals import DECISION_LAG, OF_COLUMNS, OTHER_SIGNALS, RUNNING_MEANS, Bounds, Decision, Signals
 from kfuse.tools.replay.run import began_at, decisions, run
 from kfuse.tools.replay.steps import DecidedSettings, Recorded, RecordedSteps, SimulatedSteps, signals_of
-from kfuse.train.lr_schedule import gain
+from kfuse.train.learning_rate import gain
 
 Capsys = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

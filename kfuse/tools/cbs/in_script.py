@@ -20,9 +20,8 @@ from kfuse.session import current
 from kfuse.settings.tree import ConfigError, TrainSettings, resolved
 from kfuse.statistics.step_stats import Statistics
 from kfuse.tools.cbs.estimate import FACTORS, CriticalBatch, Plan, Trace, measure
-from kfuse.train.context import TrainContext
+from kfuse.train.context import Settings, TrainContext
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
-from kfuse.train.settings import Settings
 from kfuse.train.trainer import Trainer
 
 _LOADING = [name for name in TrainSettings.__annotations__ if name.startswith("data_")]

@@ -23,7 +23,7 @@ from typing import Any
 
 from kfuse.policies.signals import OF_COLUMNS, OTHER_SIGNALS, RUNNING_MEANS, Bounds, Signals
 from kfuse.statistics.noise_scale import NoiseScale
-from kfuse.train.lr_schedule import gain
+from kfuse.train.learning_rate import gain
 
 _NEEDED = [each.name for each in fields(Signals) if each.name in OTHER_SIGNALS and each.default is MISSING]
 
