@@ -30,7 +30,7 @@ from kfuse.policies import (
     SyncSwitchPolicy,
 )
 from kfuse.policies.signals import Decision, Signals
-from kfuse.train.lr_schedule import gain
+from kfuse.train.learning_rate import gain
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 Rows = Iterator[tuple[kf.BasePolicy, Signals, Decision | None]]
