@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kfuse.observe import write_whole
-from kfuse.statistics.figures import FIGURES, METRICS
+from kfuse.statistics.figures import METRICS
 
 _FILES = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "summary.json")
 _MOST_WAITING = 100_000  # lines of a file, some 30 MB, while the disk has no room
@@ -32,7 +32,7 @@ class RunDirectory:
     finite becomes null.
 
     Where a line cannot be written (a full disk), nothing is raised: `warn` is called once, lines wait in memory, and
-    when they can be written again, an event of kind "disk" records for how long they could not.
+    when they can be written again, an event of kind "disk" says so.
     """
 
     def __init__(
@@ -78,10 +78,7 @@ class RunDirectory:
             self._write()
 
     def metrics(self, record: Mapping[str, Any]) -> bool:
-        """Takes one step's figures: the keys of `METRICS`; one that is missing is unknown, so null.
-
-        And `figures`, a dictionary, where a step function returns any; and `signals`, where some have changed since the
-        line before: what policies see beside these columns.
+        """Takes one step's figures: the keys of `METRICS`, null where unknown, and `figures` and `signals` if any.
 
         Steps come in order. Returns False, having left it out, for one that came already: it may be reported again
         after a loss. Where steps before it have not come, an event says so.
@@ -259,7 +256,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 class _Board:
-    """TensorBoard's event file. Imports TensorBoard, which takes a second, when it is made.
+    """TensorBoard's event file. TensorBoard is imported when it is made.
 
     Not through TensorBoard's own writer: its thread takes twice the CPU time, and blocks who adds more than ten events.
     """
@@ -270,12 +267,15 @@ class _Board:
 
         self._event: Any = event_pb2
         self._summary: Any = summary_pb2
+        # Without a plugin's name TensorBoard warns of each scalar. It needs to be told once.
+        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="scalars")
+        self._scalar: Any = summary_pb2.SummaryMetadata(plugin_data=plugin)
         path.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._file: BinaryIO = (path / name).open("ab", buffering=0)
         self._waiting = io.BytesIO()
         self._encoder: Any = RecordWriter(self._waiting)
-        self._described: set[str] = set()
+        self._known: set[str] = set()
         self._add(file_version="brain.Event:2")
 
     def _add(self, **fields: Any) -> None:
@@ -286,20 +286,14 @@ class _Board:
         self._add(step=step, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
 
     def scalars(self, group: str, record: Mapping[str, Any], step: int) -> None:
-        """Adds all numbers of `record` in one event. A figure's help text goes with its first number."""
+        """Adds all numbers of `record` in one event."""
         values = []
         for key, value in record.items():
-            if key == "step" or not isinstance(value, int | float) or isinstance(value, bool):
-                continue
-            tag, metadata = f"{group}/{key}", None
-            if tag not in self._described and group == "train":
-                about = FIGURES[key]
-                metadata = self._summary.SummaryMetadata(
-                    summary_description=f"{about['help']} [{about['unit']}]" if about["unit"] else about["help"],
-                    plugin_data=self._summary.SummaryMetadata.PluginData(plugin_name="scalars"),
-                )
-            self._described.add(tag)
-            values.append(self._summary.Summary.Value(tag=tag, simple_value=value, metadata=metadata))
+            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                tag = f"{group}/{key}"
+                metadata = None if tag in self._known else self._scalar
+                self._known.add(tag)
+                values.append(self._summary.Summary.Value(tag=tag, simple_value=value, metadata=metadata))
         self._add(step=step, summary=self._summary.Summary(value=values))
 
     def write(self) -> None:

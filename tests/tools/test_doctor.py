@@ -148,18 +148,17 @@ def test_what_triton_needs_to_compile(tmp_path: Path, monkeypatch: pytest.Monkey
 H100 = {"name": "NVIDIA H100", "capability": "9.0", "memory_gib": 79.2, "free_gib": 78.5}
 
 
-def answer(*gpus: dict[str, Any], peers: list[list[int]], problem: str | None = None) -> dict[str, Any]:
-    return {"gpus": list(gpus), "peers": peers, "nccl": "2.28.9", "nccl_problem": problem}
+def answer(*gpus: dict[str, Any], problem: str | None = None) -> dict[str, Any]:
+    return {"gpus": list(gpus), "nccl": "2.28.9", "nccl_problem": problem}
 
 
 def test_lines_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     old = H100 | {"capability": "7.5"}
     for devices, triton, expected in (
-        (answer(H100, H100, peers=[[0, 1]]), "3.6.0", {"GPUs": "ok", "links": "ok", "NCCL": "ok"}),
-        (answer(H100, H100, peers=[]), "3.6.0", {"GPUs": "ok", "links": "warn", "NCCL": "ok"}),
-        (answer(old, peers=[]), "3.6.0", {"GPUs": "warn", "NCCL": "ok"}),
-        (answer(H100, peers=[], problem="ncclSystemError"), "3.6.0", {"GPUs": "ok", "NCCL": "fail"}),
-        (answer(H100, peers=[]), None, {"GPUs": "fail", "NCCL": "ok"}),
+        (answer(H100, H100), "3.6.0", {"GPUs": "ok", "NCCL": "ok"}),
+        (answer(old), "3.6.0", {"GPUs": "warn", "NCCL": "ok"}),
+        (answer(H100, problem="ncclSystemError"), "3.6.0", {"GPUs": "ok", "NCCL": "fail"}),
+        (answer(H100), None, {"GPUs": "fail", "NCCL": "ok"}),
         (None, "3.6.0", {"GPUs": "fail"}),
     ):
         monkeypatch.setattr(doctor, "version", lambda package, triton=triton: triton)
@@ -176,7 +175,6 @@ def test_the_driver_is_asked_as_torch_documents(monkeypatch: pytest.MonkeyPatch)
         (cuda, "device_count", lambda: 2),
         (cuda, "get_device_properties", lambda index: SimpleNamespace(name="NVIDIA H100", major=9, minor=0)),
         (cuda, "mem_get_info", lambda index: (78 * 2**30, 79 * 2**30)),
-        (cuda, "can_device_access_peer", lambda i, j: True),
         (cuda, "set_device", current.append),
         (cuda, "synchronize", lambda device: None),
         (cuda.nccl, "version", lambda: (2, 28, 9)),
@@ -191,7 +189,7 @@ def test_the_driver_is_asked_as_torch_documents(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(dist, "init_process_group", over_gloo)
     gpu = {"name": "NVIDIA H100", "capability": "9.0", "memory_gib": 79.0, "free_gib": 78.0}
-    assert self_test.devices() == {"gpus": [gpu, gpu], "peers": [[0, 1]], "nccl": "2.28.9", "nccl_problem": None}
+    assert self_test.devices() == {"gpus": [gpu, gpu], "nccl": "2.28.9", "nccl_problem": None}
     assert not dist.is_initialized()
 
 

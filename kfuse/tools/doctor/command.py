@@ -168,7 +168,7 @@ def version(package: str) -> str | None:
 
 
 def gpu_lines(devices: Mapping[str, Any] | None, problem: str | None) -> Iterator[Line]:
-    """Yields the lines of GPUs, the links between them, and NCCL.
+    """Yields the lines of GPUs and NCCL.
 
     devices: what `self_test.devices` returned. problem: one line, where it returned nothing.
     """
@@ -189,12 +189,6 @@ def gpu_lines(devices: Mapping[str, Any] | None, problem: str | None) -> Iterato
         yield Line("GPUs", "warn", found, "The kernels are compiled and tested for compute capability 8.0 and later.")
     else:
         yield Line("GPUs", "ok", found)
-    pairs = [[i, j] for i in range(len(gpus)) for j in range(i + 1, len(gpus))]
-    if pairs:
-        missing = ", ".join(f"{i}-{j}" for i, j in pairs if [i, j] not in devices["peers"])
-        remedy = f"Messages between GPUs {missing} go through host memory; in a virtual machine see ACS and IOMMU."
-        found = f"{len(devices['peers'])} of {len(pairs)} pairs have peer access; nvidia-smi topo -m shows their links"
-        yield Line("links", "warn" if missing else "ok", found, remedy if missing else "")
     if devices["nccl_problem"] is not None:
         remedy = "Run again with NCCL_DEBUG=INFO; in a container give it --shm-size=8g or --ipc=host."
         yield Line("NCCL", "fail", devices["nccl_problem"], remedy)

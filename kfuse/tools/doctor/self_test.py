@@ -65,10 +65,10 @@ def _first_line(error: Exception) -> str:
 
 
 def devices() -> dict[str, Any]:
-    """The GPUs that torch sees, which pairs of them reach each other's memory, and whether NCCL starts on the first.
+    """Returns the GPUs that torch sees, and whether NCCL starts on the first.
 
-    Returns {"gpus": [{"name", "capability" ("9.0"), "memory_gib", "free_gib"}], "peers": [[i, j]], "nccl": version or
-    None, "nccl_problem": one line or None}.
+    {"gpus": [{"name", "capability" ("9.0"), "memory_gib", "free_gib"}], "nccl": version or None, "nccl_problem": one
+    line or None}.
     """
     _say(at="asking the driver for GPUs")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -79,14 +79,13 @@ def devices() -> dict[str, Any]:
         free, total = (round(amount / 2**30, 1) for amount in torch.cuda.mem_get_info(index))
         capability = f"{properties.major}.{properties.minor}"
         gpus.append({"name": properties.name, "capability": capability, "memory_gib": total, "free_gib": free})
-    pairs = [[i, j] for i in range(count) for j in range(i + 1, count) if torch.cuda.can_device_access_peer(i, j)]
     nccl = problem = None
     if count:
         try:
             nccl = _start_nccl()
         except Exception as error:
             problem = _first_line(error)
-    return {"gpus": gpus, "peers": pairs, "nccl": nccl, "nccl_problem": problem}
+    return {"gpus": gpus, "nccl": nccl, "nccl_problem": problem}
 
 
 def _start_nccl() -> str:
