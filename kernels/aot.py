@@ -1,6 +1,6 @@
-"""Compile every kernel ahead of time, without a GPU, and report what the compilers made of it.
+"""Compiles every kernel ahead of time, without a GPU, and reports what the compilers made of it.
 
-    python -m kfuse.kernels.aot [--json FILE] [--targets sm_90 gfx942]
+    python -m kfuse.kernels.aot [--targets sm_90 gfx942]
 
 Registers, spills and shared memory come from the compiled binary; global memory accesses are counted by their width in
 its assembly, and from them the bytes that a bulk element costs. The table is Markdown.
@@ -9,17 +9,17 @@ its assembly, and from them the bytes that a bulk element costs. The table is Ma
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from kfuse.kernels import triton_lamb, triton_norm, triton_pack, triton_pull, triton_reduce, triton_updates
-from kfuse.kernels.launch import NAMES, Case, options
+from kfuse.kernels.launch import Launch, options
+from kfuse.kernels.normalisation import NormBackwardArguments, NormForwardArguments
+from kfuse.kernels.packing import PackArguments
+from kfuse.kernels.reduction import BlockSumsqArguments, PullArguments, ReduceArguments, SumPartialsArguments, balanced
+from kfuse.kernels.table import BLOCK, CHUNK, PackTable
+from kfuse.kernels.updates import AdamOptions, AdamWArguments, LAMBArguments, SGDArguments, SGDOptions
 
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16", torch.int32: "i32", torch.int64: "i64", torch.float64: "fp64"}
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -44,6 +51,129 @@ THOROUGH = "sm_90"
 """The target on which every case is compiled; elsewhere one or a few stand for each kernel."""
 
 AMD_SIZES = {"byte": 8, "short": 16, "dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
+
+STREAMS = {
+    "pack_kernel": ("grads flat", "flat"),
+    "sum_rows_kernel": ("rows", "out"),
+    "pull_kernel": ("rows", "out"),
+    "block_sumsq_kernel": ("flat", ""),
+    "adamw_kernel": ("param master grad exp_avg exp_avg_sq", "param master exp_avg exp_avg_sq"),
+    "sgd_kernel": ("param master grad momentum_buffer", "param master momentum_buffer"),
+    "lamb_moments_kernel": ("param master grad exp_avg exp_avg_sq", "exp_avg exp_avg_sq"),
+    "lamb_apply_kernel": ("param master exp_avg exp_avg_sq", "param master"),
+}
+"""What each kernel reads, and writes, from end to end, by the names of its arguments; those that are None do not."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch as training makes it, to be compiled ahead of time, and the memory traffic that it needs.
+
+    everywhere: stands for its kernel on every target; the others differ in flags and types, and one target shows them.
+    """
+
+    name: str
+    launch: Launch
+    everywhere: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Of each stream, that one program handles, or one turn of its loop; 0 where no stream counts."""
+        constants = self.launch.constants
+        return constants.get("TILE", constants.get("CHUNK", 0)) if self.launch.kernel.__name__ in STREAMS else 0
+
+    @property
+    def streams(self) -> tuple[list[int], list[int]]:
+        """The bytes an element of each stream that is read, and of each that is written."""
+        reads, writes = STREAMS.get(self.launch.kernel.__name__, ("", ""))
+        constants = self.launch.constants
+        if constants.get("ACCUMULATE") is False or constants.get("FIRST_STEP"):
+            reads = reads.replace(" flat", "").replace(" momentum_buffer", "")
+        loads, stores = ([self.launch.given[name] for name in names.split()] for names in (reads, writes))
+        return _itemsizes(loads), _itemsizes(stores)
+
+    @property
+    def floor(self) -> float:
+        """Bytes an element that memory has to move, whatever the kernel: each stream once."""
+        return float(sum(map(sum, self.streams)))
+
+    def wide_accesses(self) -> list[int]:
+        """128-bit loads, and stores, that a thread needs when none is narrower."""
+        return [sum(self.elements * size for size in sizes) // (self.launch.threads * 16) for sizes in self.streams]
+
+
+def _itemsizes(values: Sequence[Any]) -> list[int]:
+    """Of each tensor, and of each row of several."""
+    given = [value for value in values if value is not None]
+    several = [[value] if isinstance(value, Tensor) and value.dim() == 1 else value for value in given]
+    return [row.dtype.itemsize for rows in several for row in rows]
+
+
+@cache
+def cases() -> dict[str, Case]:
+    """Every kernel's launches, in the types and with the flags that training uses, by name."""
+    found: dict[str, Case] = {}
+    for label, everywhere, launches in _launches():
+        for launch in launches:
+            name = f"{launch.kernel.__name__.removesuffix('_kernel')} {label}"
+            found[name] = Case(name, launch, everywhere)
+    return found
+
+
+def _launches() -> Iterator[tuple[str, bool, Generator[Launch, None, Any]]]:
+    """For each case its label, whether it stands for its kernels on every target, and their launches."""
+    one, few, flat = like(), like(1), like(BLOCK)
+    table = PackTable.build([CHUNK], [0], torch.device("meta"))
+    for (of_grad, of_flat), accumulate in product(((F32, F32), (BF16, F32), (BF16, BF16), (F16, F32)), (False, True)):
+        label = f"{NAMES[of_grad]}->{NAMES[of_flat]}{' accumulate' * accumulate}"
+        grads, to = [like(CHUNK, dtype=of_grad)], like(CHUNK, dtype=of_flat)
+        pack = PackArguments(grads, to, table, scale=0.5, accumulate=accumulate, sumsq=few)
+        yield label, accumulate and of_flat == F32 and of_grad != F16, triton_pack.pack(pack)
+
+    for dtype in (F32, BF16):
+        yield NAMES[dtype], dtype == F32, triton_reduce.block_sumsq(BlockSumsqArguments(like(BLOCK, dtype=dtype), few))
+    yield "", True, triton_reduce.sum_partials(SumPartialsArguments(like(16), like(dtype=torch.float64)))
+    ahead, order = triton_reduce.AHEAD, balanced(triton_reduce.AHEAD)
+    for (of_rows, of_out), sumsq in product(((F32, F32), (BF16, BF16), (BF16, F32)), (None, few)):
+        label = f"{NAMES[of_rows]}->{NAMES[of_out]}{'' if sumsq is None else ' norm'}"
+        rows, out = like(ahead, BLOCK, dtype=of_rows), like(BLOCK, dtype=of_out)
+        everywhere = of_out == F32 and sumsq is not None
+        yield label, everywhere, triton_reduce.reduce(ReduceArguments(rows, order, out, sumsq=sumsq))
+        if of_rows == F32:
+            yield label, everywhere, triton_pull.pull(PullArguments(rows.unbind(), order, out, sumsq))
+
+    adam = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+    for param, grad, master in ((F32, F32, 0), (F32, BF16, 0), (BF16, BF16, 0), (BF16, BF16, 1), (BF16, F32, 1)):
+        label = f"{NAMES[param]} param{' fp32 master' * master} {NAMES[grad]} grad"
+        given: dict[str, Any] = {"param": like(BLOCK, dtype=param), "grad": like(BLOCK, dtype=grad)}
+        given |= {"grad_scale": one, "found_inf": one, "master": flat if master else None}
+        moments: dict[str, Any] = {"exp_avg": flat, "exp_avg_sq": flat, "options": adam, "step": one}
+        everywhere = param == grad == F32 or (master == 1 and grad == BF16)
+        yield label, everywhere, triton_updates.adamw(AdamWArguments(**given, **moments))
+        if everywhere:
+            yield label, everywhere, triton_lamb.lamb(LAMBArguments(**given, **moments, table=table))
+        if param == grad:
+            for mode in ("plain", "first step", "momentum", "nesterov") if param == F32 else ("momentum",):
+                momentum = 0.0 if mode == "plain" else 0.9
+                sgd = SGDOptions(lr=0.1, momentum=momentum, nesterov=mode == "nesterov")
+                given |= {"momentum_buffer": flat if momentum else None, "first_step": mode == "first step"}
+                everywhere = mode == "momentum" and param == F32
+                yield f"{mode}, {label}", everywhere, triton_updates.sgd(SGDArguments(**given, options=sgd))
+
+    width, tokens = 768, triton_norm.ROWS
+    weight, rstd = like(width), like(tokens)
+    for dtype, centred in ((F32, True), (BF16, True), (BF16, False)):
+        label = f"{'layer' if centred else 'rms'} {NAMES[dtype]}"
+        x, mean, bias = like(1, tokens, width, dtype=dtype), rstd if centred else None, weight if centred else None
+        forward = NormForwardArguments(x[0], weight, bias, eps=1e-5, centred=centred)
+        backward = NormBackwardArguments(x, x, weight, mean, rstd, with_bias=centred)
+        yield label, dtype == F32, triton_norm.norm_forward(forward)
+        yield label, dtype == F32, triton_norm.norm_backward(backward)
+
+
+def like(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    """A tensor without memory, as an argument of a launch that is only compiled."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True)
@@ -145,13 +275,6 @@ HEADER = (
 )
 
 
-@cache
-def cases() -> dict[str, Case]:
-    """Every kernel, in the types and with the flags that training uses, by name."""
-    modules = (triton_pack, triton_reduce, triton_pull, triton_updates, triton_lamb, triton_norm)
-    return {case.name: case for module in modules for case in module.cases()}
-
-
 def compile_case(case: Case, target: str) -> CompiledKernel:
     """Compile for `target` as a launch with aligned buffers, and sizes that are multiples of 16, would."""
     launch, names = case.launch, case.launch.kernel.arg_names
@@ -164,14 +287,14 @@ def compile_case(case: Case, target: str) -> CompiledKernel:
         constexprs={name: launch.constants.get(name) for name in names if name not in kinds},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    settings = options(launch.threads, TARGETS[target].warp_size, launch.registers)
+    settings = options(launch.threads, TARGETS[target].warp_size)
     return triton.compile(source, target=TARGETS[target], options=settings)
 
 
 def _kind(value: Any) -> str:
     """Triton's name for the type of a runtime argument."""
     if isinstance(value, Tensor):
-        return "*" + {**NAMES, torch.int32: "i32", torch.int64: "i64", torch.float64: "fp64"}[value.dtype]
+        return f"*{NAMES[value.dtype]}"
     return "i32" if isinstance(value, int) else "fp32"
 
 
@@ -180,7 +303,7 @@ def inspect(case: Case, target: str) -> Report:
     compiled = compile_case(case, target)
     binary = read(compiled)
     wide = [found.get(128, 0) for found in (binary.loads, binary.stores)]
-    expected = [case.wide_accesses(streams) for streams in (case.loads, case.stores)]
+    expected = case.wide_accesses()
     # A loop over tiles may have been unrolled: the code then shows several turns.
     turns = max(1, wide[1] // expected[1] if expected[1] else wide[0] // max(1, expected[0]))
     per_access = case.launch.threads * 16 / (case.elements * turns) if case.elements else 0.0
@@ -208,16 +331,10 @@ def _inspect_named(pair: tuple[str, str]) -> Report:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table of the kernels on each target."""
     parser = argparse.ArgumentParser(prog="python -m kfuse.kernels.aot", description=main.__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the reports here as well")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="TARGET")
-    options = parser.parse_args(arguments)
-    reports = []
     print(HEADER)
-    for report in inspect_all(selection(options.targets)):
-        reports.append(asdict(report))
+    for report in inspect_all(selection(parser.parse_args(arguments).targets)):
         print(report.line(), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"triton": triton.__version__, "kernels": reports}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

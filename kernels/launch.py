@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, and the cases of them that are compiled ahead of time."""
+"""Launches of Triton kernels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ REGISTERS = 65536
 """Of a multiprocessor, on every NVIDIA GPU from sm_80 on: a program whose threads need more cannot be launched."""
 
 
-def options(threads: int, warp_size: int = WARP_SIZE, registers: int = 128) -> dict[str, int | bool]:
-    """Compiler options for `threads` threads a program, of at most `registers` each: fewer where all would not fit.
+def options(threads: int, warp_size: int = WARP_SIZE) -> dict[str, int | bool]:
+    """Compiler options for `threads` threads a program, of at most 128 registers each: fewer where all would not fit.
 
     Nothing is autotuned: another shape would add in another order. Multiplications and additions are not fused, so that
     each is rounded as the source says, and as the PyTorch implementation rounds it. (ptxas 12.9, which Triton 3.6 uses
@@ -26,20 +26,19 @@ def options(threads: int, warp_size: int = WARP_SIZE, registers: int = 128) -> d
     if warp_size == 32:
         # Without a limit of its own, ptxas for sm_100 would rather spill a register than lose occupancy.
         # It is also the only limit: with it, ptxas does not ask whether all threads' registers exist.
-        shape["maxnreg"] = min(registers, REGISTERS // threads)
+        shape["maxnreg"] = min(128, REGISTERS // threads)
     return shape
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel. `run` performs it; `kfuse.kernels.aot` compiles it, from tensors without memory.
+    """One launch of a kernel. `run` performs it; `kfuse.kernels.aot` compiles it.
 
     Args:
         given: runtime arguments by the kernel's own names for them: tensors, numbers, and None for an optional tensor.
             Names that the kernel does not have are ignored, so that a launcher can pass all of its fields.
         constants: the kernel's compile-time constants.
         threads: of each program.
-        registers: how many a thread may have at most.
         later: what later launches may have in place of some of the arguments and constants. It is compiled with the
             first launch, so that no later step waits for the compiler.
     """
@@ -49,7 +48,6 @@ class Launch:
     given: dict[str, Any]
     constants: dict[str, Any]
     threads: int = 256
-    registers: int = 128
     later: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -83,7 +81,7 @@ class Launch:
         return device
 
     def _start(self, arguments: dict[str, Any]) -> None:
-        settings = options(self.threads, registers=self.registers)
+        settings = options(self.threads)
         binary = self.kernel[self.grid](**arguments, **self.constants, **settings)
         if self.later and binary not in _FOLLOWED:
             _FOLLOWED.add(binary)
@@ -98,43 +96,3 @@ _FOLLOWED: set[Any] = set()
 
 Launches = Generator[Launch, None, None]
 """What a Triton implementation yields; each launch is performed before the next is asked for."""
-
-Streams = tuple[torch.dtype, ...]
-"""The dtype of each tensor that is read or written from end to end."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One launch as training makes it, to be compiled ahead of time, and the memory traffic that it needs.
-
-    Args:
-        elements: of each stream, that one program handles, or one turn of its loop; 0 where no stream counts.
-        loads, stores: the streams. Each moves once: that is the floor.
-        everywhere: stands for its kernel on every target; the others differ in flags and types, and one target shows
-            them.
-    """
-
-    name: str
-    launch: Launch
-    elements: int = 0
-    loads: Streams = ()
-    stores: Streams = ()
-    everywhere: bool = False
-
-    @property
-    def floor(self) -> float:
-        """Bytes an element that memory has to move, whatever the kernel: each stream once."""
-        return float(sum(dtype.itemsize for dtype in self.loads + self.stores))
-
-    def wide_accesses(self, streams: Streams) -> int:
-        """128-bit accesses a thread needs for these streams when none is narrower."""
-        return sum(self.elements * dtype.itemsize for dtype in streams) // (self.launch.threads * 16)
-
-
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16"}
-
-
-def like_memory(*shape: int, dtype: torch.dtype = F32) -> Tensor:
-    """A tensor without memory, as an argument of a launch that is only compiled."""
-    return torch.empty(shape, dtype=dtype, device="meta")

@@ -5,18 +5,17 @@ The update's direction is formed twice from the moments instead of being stored:
 needs no buffer, and leaves the gradient's dtype free.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, like_memory
-from kfuse.kernels.table import CHUNK, PackTable
+from kfuse.kernels.launch import Launch, Launches
+from kfuse.kernels.table import CHUNK
 from kfuse.kernels.triton_reduce import lane_sums
 from kfuse.kernels.triton_updates import bias_correction, weights
-from kfuse.kernels.updates import AdamOptions, LAMBArguments, TrustArguments
+from kfuse.kernels.updates import LAMBArguments, TrustArguments
 
 TILE = 2048
 WIDTH = 1024
@@ -174,24 +173,3 @@ def lamb_trust(given: TrustArguments) -> Launches:
     values: dict[str, Any] = {"partials": given.partials, "trust": given.out, "first_chunks": table.first_chunks}
     values["num_chunks"] = table.num_chunks
     yield Launch(lamb_trust_kernel, (len(table.numels),), values, {"WIDTH": WIDTH})
-
-
-def cases() -> Iterator[Case]:
-    """A step with gradients of either type."""
-    options = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
-    table = PackTable.build([CHUNK], [0], torch.device("meta"))
-    flat, one = like_memory(CHUNK), like_memory()
-    for dtype in (F32, BF16):
-        grad = like_memory(CHUNK, dtype=dtype)
-        given = LAMBArguments(flat, grad, flat, flat, table, options, step=one, grad_scale=one, found_inf=one)
-        moments, trust, apply = lamb(given)
-        loads, stores = (F32, dtype, F32, F32), (F32, F32)
-        yield Case(f"lamb moments {NAMES[dtype]} grad", moments, TILE, loads, stores, everywhere=dtype == F32)
-    yield Case("lamb trust", trust, everywhere=True)
-    yield Case("lamb apply", apply, CHUNK, (F32, F32, F32), (F32,), everywhere=True)
-    param = like_memory(CHUNK, dtype=BF16)
-    given = LAMBArguments(param, flat, flat, flat, table, options, step=one, grad_scale=one, found_inf=one, master=flat)
-    moments, trust, apply = lamb(given)
-    name = "bf16 param fp32 master"
-    yield Case(f"lamb moments {name}", moments, TILE, (BF16, F32, F32, F32, F32), (F32, F32), everywhere=True)
-    yield Case(f"lamb apply {name}", apply, CHUNK, (BF16, F32, F32, F32), (BF16, F32), everywhere=True)

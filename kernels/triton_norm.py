@@ -5,14 +5,14 @@ No atomics: a program sums some of one example's tokens, and a second kernel add
 tokens are shared out depends on the shape alone, so the same input gives the same bits.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 import torch
 import triton
 import triton.language as tl
 
 from kfuse.kernels import normalisation
-from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, like_memory
+from kfuse.kernels.launch import Launch
 from kfuse.kernels.normalisation import Backward, Forward, NormBackwardArguments, NormForwardArguments
 
 ROWS = 64
@@ -139,16 +139,3 @@ def norm_backward(given: NormBackwardArguments) -> Generator[Launch, None, Backw
 def _threads(block: int) -> int:
     """A thread holds at most 16 elements of a row."""
     return min(1024, max(128, block // 16))
-
-
-def cases() -> Iterator[Case]:
-    """Rows of 768. Weights, and sums over tokens, move once a program: no bytes an element are read off these."""
-    weight, rstd = like_memory(768), like_memory(ROWS)
-    for dtype, centred in ((F32, True), (BF16, True), (BF16, False)):
-        name, everywhere = f"{'layer' if centred else 'rms'} {NAMES[dtype]}", dtype == F32
-        x, mean, bias = like_memory(1, ROWS, 768, dtype=dtype), rstd if centred else None, weight if centred else None
-        (forward,) = norm_forward(NormForwardArguments(x[0], weight, bias, eps=1e-5, centred=centred))
-        yield Case(f"norm_forward {name}", forward, everywhere=everywhere)
-        backward, finish = norm_backward(NormBackwardArguments(x, x, weight, mean, rstd, with_bias=centred))
-        yield Case(f"norm_backward {name}", backward, everywhere=everywhere)
-    yield Case("norm_finish", finish, everywhere=True)

@@ -1,19 +1,16 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton `pack`: gradients to flat buffer, cast, scaled, accumulated and measured in one launch."""
 
-from collections.abc import Iterator
-from itertools import product
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kfuse.kernels.launch import BF16, F16, F32, NAMES, Case, Launch, Launches, like_memory
+from kfuse.kernels.launch import Launch, Launches
 from kfuse.kernels.packing import PackArguments
-from kfuse.kernels.table import CHUNK, PackTable
+from kfuse.kernels.table import CHUNK
 
-_TRITON_DTYPES = {F32: tl.float32, BF16: tl.bfloat16, F16: tl.float16}
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -62,7 +59,7 @@ def pack(given: PackArguments) -> Launches:
     """As `kfuse.kernels.pack`, a program a chunk."""
     table = given.table
     dtypes = {grad.dtype for grad in given.grads if grad is not None}
-    dtype = dtypes.pop() if len(dtypes) == 1 else F32
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     sources = [None if grad is None else _loadable(grad, dtype) for grad in given.grads]
     pointers = table.pointers(tuple(0 if grad is None else grad.data_ptr() for grad in sources))
     constants = {
@@ -85,21 +82,3 @@ def _loadable(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """
     grad = grad.to(dtype).contiguous()
     return grad if grad.data_ptr() % 16 == 0 else grad.clone()
-
-
-def cases() -> Iterator[Case]:
-    """The types and flags that training uses."""
-    table = PackTable.build([CHUNK], [0], torch.device("meta"))
-    sumsq = like_memory(1)
-    shapes = [*product([(F32, F32), (BF16, F32), (BF16, BF16)], (False, True)), ((F16, F32), True)]
-    for (of_grad, of_flat), accumulate in shapes:
-        grad, flat = like_memory(CHUNK, dtype=of_grad), like_memory(CHUNK, dtype=of_flat)
-        (launch,) = pack(PackArguments([grad], flat, table, scale=0.5, accumulate=accumulate, sumsq=sumsq))
-        yield Case(
-            f"pack {NAMES[of_grad]}->{NAMES[of_flat]}{' accumulate' * accumulate}",
-            launch,
-            CHUNK,
-            (of_grad, of_flat) if accumulate else (of_grad,),
-            (of_flat,),
-            everywhere=accumulate and of_flat == F32 and of_grad != F16,
-        )

@@ -5,7 +5,6 @@ They are read by their addresses, which a table holds beside the order of additi
 number of contributions and every order.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -13,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kfuse.kernels.launch import F32, Case, Launch, Launches, like_memory
-from kfuse.kernels.reduction import Merges, PullArguments, balanced
+from kfuse.kernels.launch import Launch, Launches
+from kfuse.kernels.reduction import Merges, PullArguments
 from kfuse.kernels.table import BLOCK, num_blocks, upload
 from kfuse.kernels.triton_reduce import AHEAD, DEPTH, THREADS, adding_program, lane_sums, placed, stack_depth, tile_size
 
-TILE = tile_size(F32.itemsize)
+TILE = tile_size(4)
 
 
 @triton.jit
@@ -67,7 +66,7 @@ def pull(given: PullArguments) -> Launches:
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     addresses = tuple(row.data_ptr() for row in rows)
     table, depth = _uploaded_table(addresses, given.merges, device, stream)
-    values = {"table": table, "count": len(table), "out": out, "sumsq": given.sumsq, "numel": out.numel()}
+    values = vars(given) | {"table": table, "count": len(table), "numel": out.numel()}
     constants = {
         "AHEAD": AHEAD,
         "DEPTH": max(DEPTH, triton.next_power_of_2(depth)),
@@ -77,7 +76,7 @@ def pull(given: PullArguments) -> Launches:
     }
     # Other buckets have other shards: one may end between multiples of 16 elements.
     later = tuple({"numel": length} for length in (TILE, TILE - 1))
-    yield Launch(pull_kernel, (num_blocks(out.numel()),), values, constants, THREADS, 128, later)
+    yield Launch(pull_kernel, (num_blocks(out.numel()),), values, constants, THREADS, later)
 
 
 @lru_cache(maxsize=1024)
@@ -91,11 +90,3 @@ def _uploaded_table(
     program = adding_program(len(addresses), merges)
     lines = [(addresses[row] if row >= 0 else 0, low, high, 0) for row, low, high, _ in program]
     return upload(torch.tensor(lines, dtype=torch.int64), device), stack_depth(program)
-
-
-def cases() -> Iterator[Case]:
-    """With and without the sums of squares."""
-    rows = tuple(like_memory(AHEAD, BLOCK).unbind(0))
-    for what, sumsq in (("", None), (" norm", like_memory(1))):
-        (launch,) = pull(PullArguments(rows, balanced(AHEAD), like_memory(BLOCK), sumsq))
-        yield Case(f"pull any rows, {AHEAD} a turn, fp32->fp32{what}", launch, TILE, (F32,) * AHEAD, (F32,), what != "")

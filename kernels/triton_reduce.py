@@ -5,23 +5,21 @@
 needs no other binary: nothing is compiled in mid-step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import product
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, like_memory
+from kfuse.kernels.launch import Launch, Launches
 from kfuse.kernels.reduction import (
     ADD,
     BlockSumsqArguments,
     Merges,
     ReduceArguments,
     SumPartialsArguments,
-    balanced,
     postfix,
 )
 from kfuse.kernels.table import BLOCK, num_blocks, upload
@@ -143,7 +141,7 @@ def reduce(given: ReduceArguments) -> Launches:
     # Other workers have other shards of the bucket: one may end between multiples of 16 elements.
     lengths = [{"numel": length} for length in (tile, tile - 1)]
     later = tuple(each | ({} if given.sumsq is not None else {"stride": each["numel"]}) for each in lengths)
-    yield Launch(sum_rows_kernel, (triton.cdiv(numel, elements),), values, constants, THREADS, 128, later)
+    yield Launch(sum_rows_kernel, (triton.cdiv(numel, elements),), values, constants, THREADS, later)
 
 
 @lru_cache(maxsize=256)
@@ -207,24 +205,3 @@ def sum_partials(given: SumPartialsArguments) -> Launches:
     """As `kfuse.kernels.sum_partials`, a program a row."""
     values = vars(given) | {"numel": given.partials.shape[-1]}
     yield Launch(sum_partials_kernel, (given.out.numel(),), values, {"WIDTH": WIDTH}, THREADS)
-
-
-def cases() -> Iterator[Case]:
-    """The types that training uses, with and without sums of squares."""
-    for dtype in (F32, BF16):
-        (launch,) = block_sumsq(BlockSumsqArguments(like_memory(BLOCK, dtype=dtype), like_memory(1)))
-        yield Case(f"block_sumsq {NAMES[dtype]}", launch, BLOCK, (dtype,), everywhere=dtype == F32)
-    (launch,) = sum_partials(SumPartialsArguments(like_memory(16), like_memory(dtype=torch.float64)))
-    yield Case("sum_partials", launch, everywhere=True)
-
-    for (of_rows, of_out), sumsq in product(((F32, F32), (BF16, BF16), (BF16, F32)), (None, like_memory(1))):
-        rows, out = like_memory(AHEAD, BLOCK, dtype=of_rows), like_memory(BLOCK, dtype=of_out)
-        (launch,) = reduce(ReduceArguments(rows, balanced(AHEAD), out, sumsq=sumsq))
-        yield Case(
-            f"reduce any rows, {AHEAD} a turn, {NAMES[of_rows]}->{NAMES[of_out]}{'' if sumsq is None else ' norm'}",
-            launch,
-            launch.constants["TILE"],
-            (of_rows,) * AHEAD,
-            (of_out,),
-            everywhere=of_out == F32 and sumsq is not None,
-        )

@@ -1,17 +1,14 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton `adamw` and `sgd`: one pass over parameter, gradient and states."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, Streams, like_memory
-from kfuse.kernels.table import BLOCK
-from kfuse.kernels.updates import AdamOptions, AdamWArguments, SGDArguments, SGDOptions, UpdateArguments
+from kfuse.kernels.launch import Launch, Launches
+from kfuse.kernels.updates import AdamWArguments, SGDArguments, UpdateArguments
 
 SCALARS = ["step", "grad_scale", "found_inf"]
 """Pointers to one number: where it lies is no reason for another binary."""
@@ -136,46 +133,3 @@ def _launch(kernel: Any, given: UpdateArguments, numbers: dict[str, float], flag
     numel = given.param.numel()
     values = vars(given) | numbers | {"numel": numel}
     return Launch(kernel, (triton.cdiv(numel, TILE),), values, flags | {"TILE": TILE})
-
-
-def cases() -> Iterator[Case]:
-    """The types and settings that training uses."""
-    adam = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
-    state, one = like_memory(BLOCK), like_memory()
-    for param, grad, master in ((F32, F32, 0), (F32, BF16, 0), (BF16, BF16, 0), (BF16, BF16, 1), (BF16, F32, 1)):
-        flats = _flats(param, grad, master)
-        (launch,) = adamw(AdamWArguments(**flats, exp_avg=state, exp_avg_sq=state, options=adam, step=one))
-        everywhere = param == grad == F32 or (master == 1 and grad == BF16)
-        yield _case("adamw", launch, (F32, F32), (F32, F32), everywhere)
-
-    for param, master, mode, loads, stores in (
-        (F32, 0, "plain", (), ()),
-        (F32, 0, "first step", (), (F32,)),
-        (F32, 0, "momentum", (F32,), (F32,)),
-        (F32, 0, "nesterov", (F32,), (F32,)),
-        (BF16, 0, "momentum", (F32,), (F32,)),
-        (BF16, 1, "momentum", (F32,), (F32,)),
-    ):
-        options = SGDOptions(lr=0.1, momentum=0.9 if stores else 0.0, nesterov=mode == "nesterov")
-        flats = _flats(param, param, master) | {"momentum_buffer": state if stores else None}
-        (launch,) = sgd(SGDArguments(**flats, options=options, first_step=mode == "first step"))
-        yield _case(f"sgd {mode}", launch, loads, stores, mode == "momentum" and param == F32)
-
-
-def _flats(param: torch.dtype, grad: torch.dtype, masters: int) -> dict[str, Any]:
-    """What every update is given."""
-    return {
-        "param": like_memory(BLOCK, dtype=param),
-        "grad": like_memory(BLOCK, dtype=grad),
-        "grad_scale": like_memory(),
-        "found_inf": like_memory(),
-        "master": like_memory(BLOCK) if masters else None,
-    }
-
-
-def _case(name: str, launch: Launch, loads: Streams, stores: Streams, everywhere: bool) -> Case:
-    """An update that reads and writes these states, beside parameter, masters and gradient."""
-    param, grad, master = (launch.arguments[name] for name in ("param", "grad", "master"))
-    updated = (param.dtype,) + (F32,) * (master is not None)
-    name += f" {NAMES[param.dtype]} param{' fp32 master' * (master is not None)} {NAMES[grad.dtype]} grad"
-    return Case(name, launch, TILE, (*updated, grad.dtype, *loads), (*updated, *stores), everywhere)
