@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from gpu_ranks import problem, samples
-from gpu_workers import place, report, scratch, supervise
+from gpu_workers import last_line, report, scratch, start, supervise
 from machine import parser_of
 
 import kfuse as kf
@@ -36,22 +36,18 @@ class Job:
     """One elastic job, and what its events must show."""
 
     what: str
-    elasticity: Elasticity
+    most: int
+    """Workers."""
     happened: Callable[[list[str]], bool]
-
-
-def _may_lose() -> Elasticity:
-    return Elasticity(2, 1, 2, replace=False, script=True)
+    at_first: int = 1
 
 
 JOBS = {
-    "one worker": Job("plain", Elasticity(1, 1, 1, script=True), lambda kinds: kinds == ["view"]),
-    "growth from 1 to 2": Job("grow", Elasticity(1, 1, 2, script=True), lambda kinds: kinds.count("view") == 2),
-    "SIGKILL in backward": Job("backward", _may_lose(), lambda kinds: "failure" in kinds),
-    "SIGKILL while sums are shared": Job("share", _may_lose(), lambda kinds: "failure" in kinds),
-    "SIGKILL while a group forms": Job(
-        "init", Elasticity(1, 1, 2, replace=False, script=True), lambda kinds: "failure" in kinds
-    ),
+    "one worker": Job("plain", 1, lambda kinds: kinds == ["view"]),
+    "growth from 1 to 2": Job("grow", 2, lambda kinds: kinds.count("view") == 2),
+    "SIGKILL in backward": Job("backward", 2, lambda kinds: "failure" in kinds, at_first=2),
+    "SIGKILL while sums are shared": Job("share", 2, lambda kinds: "failure" in kinds, at_first=2),
+    "SIGKILL while a group forms": Job("init", 2, lambda kinds: "failure" in kinds),
 }
 
 
@@ -72,13 +68,14 @@ def _run(device: str, limit_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
     expected: str | None = None
     for name, job in JOBS.items():
         started = time.monotonic()
+        elasticity = Elasticity(job.at_first, 1, job.most, replace=False, script=True)
         with scratch() as folder:
             arguments = ["--device", device, "--work", job.what, str(Path(folder, "killed"))]
             try:
-                recorder = supervise(Path(__file__).name, arguments, job.elasticity, limit_s, folder)
+                recorder = supervise(Path(__file__).name, arguments, elasticity, limit_s, folder)
             except RuntimeError as error:
                 print(error)
-                yield name, {"verdict": f"failed: {str(error).splitlines()[-1]}"}
+                yield name, {"verdict": f"failed: {last_line(error)}"}
                 continue
         kinds = [event["kind"] for event in recorder.events]
         digest = recorder.summary.get("params_sha256")
@@ -96,21 +93,16 @@ def _run(device: str, limit_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def work(device: str, what: str, killed: str) -> None:
     """A worker's training script: 200 steps, in which it grows, or dies, or neither."""
-    expected = place(device, int(os.environ["LOCAL_RANK"]), 2)
     if what == "init" and int(os.environ["KFUSE_WORKER"]) > 0:
         _die_while_a_group_forms(INIT_KILL_S[device])
-    session = kf.init(comm_reproducible=True, comm_timeout_s=10)
-    if session.group.device != expected:
-        raise RuntimeError(f"kfuse has chosen {session.group.device}, not {expected}")
+    session = start(device, int(os.environ["LOCAL_RANK"]), comm_reproducible=True, comm_timeout_s=10)
     model = problem(session.group.device)
     opt = kf.FusedAdamW(model.parameters(), lr=1e-3, clip_norm=1.0)
-    asked = False
     loader = kf.DataLoader(samples(960, seed=1), model, opt, batch_size=48, batch_micro=8, train_epochs=10)
     for index, step in enumerate(loader):
         if what in ("grow", "init") and index >= GROW_AT and kf.size() == 1 and not Path(killed).exists():
-            if not asked:
+            if index == GROW_AT:
                 kf.resize(2)
-                asked = True
             time.sleep(0.1)  # leaves the new worker time to start before the run is over
         dies = index == KILL_AT and kf.rank() == 1 and not Path(killed).exists()
         if what == "share" and dies:

@@ -8,23 +8,27 @@ Losses, statistics and parameters of two workers must be those of one; with repr
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_workers import Ranks, new_session, report
+from gpu_workers import last_line, report, start
 from machine import parser_of
 from torch import nn
+from workers import leave, messages_of, set_torchrun_variables
 
 import kfuse as kf
+from kfuse import session
 from kfuse.comm.settings import TRANSPORT_NAMES, CommOptions
 from kfuse.comm.step import StepPlan
 
 STEPS, MICRO_BATCHES, SAMPLES = 8, 8, 16
-START_S, CASE_S = 30.0, 10.0
-"""How long the workers may take to start, and for each case."""
+LIMIT_S, TIMEOUT_S = 25.0, 10.0
+"""How long the workers may take to start, or for a case; and what they wait for each other's messages."""
+_GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Case = tuple[str, bool, str]  # schedule, reproducible, dtype of the messages
 
 
@@ -51,19 +55,15 @@ def _run(device: str, cases: list[Case], patience: int) -> Iterator[tuple[str, d
     """One pair of workers for all cases. A case that fails or hangs ends them; the next ones get a new pair."""
     left = list(cases)
     while left:
-        with Ranks(2, device, train, left, CASE_S * patience) as ranks:
-            limit_s = patience * (START_S + CASE_S)
-            while left:
-                case = left.pop(0)
-                try:
-                    answers = ranks.next(limit_s)
-                except RuntimeError as error:
-                    yield _name(case), {"verdict": f"failed: {error}"}
-                    break
-                limit_s = patience * CASE_S
-                alone, first, second = answers[0]["alone"], answers[0]["together"], answers[1]["together"]
-                verdict = _compare(alone, first, second, case)
-                yield _name(case), {"verdict": verdict, "alone": alone, "two": first}
+        answers: dict[str, list[dict[str, Any]]] = {_name(case): [] for case in left}
+        try:
+            for name, answer in messages_of(2, train, device, left, TIMEOUT_S * patience, limit_s=LIMIT_S * patience):
+                answers[name].append(answer)
+                if len(answers[name]) == 2:
+                    alone, both = answer["alone"], [each["together"] for each in answers[name]]
+                    yield name, {"verdict": _compare(alone, *both, left.pop(0)), "alone": alone, "two": both[0]}
+        except Exception as error:  # of a worker, or a time that is over
+            yield _name(left.pop(0)), {"verdict": f"failed: {last_line(error)}"}
 
 
 def _compare(alone: dict[str, Any], first: dict[str, Any], second: dict[str, Any], case: Case) -> str:
@@ -81,17 +81,28 @@ def _compare(alone: dict[str, Any], first: dict[str, Any], second: dict[str, Any
     return "ok" if worst <= allowed else f"losses or statistics differ from one worker's by {worst:.1e}"
 
 
-def train(device: torch.device, cases: list[Case], timeout_s: float, answer: Callable[[Any], None]) -> None:
-    """One rank: each case with the other rank, and alone."""
-    for schedule, reproducible, dtype in cases:
-        options = CommOptions(schedule=schedule, reproducible=reproducible, dtype=dtype, bucket_mb=0.25)
-        found = {}
-        for name in ("alone", "together"):
-            session = new_session(options, timeout_s, alone=name == "alone")
-            if session.group.device != device:
-                raise RuntimeError(f"kfuse has chosen {session.group.device}, not {device}")
-            found[name] = _train(session)
-        answer(found)
+def train(rank: int, device: str, cases: list[Case], timeout_s: float, port: int, answers: Any) -> None:
+    """One rank: each case alone, and with the other rank, which is answered at the same time."""
+    set_torchrun_variables(rank, 2, port)
+    for case in cases:
+        found = {
+            name: _train(_session(device, rank, case, timeout_s, name == "alone")) for name in ("alone", "together")
+        }
+        answers.put((_name(case), found))
+    leave(answers)
+
+
+def _session(device: str, rank: int, case: Case, timeout_s: float, alone: bool) -> kf.Session:
+    """Another session of this process. alone: of this worker only."""
+    schedule, reproducible, dtype = case
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
+    kept = {name: os.environ.pop(name) for name in _GROUP} if alone else {}
+    options = CommOptions(schedule=schedule, reproducible=reproducible, dtype=dtype, bucket_mb=0.25)
+    session.reset()
+    try:
+        return start(device, rank, **options.named(), comm_timeout_s=timeout_s)
+    finally:
+        os.environ.update(kept)
 
 
 def _train(session: kf.Session) -> dict[str, Any]:

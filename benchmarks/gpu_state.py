@@ -23,9 +23,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu_workers import Ranks, place, scratch, supervise
-from machine import machine, parser_of, versions
+from gpu_workers import last_line, scratch, start, supervise
+from machine import parser_of, write
 from torch import nn
+from workers import leave, messages_of, set_torchrun_variables
 
 import kfuse as kf
 from kfuse.elastic.supervisor import Elasticity
@@ -54,19 +55,16 @@ def main() -> int:
         return 0
     count = int(options.parameters or _fitting(options.device))
     patience = 1 if options.device == "cuda" else 3
-    record: dict[str, Any] = {"device": options.device, "machine": machine(), "versions": versions(("torch",))}
-    failed = False
+    record: dict[str, Any] = {}
     for name, measure, limit_s in (("growth", _growth, 36.0), ("checkpoint", _checkpoint, 20.0)):
         try:
             record[name] = measure(options.device, count, limit_s * patience)
-        except RuntimeError as error:
+        except Exception as error:  # of a worker, or a time that is over
             print(error)
-            record[name] = {"failed": str(error).splitlines()[-1]}
-            failed = True
-        if options.json is not None:  # what is there is kept if the next measurement is cut off
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
-    print("; ".join(_in_words(name, record[name]) for name in ("growth", "checkpoint")))
-    return int(failed)
+            record[name] = {"failed": last_line(error)}
+        write(options.json, ("torch",), device=options.device, **record)  # kept if the next measurement is cut off
+    print("; ".join(_in_words(name, found) for name, found in record.items()))
+    return int(any("failed" in found for found in record.values()))
 
 
 def _fitting(device: str) -> float:
@@ -139,23 +137,18 @@ def _growth(device: str, count: int, limit_s: float) -> dict[str, Any]:
 
 def work(name: str, count: int, log: Path) -> None:
     """A worker's training script. It appends to `log` a line with its median step and its peak memory."""
-    expected = place(name, int(os.environ["LOCAL_RANK"]), 2)
-    device = kf.init(comm_timeout_s=30).group.device
-    if device != expected:
-        raise RuntimeError(f"kfuse has chosen {device}, not {expected}")
+    device = start(name, int(os.environ["LOCAL_RANK"]), comm_timeout_s=30).group.device
     model = Numbers(count, device)
     ends: list[float] = []
     together = 0
-    asked = False
     for end in _steps(model, device, 2):
         ends.append(end)
         together += kf.size() == 2
         if together >= STEPS:
             break
+        if len(ends) == GROW_AT:
+            kf.resize(2)
         if len(ends) >= GROW_AT and kf.size() == 1:
-            if not asked:
-                kf.resize(2)
-                asked = True
             time.sleep(0.05)  # leaves the new worker time to start before the run is over
     gaps = [after - before for before, after in itertools.pairwise(ends)]
     line = {"worker": int(os.environ["KFUSE_WORKER"]), "step_s": round(median(gaps), 4) if gaps else None}
@@ -171,14 +164,15 @@ def _checkpoint(device: str, count: int, limit_s: float) -> dict[str, Any]:
     """A process of its own, which is ended once the steps are over: the last write is not waited for."""
     with scratch() as folder:
         count = int(min(count, MOST_CHECKPOINTED, 0.3 * shutil.disk_usage(folder).free / STATE_BYTES))
-        with Ranks(1, device, checkpointed, count, folder) as ranks:
-            [found] = ranks.next(limit_s)
+        messages = messages_of(1, checkpointed, device, count, folder, limit_s=limit_s)
+        found = dict(messages)["found"]
     return {"parameters": count, "state_gb": STATE_BYTES * count / 1e9, **found}
 
 
-def checkpointed(device: torch.device, count: int, folder: str, answer: Any) -> None:
+def checkpointed(rank: int, name: str, count: int, folder: str, port: int, messages: Any) -> None:
     """Trains CHECKPOINT_STEPS steps with a checkpoint every CHECKPOINT_EVERY."""
-    kf.init(comm_timeout_s=30)
+    set_torchrun_variables(rank, 1, port)
+    device = start(name, rank, comm_timeout_s=30).group.device
     model = Numbers(count, device)
     more = {"checkpoint_dir": folder, "checkpoint_every_steps": CHECKPOINT_EVERY, "train_steps": CHECKPOINT_STEPS}
     ends: list[float] = []
@@ -195,15 +189,15 @@ def checkpointed(device: torch.device, count: int, folder: str, answer: Any) -> 
     gaps = [after - before for before, after in itertools.pairwise(ends)]
     due = range(CHECKPOINT_EVERY - 1, len(gaps), CHECKPOINT_EVERY)  # the boundary before the next step
     usual = median([gap for index, gap in enumerate(gaps) if index not in due])
-    answer(
-        {
-            "step_s": round(usual, 4),
-            # None: the first one was still being written, so the second one was put off.
-            "stalls_s": [round(gaps[index] - usual, 4) if index < CHECKPOINT_EVERY or free else None for index in due],
-            "steps_s": [round(gap, 4) for gap in gaps],
-            "written": sorted(path.name for path in Path(folder).glob("step-*")),
-        }
-    )
+    found = {
+        "step_s": round(usual, 4),
+        # None: the first one was still being written, so the second one was put off.
+        "stalls_s": [round(gaps[index] - usual, 4) if index < CHECKPOINT_EVERY or free else None for index in due],
+        "steps_s": [round(gap, 4) for gap in gaps],
+        "written": sorted(path.name for path in Path(folder).glob("step-*")),
+    }
+    messages.put(("found", found))
+    leave(messages)
 
 
 def _writing(folder: Path) -> bool:

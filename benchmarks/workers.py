@@ -56,11 +56,14 @@ def messages_from(workers: Any, messages: Any, limit_s: float = LIMIT_S) -> Iter
             process.join()
 
 
-def messages_of(count: int, work: Callable[..., None], *given: Any) -> Iterator[tuple[str, Any]]:
+def messages_of(
+    count: int, work: Callable[..., None], *given: Any, limit_s: float = LIMIT_S
+) -> Iterator[tuple[str, Any]]:
     """The messages of `count` processes that run work(rank, *given, port of a store, messages). See `messages_from`."""
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=600), wait_for_workers=False)
     messages: Any = mp.get_context("spawn").Queue()
-    yield from messages_from(mp.spawn(work, (*given, store.port, messages), nprocs=count, join=False), messages)
+    workers = mp.spawn(work, (*given, store.port, messages), nprocs=count, join=False)
+    yield from messages_from(workers, messages, limit_s)
 
 
 def leave(messages: Any) -> None:

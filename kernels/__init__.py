@@ -3,8 +3,7 @@
 Importing this package needs torch alone; Triton is imported when the first GPU tensor arrives.
 """
 
-from kfuse.kernels.packing import pack
-from kfuse.kernels.reduction import Merges, balanced, block_sumsq, pull, reduce, sum_partials
+from kfuse.kernels.reduction import Merges, balanced, block_sumsq, pack, pull, reduce, sum_partials
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
 from kfuse.kernels.updates import AdamOptions, SGDOptions, adamw, lamb, lamb_trust, sgd
 

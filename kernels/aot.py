@@ -30,11 +30,17 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from kfuse.kernels import triton_lamb, triton_norm, triton_pack, triton_pull, triton_reduce, triton_updates
+from kfuse.kernels import triton_lamb, triton_norm, triton_pack, triton_reduce, triton_updates
 from kfuse.kernels.launch import Launch, options
 from kfuse.kernels.normalisation import NormBackwardArguments, NormForwardArguments
-from kfuse.kernels.packing import PackArguments
-from kfuse.kernels.reduction import BlockSumsqArguments, PullArguments, ReduceArguments, SumPartialsArguments, balanced
+from kfuse.kernels.reduction import (
+    BlockSumsqArguments,
+    PackArguments,
+    PullArguments,
+    ReduceArguments,
+    SumPartialsArguments,
+    balanced,
+)
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable
 from kfuse.kernels.updates import AdamOptions, AdamWArguments, LAMBArguments, SGDArguments, SGDOptions
 
@@ -55,7 +61,6 @@ AMD_SIZES = {"byte": 8, "short": 16, "dword": 32, "dwordx2": 64, "dwordx3": 96, 
 STREAMS = {
     "pack_kernel": ("grads flat", "flat"),
     "sum_rows_kernel": ("rows", "out"),
-    "pull_kernel": ("rows", "out"),
     "block_sumsq_kernel": ("flat", ""),
     "adamw_kernel": ("param master grad exp_avg exp_avg_sq", "param master exp_avg exp_avg_sq"),
     "sgd_kernel": ("param master grad momentum_buffer", "param master momentum_buffer"),
@@ -140,7 +145,7 @@ def _launches() -> Iterator[tuple[str, bool, Generator[Launch, None, Any]]]:
         everywhere = of_out == F32 and sumsq is not None
         yield label, everywhere, triton_reduce.reduce(ReduceArguments(rows, order, out, sumsq=sumsq))
         if of_rows == F32:
-            yield label, everywhere, triton_pull.pull(PullArguments(rows.unbind(), order, out, sumsq))
+            yield f"by address {label}", everywhere, triton_reduce.pull(PullArguments(rows.unbind(), order, out, sumsq))
 
     adam = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
     for param, grad, master in ((F32, F32, 0), (F32, BF16, 0), (BF16, BF16, 0), (BF16, BF16, 1), (BF16, F32, 1)):

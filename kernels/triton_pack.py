@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kfuse.kernels.launch import Launch, Launches
-from kfuse.kernels.packing import PackArguments
+from kfuse.kernels.reduction import PackArguments
 from kfuse.kernels.table import CHUNK
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -1,12 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
-"""Triton `reduce`, `block_sumsq` and `sum_partials`: sums in an order that never changes.
+"""Triton `reduce`, `pull`, `block_sumsq` and `sum_partials`: sums in an order that never changes.
 
-`reduce` reads the order of its merges from a table. Another batch size or number of workers, which is another order,
-needs no other binary: nothing is compiled in mid-step.
+`reduce` and `pull` read the order of their merges from a table. Another batch size or number of workers, which is
+another order, needs no other binary: nothing is compiled in mid-step. To `pull` the table gives the contributions'
+addresses too, in other GPUs' memory: they are read over the links between the GPUs.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from kfuse.kernels.reduction import (
     ADD,
     BlockSumsqArguments,
     Merges,
+    PullArguments,
     ReduceArguments,
     SumPartialsArguments,
     postfix,
@@ -56,24 +58,33 @@ def placed(stack, value, low, high, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def sum_of_rows(rows, program, count, stride, index, mask, AHEAD: tl.constexpr, DEPTH: tl.constexpr):
-    """The sum of the rows' elements at `index`, added in fp32 as the lines of `program` say (see `adding_program`)."""
+def sum_of_rows(matrix, program, count, stride, index, mask, AHEAD: tl.constexpr, DEPTH: tl.constexpr):
+    """The sum of the rows' elements at `index`, added in fp32 as the lines of `program` say (see `adding_program`).
+
+    Lines name rows of the matrix; without one they have the addresses of fp32 rows, 0 for none.
+    """
     stack = (tl.zeros((index.shape[0],), tl.float32),) * DEPTH
     for at in range(0, count, AHEAD):
         values = ()  # unpacking is not in Triton's language
         for k in tl.static_range(AHEAD):
             row = tl.load(program + (at + k) * 4)
-            value = tl.load(rows + row * stride + index, mask=mask & (row >= 0), other=0.0)
-            values = values + (value.to(tl.float32),)  # noqa: RUF005
+            if matrix is None:
+                # The compiler cannot see through the table that addresses are aligned; `PullArguments` has made sure.
+                place = tl.multiple_of(row.to(tl.pointer_type(tl.float32)), 16)
+                value = tl.load(place + index, mask=mask & (row != 0), other=0.0)
+            else:
+                value = tl.load(matrix + row * stride + index, mask=mask & (row >= 0), other=0.0).to(tl.float32)
+            values = values + (value,)  # noqa: RUF005
         for k in tl.static_range(AHEAD):
-            low, high = tl.load(program + (at + k) * 4 + 1), tl.load(program + (at + k) * 4 + 2)
+            low = tl.load(program + (at + k) * 4 + 1).to(tl.int32)
+            high = tl.load(program + (at + k) * 4 + 2).to(tl.int32)
             stack = placed(stack, values[k], low, high, DEPTH)
     return stack[0]
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sumsq"])
 def sum_rows_kernel(
-    rows, out, sumsq, program,
+    matrix, out, sumsq, program,
     count, numel, stride,
     AHEAD: tl.constexpr, DEPTH: tl.constexpr, LANE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +96,7 @@ def sum_rows_kernel(
     for at in range(0, BLOCK, TILE):
         index = block.to(tl.int64) * BLOCK + at + tl.arange(0, TILE)
         mask = index < numel
-        stored = sum_of_rows(rows, program, count, stride, index, mask, AHEAD, DEPTH).to(out.dtype.element_ty)
+        stored = sum_of_rows(matrix, program, count, stride, index, mask, AHEAD, DEPTH).to(out.dtype.element_ty)
         if sumsq is not None:
             mean = stored.to(tl.float32)
             squares += lane_sums(mean * mean, LANE)
@@ -126,29 +137,57 @@ def reduce(given: ReduceArguments) -> Launches:
 
     Without them a program adds up one tile, and no bits depend on the tile; with them one block.
     """
-    rows, numel = _as_matrix(given.rows), given.out.numel()
+    # Several tensors, which only the interpreter gets, are copied.
+    rows = given.rows if isinstance(given.rows, Tensor) else torch.stack(list(given.rows))
     if given.sumsq is not None:
         rows = _aligned(rows)
-    on_gpu = rows.device.type == "cuda"
-    stream = torch.cuda.current_stream(rows.device).cuda_stream if on_gpu else 0
-    program, depth = _uploaded_program(len(rows), given.merges, rows.device, stream)
-    values = vars(given) | {"rows": rows, "program": program, "count": len(program), "numel": numel}
-    values["stride"] = rows.stride(0)
     tile = tile_size(rows.element_size())
-    elements = tile if given.sumsq is None else BLOCK
-    constants = {"AHEAD": AHEAD, "DEPTH": max(DEPTH, triton.next_power_of_2(depth))}
-    constants |= {"LANE": tile // THREADS, "TILE": tile, "BLOCK": elements}
     # Other workers have other shards of the bucket: one may end between multiples of 16 elements.
     lengths = [{"numel": length} for length in (tile, tile - 1)]
     later = tuple(each | ({} if given.sumsq is not None else {"stride": each["numel"]}) for each in lengths)
-    yield Launch(sum_rows_kernel, (triton.cdiv(numel, elements),), values, constants, THREADS, later)
+    block = tile if given.sumsq is None else BLOCK
+    yield _launch(given, rows, tuple(range(len(rows))), tile, block, later)
 
 
-@lru_cache(maxsize=256)
-def _uploaded_program(count: int, merges: Merges, device: torch.device, stream: int) -> tuple[Tensor, int]:
-    """`adding_program` on the device, and the stack's depth. A stream uses what was copied there on the same stream."""
-    program = adding_program(count, merges)
-    return upload(torch.tensor(program, dtype=torch.int32), device), stack_depth(program)
+def pull(given: PullArguments) -> Launches:
+    """As `kfuse.kernels.pull`, a program a block."""
+    tile = tile_size(given.out.element_size())
+    later = tuple({"numel": length} for length in (tile, tile - 1))
+    yield _launch(given, None, tuple(row.data_ptr() for row in given.rows), tile, BLOCK, later)
+
+
+def _launch(
+    given: ReduceArguments | PullArguments,
+    matrix: Tensor | None,
+    rows: tuple[int, ...],
+    tile: int,
+    block: int,
+    later: tuple[dict[str, Any], ...],
+) -> Launch:
+    """A launch that adds up rows, by their numbers in the matrix or by their addresses, a block for each program."""
+    device, numel = given.out.device, given.out.numel()
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    program, depth = _uploaded_program(rows, given.merges, matrix is None, device, stream)
+    values = vars(given) | {"matrix": matrix, "program": program, "count": len(program), "numel": numel}
+    values["stride"] = 0 if matrix is None else matrix.stride(0)
+    constants = {"AHEAD": AHEAD, "DEPTH": max(DEPTH, triton.next_power_of_2(depth))}
+    constants |= {"LANE": tile // THREADS, "TILE": tile, "BLOCK": block}
+    return Launch(sum_rows_kernel, (triton.cdiv(numel, block),), values, constants, THREADS, later)
+
+
+@lru_cache(maxsize=1024)
+def _uploaded_program(
+    rows: tuple[int, ...], merges: Merges, by_address: bool, device: torch.device, stream: int
+) -> tuple[Tensor, int]:
+    """`adding_program` on the device, with these numbers of the rows, and the stack's depth.
+
+    A stream uses what was copied there on the same stream.
+    """
+    program = adding_program(len(rows), merges)
+    none, dtype = (0, torch.int64) if by_address else (-1, torch.int32)
+    lines = [(rows[row] if row >= 0 else none, low, high, 0) for row, low, high, _ in program]
+    depth = 1 + max(low for row, low, *_ in program if row >= 0)
+    return upload(torch.tensor(lines, dtype=dtype), device), depth
 
 
 def adding_program(count: int, merges: Merges) -> list[tuple[int, int, int, int]]:
@@ -170,19 +209,9 @@ def adding_program(count: int, merges: Merges) -> list[tuple[int, int, int, int]
     return lines + [none] * (-len(lines) % AHEAD)
 
 
-def stack_depth(program: list[tuple[int, int, int, int]]) -> int:
-    """Unfinished sums that an `adding_program` has at a time, at most."""
-    return 1 + max(low for row, low, *_ in program if row >= 0)
-
-
 def tile_size(itemsize: int) -> int:
     """Elements that one 128-bit access a thread covers."""
     return THREADS * 16 // itemsize
-
-
-def _as_matrix(rows: Tensor | Sequence[Tensor]) -> Tensor:
-    """[K, n]. Several tensors, which only the interpreter gets, are copied."""
-    return rows if isinstance(rows, Tensor) else torch.stack(list(rows))
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -31,12 +31,10 @@ from kfuse.comm.group import Group, Pending
 from kfuse.comm.nccl import NcclGroup
 from kfuse.kernels import (
     normalisation,
-    packing,
     reduction,
     triton_lamb,
     triton_norm,
     triton_pack,
-    triton_pull,
     triton_reduce,
     triton_updates,
     updates,
@@ -46,9 +44,8 @@ from kfuse.kernels.launch import Launches
 GPU = torch.device("cuda", 1)
 """Where tensors are pretended to lie: not on the device that is current by default."""
 IMPLEMENTATIONS = {
-    triton_pack: (packing, ["pack"]),
-    triton_reduce: (reduction, ["reduce", "block_sumsq", "sum_partials"]),
-    triton_pull: (reduction, ["pull"]),
+    triton_pack: (reduction, ["pack"]),
+    triton_reduce: (reduction, ["reduce", "pull", "block_sumsq", "sum_partials"]),
     triton_updates: (updates, ["adamw", "sgd"]),
     triton_lamb: (updates, ["lamb"]),
     triton_norm: (normalisation, ["norm_forward", "norm_backward"]),
@@ -225,8 +222,7 @@ def recorded(on: torch.device = GPU) -> Iterator[SeenLaunches]:
             for kernel in vars(module).values():
                 if isinstance(kernel, JITFunction):  # an empty cache, as in a new process
                     patch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
-        for table in (triton_reduce._uploaded_program, triton_pull._uploaded_table):
-            table.cache_clear()
+        triton_reduce._uploaded_program.cache_clear()
         yield seen
     _PINNED.clear()
 

@@ -46,7 +46,7 @@ LAUNCHED = {
     "pack": ["pack_kernel"] * 2,
     "reduce": ["sum_rows_kernel"] * 2,
     "block_sumsq": ["block_sumsq_kernel", "sum_partials_kernel"],
-    "pull": ["pull_kernel"],
+    "pull": ["sum_rows_kernel"],
     "adamw": ["adamw_kernel"] * 2,
     "sgd": ["sgd_kernel"],
     "lamb": ["lamb_moments_kernel", "lamb_trust_kernel", "lamb_apply_kernel"],
