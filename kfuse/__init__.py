@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from kfuse.api import state_dict as state_dict
     from kfuse.comm.group import CommError as CommError
     from kfuse.comm.settings import CommOptions as CommOptions
+    from kfuse.integrations.backward import monitor as monitor
     from kfuse.integrations.ddp import ddp_hook as ddp_hook
     from kfuse.integrations.fsdp import fsdp_monitor as fsdp_monitor
     from kfuse.integrations.log import log_to as log_to
-    from kfuse.integrations.plain import monitor as monitor
     from kfuse.membership import Session as Session
     from kfuse.optim import ConsistencyError as ConsistencyError
     from kfuse.optim import FusedAdamW as FusedAdamW
@@ -70,7 +70,7 @@ _PUBLIC = {
     "kfuse.integrations.ddp": "ddp_hook",
     "kfuse.integrations.fsdp": "fsdp_monitor",
     "kfuse.integrations.log": "log_to",
-    "kfuse.integrations.plain": "monitor",
+    "kfuse.integrations.backward": "monitor",
     "kfuse.membership": "Session",
     "kfuse.optim": "ConsistencyError FusedAdamW FusedLAMB FusedSGD Optimizer",
     "kfuse.policies": "GNSPolicy SchedulePolicy",

@@ -544,7 +544,7 @@ def test_wrong_uses_of_ddp_end_in_one_line() -> None:
 
 HELD_AT_EXIT = """
 import threading, time
-from kfuse.integrations.at_exit import drop_before_exit
+from kfuse.integrations.measure import drop_before_exit
 
 held = threading.Event()
 

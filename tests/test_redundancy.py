@@ -14,7 +14,7 @@ from torch import nn
 import kfuse as kf
 from kfuse.comm.group import CommError
 from kfuse.membership import Session
-from kfuse.optim.interrupted import begun_update, has_begun, resume_update
+from kfuse.optim.updates import begun_update, has_begun, resume_update
 from kfuse.session import reset
 
 

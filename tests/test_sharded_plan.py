@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kfuse.comm.group import Group
 from kfuse.kernels import BLOCK
-from kfuse.optim.sharding import Move, ShardsLost, hand_overs, plan_moves
+from kfuse.optim.sharding import Move, hand_overs, plan_moves
+from kfuse.optim.updates import ShardsLost
 
 SIZES = st.integers(1, 6)
 

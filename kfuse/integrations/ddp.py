@@ -9,9 +9,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from kfuse.comm.gradients import at_the_end_of_backward
-from kfuse.integrations.at_exit import drop_before_exit
 from kfuse.integrations.backward import BackwardWatch, OfOneModel
-from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, total_square
+from kfuse.integrations.measure import Monitor, Options, block_norms, drop_before_exit, one_device, total_square
 from kfuse.kernels import BLOCK
 
 

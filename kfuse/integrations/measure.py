@@ -12,12 +12,16 @@ and b the harmonic mean of the b_j, E|g_j|^2 = |G|^2 + tr(Sigma) / b_j and E|gba
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,9 +29,32 @@ from torch import Tensor
 
 from kfuse.comm import devices, tail
 from kfuse.integrations import log
-from kfuse.integrations.at_exit import wait_at_exit
 from kfuse.kernels import BLOCK
 from kfuse.statistics.step_stats import Statistics, StepStats
+
+_callbacks: WeakSet[Callable[..., Tensor]] = WeakSet()
+"""Those of futures that torch's threads still hold."""
+
+
+@cache
+def wait_at_exit() -> None:
+    """Makes Python wait at exit until the callbacks are dropped, and a moment more."""
+    atexit.register(_wait)
+
+
+def drop_before_exit(callback: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns `callback`, for a future; at exit Python waits until torch has dropped it."""
+    wait_at_exit()
+    _callbacks.add(callback)
+    return callback
+
+
+def _wait() -> None:
+    end = time.monotonic() + 5.0
+    while _callbacks and time.monotonic() < end:
+        time.sleep(0.001)
+    time.sleep(0.1)  # for the tensors of messages, which Python does not see being dropped
+
 
 SQUARES = 0  # sum over micro-batches of |s_j|^2, without loss scale
 MICRO_BATCHES = 1

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from kfuse.comm import devices
 from kfuse.comm.engine import Engine
@@ -17,11 +16,10 @@ from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import Group
 from kfuse.comm.step import MicroBatch, StepPlan
 from kfuse.optim.consistency import Comparison, averaged_buffers, numeric_options, share_from_first
-from kfuse.optim.parameters import named_parameters, without_compiler
 from kfuse.optim.reducer import Reducer
 from kfuse.optim.refuse import refuse_own_loop, refuse_sync_batchnorm, refuse_unplanned, refuse_wrapped
 from kfuse.optim.scaling import NonfiniteWarning, scaling
-from kfuse.optim.updates import Update, Updates
+from kfuse.optim.updates import Update, Updates, named_parameters, without_compiler
 from kfuse.session import current
 from kfuse.statistics.step_stats import Statistics, StepStats
 
@@ -77,7 +75,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._warning, self._comparison = NonfiniteWarning(), Comparison(updates, self._numbers)
         self._pair: Pair | None = None  # averages weights with another worker's before each update
         self.updates = updates
-        self.reducer = Reducer(session, updates, self._trained(), self._named_parameters())
+        self.reducer = Reducer(session, updates)
         self.engine.compared = self._comparison.compared
         session.on_group_change(self._set_group)
         session.on_planned_change(updates.hand_over)
@@ -91,16 +89,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The reducer's. `rebuild` replaces it."""
         return self.reducer.engine
 
-    def _trained(self) -> list[list[Parameter]]:
-        return [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
-
-    def _named_parameters(self) -> list[tuple[Parameter, str]]:
-        return named_parameters(self.param_groups)
-
     def _share_parameters(self, groups: list[dict[str, Any]]) -> None:
         """All workers take rank 0's values of these groups' parameters. Raises ValueError, CommError."""
         params = [p for group in groups for p in group["params"]]
-        names = {id(p): name for p, name in self._named_parameters()}
+        names = {id(p): name for p, name in named_parameters(self.param_groups)}
         share_from_first(self._session.group, params, [names[id(p)] for p in params])
 
     def set_clip_norm(self, clip_norm: float | None) -> None:
@@ -126,7 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def rebuild(self) -> None:
         """After freezing or unfreezing parameters: lays the buckets out again. State of parameters is kept."""
-        self.reducer.rebuild(self._trained(), self._named_parameters())
+        self.reducer.rebuild()
 
     def _set_group(self, group: Group) -> None:
         self.engine.set_group(group)
@@ -168,7 +160,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step's samples and each worker's range of micro-batches (kf.fit does)."""
-        self.reducer.begin(plan)
+        check_owner(self.engine)
+        if self.engine.parts > 1:
+            raise RuntimeError(
+                f"opt.accumulate({self.engine.parts}) is for bare backwards: kf.fit and kf.DataLoader cut a batch into "
+                "micro-batches themselves (micro_batch=), with the mean loss of each; call opt.accumulate(1) before"
+            )
+        self.reducer.unit = "samples"
+        self.engine.begin(plan)
 
     def micro_batch(
         self,
@@ -267,10 +266,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.reducer.refuse_changed(self.param_groups)
+        self.reducer.refuse_changed()
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # as GradScaler sets it
         refuse_own_loop(self._session, uses_scaler=found_inf is not None)
-        reduced = self.reducer.take(self._named_parameters(), uses_scaler=found_inf is not None)
+        reduced = self.reducer.take(uses_scaler=found_inf is not None)
         if reduced is None:
             if not self._session.elastic:  # else a worker that joins has made fewer calls of all kinds
                 self.steps_without_gradients += 1
@@ -283,8 +282,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         loss_scale: Tensor | None = getattr(self, "grad_scale", None)
         try:
-            exactly = self.reducer.squared_norm_exactly
-            scaled = scaling(reduced, exactly, self.clip_norm, self.skip_nonfinite, found_inf, loss_scale)
+            scaled = scaling(reduced, self.engine, self.clip_norm, self.skip_nonfinite, found_inf, loss_scale)
             self.last_lr = self.base_lr * self.lr_factor
             if self._pair is not None and self._pair.mix(self.updates.weights()):
                 self.updates.weights_changed()

@@ -24,7 +24,7 @@ from kfuse.optim.layout import (
     refuse_overlaps,
     with_own_storage,
 )
-from kfuse.optim.parameters import named_parameters
+from kfuse.optim.updates import named_parameters
 
 
 class FlatState:
@@ -177,13 +177,3 @@ class FlatState:
         for state in self.states:
             if state.own.master is not None:
                 state.param.copy_(state.own.master)
-
-    def take_shards(self, shards: Sequence[Sequence[Part]]) -> None:
-        """After `load_common_state`: takes parts of each bucket's state, any workers'. They come to their owners by
-        `sharding.regroup`.
-        """
-        for (bucket, state), parts in zip(self.pairs(), shards, strict=True):
-            state.others = [
-                Part(part.place, {name: tensor.to(bucket.device) for name, tensor in part.tensors.items()})
-                for part in parts
-            ]

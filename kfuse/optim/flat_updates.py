@@ -15,13 +15,12 @@ from torch.nn import Parameter
 
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
-from kfuse.comm.group import CommError
+from kfuse.comm.group import CommError, Pending
 from kfuse.optim import sharding
 from kfuse.optim.flat import FlatState
-from kfuse.optim.layout import MASTER, BucketState, Entry, Piece, piece_of, refuse_overlaps
-from kfuse.optim.parameters import named_parameters
+from kfuse.optim.layout import MASTER, BucketState, Entry, Part, Piece, piece_of, refuse_overlaps
 from kfuse.optim.rules import Rule, fisher
-from kfuse.optim.updates import Update, Updates
+from kfuse.optim.updates import Update, Updates, named_parameters
 
 _NEVER_LOADED = {"amsgrad": True, "differentiable": True}
 _OTHER_ARITHMETIC = _NEVER_LOADED | {"decoupled_weight_decay": False}  # which AdamW sets to True as it loads
@@ -305,3 +304,29 @@ class FlatUpdates(Updates):
     def hand_over(self, leavers: Collection[int]) -> None:
         if self.sharded and leavers:
             sharding.hand_over(self.engine, self.flat.states, self.rule.moment_names, leavers)
+
+    def collect_parameters(self, rank: int, has_state: bool) -> None:
+        sharding.collect(self.engine, self.flat.states, rank, has_state)
+
+    def copy_shards(self, step: int) -> tuple[list[list[Part]], list[Pending]]:
+        """Returns copies of this worker's shards, with those of the worker before, and the messages that bring them.
+
+        Of each bucket. Every worker calls it after the same step. Raises CommError.
+        """
+        group, copied, arriving = self.engine.group, list[list[Part]](), list[Pending]()
+        for number, (bucket, state) in enumerate(self.flat.pairs()):
+            mine = {name: tensor.clone() for name, tensor in state.own.tensors.items()}  # updates change it meanwhile
+            before = group.shards(bucket.body, self.engine.shard_unit)[group.rank - 1]
+            theirs = {name: torch.empty(before.stop - before.start, device=bucket.device) for name in mine}
+            for name, tensor in mine.items():
+                what = f"step {step}, snapshot of bucket {number + 1}, {name}"
+                arriving.append(group.pass_on(theirs[name], tensor, what))
+            copied.append([Part(state.own.place, mine), Part(before, theirs)])
+        return copied, arriving
+
+    def take_shards(self, shards: Sequence[Sequence[Part]]) -> None:
+        """After `load_common_state`: takes parts of each bucket's state, any workers'; `regroup` gives them to their
+        owners.
+        """
+        for (bucket, state), parts in zip(self.flat.pairs(), shards, strict=True):
+            state.others = [part.on(bucket.device) for part in parts]

@@ -68,6 +68,10 @@ class Part:
     def moments(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.tensors.items() if name != MASTER}
 
+    def on(self, device: torch.device | str) -> Part:
+        """The same part, with its tensors on a device."""
+        return Part(self.place, {name: tensor.to(device) for name, tensor in self.tensors.items()})
+
     def move_to(self, place: slice) -> None:
         """Drops the tensors; those that come are of `place`."""
         self.place, self.tensors, self.extents = place, {}, {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +17,16 @@ from torch.nn import Parameter
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
-from kfuse.comm.gradients import check_owner, owner
+from kfuse.comm.gradients import owner
 from kfuse.comm.group import CommError
-from kfuse.comm.step import REMEDY, Reduced, StepPlan
+from kfuse.comm.step import REMEDY, Reduced
 from kfuse.membership import Session
 from kfuse.optim.consistency import averaged_buffers
 from kfuse.optim.refuse import refuse_sharded
-from kfuse.optim.scaling import squared_norm_of, squared_norm_of_gradients, squared_norm_of_shards
-from kfuse.optim.updates import Updates
+from kfuse.optim.scaling import squared_norm_of
+from kfuse.optim.updates import Updates, named_parameters
 
 _LOG = logging.getLogger("kfuse")
-
-Named = list[tuple[Parameter, str]]
 
 
 class Reducer:
@@ -38,11 +35,13 @@ class Reducer:
     engine: Engine
     """`rebuild` replaces it."""
 
-    def __init__(self, session: Session, updates: Updates, groups: list[list[Parameter]], named: Named) -> None:
-        """groups: parameters that may share a bucket. named: all parameters, as messages name them."""
+    def __init__(self, session: Session, updates: Updates) -> None:
+        """updates: have the optimizer, of whose parameters those that are trained are reduced."""
         self._session, self._updates = session, updates
         self.loop_handles_lost_workers = False
         """Set by kf.DataLoader's loop: when a worker is lost `step()` does nothing, and the loop takes the error."""
+        self.lost_worker_error: RuntimeError | None = None
+        """The loss that has aborted the step under way, until the loop takes it."""
         self.in_doubt: set[int] = set()
         """Parameters whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient."""
         self.tracked: nn.Module | None = None
@@ -50,21 +49,25 @@ class Reducer:
         self.unit = "micro-batches"
         """Of the statistics: these, or samples."""
         self._had_gradients = False  # some parameter has ever had a gradient, or it was warned that none has
-        self._lost_worker_error: RuntimeError | None = None  # what aborted the current step; kept for the loop
-        self._check(named)
-        self._attach(self._new_engine(groups, named, self._lane_of(groups)), groups)
+        self._attach(self._new_engine(None))
 
-    def _check(self, named: Named) -> None:
+    def _trained(self) -> list[list[Parameter]]:
+        """The parameters that may share a bucket: of each parameter group those that are trained."""
+        return [[p for p in group["params"] if p.requires_grad] for group in self._updates.opt.param_groups]
+
+    def _groups_of_trained(self) -> dict[int, int]:
+        return {id(p): index for index, params in enumerate(self._trained()) for p in params}
+
+    def _new_engine(self, lane: int | None) -> Engine:
+        named, session = named_parameters(self._updates.opt.param_groups), self._session
         refuse_sharded(named)
         self._updates.check_layout(named)
-
-    def _new_engine(self, groups: list[list[Parameter]], named: Named, lane: int) -> Engine:
         names = [name for p, name in named if p.requires_grad]
-        return Engine(groups, self._session.group, self._session.comm, names, lane, self._session.mirrors)
+        lane = self._lane() if lane is None else lane
+        return Engine(self._trained(), session.group, session.comm, names, lane, session.mirrors)
 
-    def _attach(self, engine: Engine, groups: list[list[Parameter]]) -> None:
-        self.engine = engine
-        self._group_of = {id(p): index for index, params in enumerate(groups) for p in params}
+    def _attach(self, engine: Engine) -> None:
+        self.engine, self._group_of = engine, self._groups_of_trained()
         engine.on_last_micro_batch = self.synchronize
         for bucket in engine.gradient_buckets:
             bucket.unscale = self._unscale
@@ -72,26 +75,24 @@ class Reducer:
             engine.track_buffers(averaged_buffers(self.tracked))
         self._updates.lay_out(engine)
 
-    def rebuild(self, groups: list[list[Parameter]], named: Named) -> None:
+    def rebuild(self) -> None:
         """Parameters were added, frozen or unfrozen: lays the buckets out again. State of parameters is kept."""
         old = self.engine
         if old.reduced is not None or (old.begun and not old.interrupted):
             raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
         with self._updates.shards_shown():
-            self._check(named)
-            engine = self._new_engine(groups, named, old.lane)
+            engine = self._new_engine(old.lane)
             engine.use_transport(old.topology, old.tree)
             old.close()
             engine.step, engine.parts, engine.compared = old.step, old.parts, old.compared
             engine.carry_figures(old.figures)
-            self._attach(engine, groups)
+            self._attach(engine)
         if old.plan is not None:
             engine.begin(old.plan)
 
-    def refuse_changed(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises RuntimeError if parameters of these groups were frozen, unfrozen or moved to another one since."""
-        every = enumerate(groups)
-        trained = {id(p): index for index, group in every for p in group["params"] if p.requires_grad}
+    def refuse_changed(self) -> None:
+        """Raises RuntimeError if parameters were frozen, unfrozen or moved to another group since."""
+        trained = self._groups_of_trained()
         if trained != self._group_of:
             only_moved = trained.keys() == self._group_of.keys()
             what = "moved to another parameter group" if only_moved else "frozen or unfrozen"
@@ -99,24 +100,12 @@ class Reducer:
                 f"parameters were {what} after the optimizer was made: call opt.rebuild() before backward"
             )
 
-    def _lane_of(self, groups: list[list[Parameter]]) -> int:
+    def _lane(self) -> int:
         """That of an optimizer whose parameters it takes over; else a new one."""
-        for older in (owner(p) for params in groups for p in params):
+        for older in (owner(p) for params in self._trained() for p in params):
             if older is not None and not older.superseded and older.lane < self._session.lanes_used:
                 return older.lane
         return self._session.new_lane()
-
-    # -- micro-batches --------------------------------------------------------------------------------------------
-
-    def begin(self, plan: StepPlan) -> None:
-        check_owner(self.engine)
-        if self.engine.parts > 1:
-            raise RuntimeError(
-                f"opt.accumulate({self.engine.parts}) is for bare backwards: kf.fit and kf.DataLoader cut a batch into "
-                "micro-batches themselves (micro_batch=), with the mean loss of each; call opt.accumulate(1) before"
-            )
-        self.unit = "samples"
-        self.engine.begin(plan)
 
     # -- p.grad ---------------------------------------------------------------------------------------------------
 
@@ -157,25 +146,25 @@ class Reducer:
             return ()
         return {index for index, count in enumerate(reduced.used.tolist()) if count == 0}
 
-    def take(self, named: Named, uses_scaler: bool) -> Reduced | None:
+    def take(self, uses_scaler: bool) -> Reduced | None:
         """Returns the step's reduction, complete; None without gradients, or if a worker is lost and the loop handles
         that.
         """
         if self.engine.reduced is None:
-            if self._lost_worker_error is None and any(p.grad is not None for p in self.engine.params):
-                self._take_gradients_set_by_hand(named, uses_scaler)
+            if self.lost_worker_error is None and any(p.grad is not None for p in self.engine.params):
+                self._take_gradients_set_by_hand(uses_scaler)
             self.synchronize()
         reduced, self.engine.reduced = self.engine.reduced, None
-        if not self._had_gradients and self._lost_worker_error is None:
+        if not self._had_gradients and self.lost_worker_error is None:
             self._warn_of_no_gradients()
         if reduced is not None:
             self._take_back_gradients()
         return reduced
 
-    def _take_gradients_set_by_hand(self, named: Named, uses_scaler: bool) -> None:
+    def _take_gradients_set_by_hand(self, uses_scaler: bool) -> None:
         if self.engine.begun:
             return
-        refuse_sharded(named)
+        refuse_sharded(named_parameters(self._updates.opt.param_groups))
         if self._session.group.size > 1 and uses_scaler:
             raise RuntimeError(
                 "GradScaler has looked for infinities in this worker's gradients before they were reduced over all "
@@ -221,11 +210,6 @@ class Reducer:
 
     # -- a lost worker --------------------------------------------------------------------------------------------
 
-    @property
-    def worker_is_lost(self) -> bool:
-        """Whether a lost worker has aborted the step under way, and the training loop is yet to take the error."""
-        return self._lost_worker_error is not None
-
     def leave_to_loop(self, error: RuntimeError) -> bool:
         """Whether the loop handles this error (a lost worker or supervisor). If so, aborts the step and keeps it.
 
@@ -237,31 +221,18 @@ class Reducer:
 
         if not isinstance(error, CommError | ControlError):
             return False
-        self._lost_worker_error = error
+        self.lost_worker_error = error
         self.engine.abort()
         if not self.engine.options.sharded:  # else those that are reduced are kept, and none can be read
             self._show_gradients()
         return True
-
-    def take_lost_worker_error(self) -> RuntimeError | None:
-        """Returns the error that `leave_to_loop` kept, and forgets it; None if there is none."""
-        error, self._lost_worker_error = self._lost_worker_error, None
-        return error
-
-    # -- norms ----------------------------------------------------------------------------------------------------
-
-    def squared_norm_exactly(self) -> Tensor:
-        """|gbar|^2 in float64, from the gradients as they are now. With sharded state every worker calls it."""
-        if self.engine.options.sharded:
-            return squared_norm_of_shards(self.engine)
-        return squared_norm_of_gradients(self.engine.params)
 
     def _unscale(self, buckets: Sequence[int], found_inf: Tensor, inv_scale: Tensor) -> None:
         """GradScaler's check of gradients that are sharded, the same on all workers. Nothing waits for a GPU."""
         reduced = self.engine.reduced
         if reduced is None:
             raise RuntimeError("GradScaler looks at gradients that opt.step() has used: call opt.zero_grad() after it")
-        _, finite = squared_norm_of(reduced, self.squared_norm_exactly)
+        _, finite = squared_norm_of(reduced, self.engine)
         bad = ~torch.as_tensor(finite, device=found_inf.device)
         torch.maximum(found_inf, bad.to(found_inf.dtype), out=found_inf)  # it is asked once for each dtype
         for bucket in (self.engine.gradient_buckets[index] for index in buckets):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from kfuse.comm import devices
 from kfuse.comm import tail as t
@@ -36,7 +35,7 @@ class Scaling:
 
 def scaling(
     reduced: Reduced,
-    exactly: Callable[[], Tensor],
+    engine: Engine,
     clip_norm: float | None,
     skip_nonfinite: bool,
     found_inf: Tensor | None,
@@ -44,14 +43,14 @@ def scaling(
 ) -> Scaling:
     """How the reduced gradients are used. Nothing waits for a CUDA device.
 
-    exactly: returns the mean gradient's squared norm in float64, where no square of an fp32 number overflows.
+    engine: has the gradients.
     found_inf, loss_scale: what torch's GradScaler passes to an optimizer's step. loss_scale is None too where the user
     has unscaled the gradients (`scaler.unscale_`).
     clip_norm: the largest norm of the mean gradient, without the loss scale. The gradients' factor is then
     min(1, clip_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it.
     """
     record = reduced.record
-    squared_norm, finite = squared_norm_of(reduced, exactly)
+    squared_norm, finite = squared_norm_of(reduced, engine)
     skip = None
     if found_inf is not None:
         skip = torch.as_tensor(found_inf, dtype=torch.float32, device=record.device)
@@ -68,7 +67,7 @@ def scaling(
     factor = None if loss_scale is None else 1.0 / loss_scale.to(torch.float32)
     if clip_norm is not None:
         if found_inf is not None and loss_scale is None:  # p.grad was perhaps changed too
-            squared_norm = exactly()
+            squared_norm = squared_norm_exactly(engine)
         coefficient = (clip_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0).to(torch.float32)
         factor = coefficient if factor is None else factor * coefficient
     if reduced.local:
@@ -78,8 +77,8 @@ def scaling(
     return Scaling(record, factor, skip, finite)
 
 
-def squared_norm_of(reduced: Reduced, exactly: Callable[[], Tensor]) -> tuple[Tensor, Tensor | bool]:
-    """|gbar|^2 (float64, on the device), and whether the gradients are finite. exactly: as for `scaling`.
+def squared_norm_of(reduced: Reduced, engine: Engine) -> tuple[Tensor, Tensor | bool]:
+    """|gbar|^2 (float64, on the device), and whether the gradients are finite.
 
     The record's squares are fp32, which finite gradients above 1e19 overflow. Where they did, the CPU looks at the
     gradients themselves; on CUDA that would make the host wait, so there they count as not finite.
@@ -90,23 +89,21 @@ def squared_norm_of(reduced: Reduced, exactly: Callable[[], Tensor]) -> tuple[Te
     values = record.numpy()
     if math.isfinite(values[t.SUM_SQUARES] + values[t.GRAD_SQ]):
         return record[t.GRAD_SQ], True
-    squared_norm = exactly()
+    squared_norm = squared_norm_exactly(engine)
     if reduced.local:  # the others must skip too, and have other gradients
         return squared_norm, False
     return squared_norm, math.isfinite(squared_norm.item())
 
 
-def squared_norm_of_gradients(params: Sequence[Parameter]) -> Tensor:
-    """|gbar|^2 in float64 from the parameters' .grad."""
-    squares = [p.grad.double().square().sum() for p in params if p.grad is not None]
-    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+def squared_norm_exactly(engine: Engine) -> Tensor:
+    """|gbar|^2 in float64, where no square of an fp32 number overflows, from the gradients as they are now.
 
-
-def squared_norm_of_shards(engine: Engine) -> Tensor:
-    """|gbar|^2 in float64 from the shards of all workers. A collective: every worker calls it. Raises CommError.
-
-    Each block is summed where it lies and the blocks in their order, so the bits do not depend on the workers.
+    With sharded state a collective: every worker calls it. Raises CommError. Each block is summed where it lies and the
+    blocks in their order, so the bits do not depend on the workers.
     """
+    if not engine.options.sharded:
+        squares = [p.grad.double().square().sum() for p in engine.params if p.grad is not None]
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     sums = []
     for bucket in engine.gradient_buckets:
         mean, first = bucket.own, bucket.shard.start // BLOCK

@@ -19,10 +19,7 @@ from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
 from kfuse.kernels import BLOCK
 from kfuse.optim.layout import MASTER, BucketState, Part
-
-
-class ShardsLost(RuntimeError):
-    """Parts of the optimizer's state that no worker of the group has."""
+from kfuse.optim.updates import ShardsLost
 
 
 class Move(NamedTuple):

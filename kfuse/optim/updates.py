@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,34 @@ from torch.nn import Parameter
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
 from kfuse.comm.step import Reduced
-from kfuse.optim.parameters import without_compiler
 from kfuse.optim.scaling import Scaling
+
+if TYPE_CHECKING:
+    from kfuse.optim.base import DistributedOptimizer
+
+
+Groups = Sequence[Mapping[str, Any]]
+"""An optimizer's `param_groups`."""
+
+
+def named_parameters(groups: Groups) -> list[tuple[Parameter, str]]:
+    """Returns all parameters, frozen ones too, with their names in messages."""
+    named: list[tuple[Parameter, str]] = []
+    for group in groups:
+        names = group.get("param_names") or [None] * len(group["params"])
+        for p, name in zip(group["params"], names, strict=True):
+            named.append((p, f"parameter {len(named)}" + (f" ({name})" if name else "")))
+    return named
+
+
+def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function under torch's decorator `_disable_dynamo`, or `method` itself if it has no decorator.
+
+    The decorator imports torch's compiler at its first call, which takes longer than importing torch: a worker would
+    start later, or all others would wait for it while the training state is transferred.
+    """
+    wrapped: Callable[..., Any] = getattr(method, "__wrapped__", method)
+    return wrapped
 
 
 @dataclass(frozen=True)
@@ -38,6 +64,10 @@ class Update:
         assert self.reduced.used is not None
         unused = (self.reduced.used[index] == 0).to(torch.float32)
         return unused if self.scaled.skip is None else torch.maximum(unused, self.scaled.skip)
+
+
+class ShardsLost(RuntimeError):
+    """Parts of the optimizer's state that no worker of the group has."""
 
 
 class Updates:
@@ -191,6 +221,12 @@ class Updates:
         Raises CommError.
         """
 
+    def collect_parameters(self, rank: int, has_state: bool) -> None:
+        """Gives rank `rank` all parameters, each from a worker that has updated it. Every rank calls it.
+
+        has_state: this worker has updated its parts. Raises CommError and ShardsLost.
+        """
+
 
 def _average(group: Group, tensors: Sequence[Tensor]) -> None:
     """Makes these tensors the mean of all workers', in place: all of them or none. Integers are rounded.
@@ -207,3 +243,46 @@ def _average(group: Group, tensors: Sequence[Tensor]) -> None:
     for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         mean = mean.view(tensor.shape)
         tensor.copy_(mean if tensor.is_floating_point() else mean.round())
+
+
+def has_begun(opt: DistributedOptimizer, step: int) -> bool:
+    """Whether this worker has begun the update of this step, with sharded state, and still has its gradients."""
+    kept = opt.engine.kept
+    return kept is not None and kept.step == step and opt.begun is not None and opt.begun.step == step
+
+
+def begun_update(opt: DistributedOptimizer) -> dict[str, Any]:
+    """Returns what others need to make the update that this worker has begun. Plain values and small tensors."""
+    assert opt.begun is not None
+    scaled = opt.begun.scaled
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
+    settings = {"groups": groups, "lr_factor": opt.lr_factor}
+    return {"record": scaled.record, "factor": scaled.factor, "skip": scaled.skip, **settings}
+
+
+@torch.no_grad()
+def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int, owner_is_lost: bool) -> None:
+    """Makes the update of this step as far as it is not made here. Every worker of the new group calls it.
+
+    given: `begun_update` of a worker that has begun. owner_is_lost: the worker whose shards this one mirrors is not in
+    the new group. Raises CommError; then it may be called again, in yet another group.
+    """
+    for group, theirs in zip(opt.param_groups, given["groups"], strict=True):
+        group.update(theirs)
+    opt.lr_factor = given["lr_factor"]
+    opt.engine.resume(given["record"])
+    reduced = opt.engine.reduced
+    assert reduced is not None
+    finite = given["skip"] is None or not bool(given["skip"])
+    scaled = Scaling(given["record"], given["factor"], given["skip"], finite)
+    if not has_begun(opt, step):
+        opt.last_lr = opt.base_lr * opt.lr_factor
+        opt.begun = Update(step, reduced, scaled, (), opt.lr_factor)
+    try:
+        opt.synchronize()  # sets each p.grad, which tells what is updated
+        in_doubt = opt.reducer.in_doubt
+        opt.updates.update(Update(step, reduced, scaled, in_doubt, opt.lr_factor, owner_is_lost))
+    finally:
+        opt.engine.reduced = None
+        for p in opt.engine.params:
+            p.grad = None

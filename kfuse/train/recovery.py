@@ -21,10 +21,9 @@ from kfuse.checkpoint import snapshot
 from kfuse.comm import chunks
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.elastic.client import ControlError
-from kfuse.optim import ConsistencyError, interrupted
+from kfuse.optim import ConsistencyError
 from kfuse.optim.consistency import parameter_layout
-from kfuse.optim.flat_updates import FlatUpdates
-from kfuse.optim.sharding import ShardsLost, collect
+from kfuse.optim.updates import ShardsLost, begun_update, has_begun, resume_update
 from kfuse.train.context import TrainContext
 from kfuse.train.decisions import Decisions, PolicyCalls
 from kfuse.train.progress import Stage
@@ -295,22 +294,20 @@ class Recovery:
         That one is the most advanced then, and the others take over the rest of the state from it.
         """
         opt, at, group = self._opt, self._progress, self._session.group
-        assert isinstance(opt.updates, FlatUpdates), "only these optimizers have sharded state"
-        begun = self._has_state and at.stage == Stage.UPDATE and interrupted.has_begun(opt, at.step)
+        begun = self._has_state and at.stage == Stage.UPDATE and has_begun(opt, at.step)
         mine = torch.tensor([at.position if self._has_state else -1, begun], device=group.device)
         places = [row.tolist() for row in group.all_gather(mine, "how far the step's update is")]
         newest = max(places)
         if not newest[1]:
             return  # nobody has: the step is made again. Or one is beyond it: then each has updated all of its part
         source = places.index(newest)
-        given = chunks.share(
-            group, source, lambda: interrupted.begun_update(opt), None if begun else lambda structure: None
-        )
+        take = None if begun else lambda structure: None
+        given = chunks.share(group, source, lambda: begun_update(opt), take)
         if self._has_state:
             rank = self._members.index(self._session.worker)
             owner_is_lost = self._members[rank - 1] not in self._session.workers
-            interrupted.resume_update(opt, given or interrupted.begun_update(opt), at.step, owner_is_lost)
-        collect(opt.engine, opt.updates.flat.states, source, self._has_state)
+            resume_update(opt, given or begun_update(opt), at.step, owner_is_lost)
+        opt.updates.collect_parameters(source, self._has_state)
         if group.rank == source:
             self._record_update()
             self._align_engine()

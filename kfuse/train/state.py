@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -19,8 +19,10 @@ from kfuse.checkpoint import snapshot
 from kfuse.comm.group import CommError, Pending
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
-from kfuse.optim.flat_updates import FlatUpdates
-from kfuse.optim.layout import Part
+
+if TYPE_CHECKING:
+    from kfuse.optim.flat_updates import FlatUpdates
+    from kfuse.optim.layout import Part
 
 STAYS = ("model", "trainable", "optimizer")
 """Parts that are the user's, and stay when training ends."""
@@ -191,8 +193,8 @@ class Snapshots:
     """This worker's snapshots of one training."""
 
     def __init__(self, session: Session, opt: DistributedOptimizer, state: TrainingState) -> None:
-        assert isinstance(opt.updates, FlatUpdates), "only these optimizers have sharded state"
-        self._session, self._opt, self._flat, self._state = session, opt, opt.updates.flat, state
+        self._session, self._opt, self._state = session, opt, state
+        self._updates = cast("FlatUpdates", opt.updates)  # the only ones with sharded state
         self._every = session.comm.snapshot_every
         self._newest: _Snapshot | None = None
         self._complete: list[_Snapshot] = []
@@ -213,25 +215,13 @@ class Snapshots:
             for message in self._newest.arriving:
                 message.wait()
         self._keep_complete()
-        copied, arriving = [], list[Pending]()
-        for number, (bucket, of_bucket) in enumerate(self._flat.pairs()):
-            own = of_bucket.own
-            mine = {name: tensor.clone() for name, tensor in own.tensors.items()}  # updates change it meanwhile
-            before = group.shards(bucket.body, self._opt.engine.shard_unit)[group.rank - 1]
-            theirs = {name: torch.empty(before.stop - before.start, device=bucket.device) for name in mine}
-            for name, tensor in mine.items():
-                what = f"step {step}, snapshot of bucket {number + 1}, {name}"
-                arriving.append(group.pass_on(theirs[name], tensor, what))
-            copied.append([Part(own.place, mine), Part(before, theirs)])
+        copied, arriving = self._updates.copy_shards(step)
         common = snapshot(self._state.capture_common(), "the training state")
         self._newest = _Snapshot(step, common, copied, arriving)
 
     def _keep_complete(self) -> None:
         if self._newest is not None and self._newest.is_complete():
-            self._newest.shards = [
-                [Part(part.place, {name: tensor.cpu() for name, tensor in part.tensors.items()}) for part in parts]
-                for parts in self._newest.shards
-            ]
+            self._newest.shards = [[part.on("cpu") for part in parts] for parts in self._newest.shards]
             self._complete, self._newest = [*self._complete, self._newest], None
 
     def agree(self) -> int:
@@ -255,5 +245,5 @@ class Snapshots:
         if self.agree() < 0 or not self._complete:
             return False
         self._state.restore_common(self._complete[-1].common, keeps_shards=False)
-        self._flat.take_shards(self._complete[-1].shards)
+        self._updates.take_shards(self._complete[-1].shards)
         return True

@@ -161,7 +161,7 @@ class Trainer:
             if clip_norm is not None:
                 opt.set_clip_norm(clip_norm)
             opt.zero_grad()  # gradients of an interrupted step, or of an earlier backward, are not this training's
-            opt.reducer.take_lost_worker_error()  # nor is a worker that was lost in a step whose body left the loop
+            opt.reducer.lost_worker_error = None  # nor is a worker that was lost in a step whose body left the loop
             opt.statistics.begin_run()
             opt.engine.step = 0
             opt.reducer.loop_handles_lost_workers = self._training.user_loop and self.session.elastic
@@ -240,7 +240,9 @@ class Trainer:
             raise
         finally:
             self._body_runs = False
-        error = step.error or self.opt.reducer.take_lost_worker_error()
+        error, reducer = step.error, self.opt.reducer
+        if error is None:
+            error, reducer.lost_worker_error = reducer.lost_worker_error, None
         if error is not None:
             raise error
         if not self._has_stepped(step):
@@ -252,7 +254,7 @@ class Trainer:
         The reduction is over with the last micro-batch's backward, before opt.step().
         """
         engine = self.opt.engine
-        return engine.step == step.number + 1 and engine.reduced is None and not self.opt.reducer.worker_is_lost
+        return engine.step == step.number + 1 and engine.reduced is None and self.opt.reducer.lost_worker_error is None
 
     def _record_finished_update(self) -> None:
         """A worker was lost in a step's update, and the others have ended it: as after opt.step()."""
@@ -361,7 +363,7 @@ class Trainer:
             return self._recovery.snapshot(in_body=False)
         if self._has_stepped(step):
             self._end_update(step)
-        elif not self.opt.reducer.worker_is_lost:  # then the step comes again, and the state is the one before it
+        elif self.opt.reducer.lost_worker_error is None:  # else the step comes again, and the state is as before it
             raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
         return self._recovery.snapshot(in_body=True)
 
