@@ -19,7 +19,6 @@ from kfuse.optim.layout import (
     BucketState,
     Entry,
     Part,
-    check_replaced,
     fill,
     refuse_overlaps,
     with_own_storage,
@@ -145,7 +144,11 @@ class FlatState:
                 p, name = self.engine.params[index], self.engine.names[index]
                 if p.data_ptr() != start + state.param.element_size() * offset and p.numel():
                     place = bucket.view(state.param)[k]
-                    check_replaced(name, place, p)
+                    was, now = (f"{tuple(t.shape)}, {t.dtype} on {t.device}" for t in (place, p))
+                    if was != now:
+                        raise RuntimeError(
+                            f"{name} was {was} and is {now} now: change the model first, then make its optimizer"
+                        )
                     moved.append((p, place))
         if moved:
             refuse_overlaps(named_parameters(self._opt.param_groups))

@@ -171,28 +171,21 @@ class FlatUpdates(Updates):
     def counts(self) -> list[tuple[Sequence[int], Tensor]]:
         return [(bucket.layout.params, state.steps) for bucket, state in self.flat.pairs()] if self.sharded else []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, only: int | None = None) -> dict[str, Any]:
         """Also raises CommError, which names the ranks that did not call it within the timeout."""
-        if self.sharded:
-            self.engine.group.meet("opt.state_dict() or kf.state_dict(), with comm.state=sharded")
-        return self._whole_state(None)
-
-    def gathered_state(self, rank: int) -> dict[str, Any]:
-        return self._whole_state(rank)
-
-    def _whole_state(self, rank: int | None) -> dict[str, Any]:
-        """torch's state_dict with the shards of all workers, on this rank, or on all (None)."""
         if not self.sharded:
             return super().state_dict()
-        with self._shown(rank):
+        if only is None:
+            self.engine.group.meet("opt.state_dict() or kf.state_dict(), with comm.state=sharded")
+        with self._shown(only):
             state = super().state_dict()
             return state | {"state": {key: dict(of) for key, of in state["state"].items()}}
 
     @contextmanager
-    def _shown(self, rank: int | None) -> Iterator[None]:
+    def _shown(self, only: int | None) -> Iterator[None]:
         """Gathers the whole tensors, on this rank or on all, and makes them visible in `state`, as if replicated."""
         try:
-            wholes = sharding.gather(self.engine, self.flat.states, rank)
+            wholes = sharding.gather(self.engine, self.flat.states, only)
             for (bucket, state), tensors in zip(self.flat.pairs(), wholes, strict=True):
                 params = self.flat.params_of(bucket)
                 for name, whole in tensors.items():

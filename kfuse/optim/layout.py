@@ -107,7 +107,9 @@ class Part:
                 self.cut(name, part).copy_(whole[part.start - offset : part.stop - offset])
 
     def _of_parameter(self, bucket: Bucket, k: int) -> slice:
-        return intersection(bucket.layout.offsets[k], bucket.shapes[k].numel(), self.place)
+        start = bucket.layout.offsets[k]
+        first = max(start, self.place.start)
+        return slice(first, max(first, min(start + bucket.shapes[k].numel(), self.place.stop)))
 
     def extent(self, bucket: Bucket, which: range) -> Extent | None:
         """Where the piece of these parameters lies, one or all; None where nothing of them lies in `place`."""
@@ -219,12 +221,6 @@ def _cut(tensor: Tensor, place: slice) -> Tensor:
     return tensor if place.stop - place.start == tensor.numel() else tensor[place]
 
 
-def intersection(start: int, numel: int, place: slice) -> slice:
-    """Elements `start` to `start + numel` that lie in `place`; an empty slice where none do."""
-    first = max(start, place.start)
-    return slice(first, max(first, min(start + numel, place.stop)))
-
-
 def with_own_storage(view: Tensor) -> Tensor:
     """The same memory as a tensor whose storage begins and ends with it (and keeps the whole buffer alive).
 
@@ -234,13 +230,6 @@ def with_own_storage(view: Tensor) -> Tensor:
         return view
     own = from_dlpack(view)  # which may set the stride of a dimension of one element to 1
     return own if own.stride() == view.stride() else own.as_strided(view.shape, view.stride())
-
-
-def check_replaced(name: str, place: Tensor, p: Parameter) -> None:
-    """Raises RuntimeError where a parameter whose `.data` was replaced does not fit its place any more."""
-    was, now = (f"{tuple(t.shape)}, {t.dtype} on {t.device}" for t in (place, p))
-    if was != now:
-        raise RuntimeError(f"{name} was {was} and is {now} now: change the model first, then make its optimizer")
 
 
 def refuse_overlaps(named: list[tuple[Parameter, str]]) -> None:

@@ -74,17 +74,7 @@ class AdamWRule(Rule):
 
     def apply(self, piece: Piece, bucket: Bucket, options: Options, given: Update) -> None:
         m, v = piece.moments.values()
-        adamw(
-            piece.param,
-            piece.grad,
-            m,
-            v,
-            adam_options(options, given),
-            step=piece.step,
-            grad_scale=given.scaled.factor,
-            found_inf=piece.skip,
-            master=piece.master,
-        )
+        adamw(piece.param, piece.grad, m, v, adam_options(options, given), step=piece.step, **_scalars(piece, given))
 
 
 class SGDRule(Rule):
@@ -106,16 +96,12 @@ class SGDRule(Rule):
         names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
         sgd_options = SGDOptions(float(options["lr"]) * given.lr_factor, *(options[name] for name in names))
         buffer = piece.moments["momentum_buffer"] if sgd_options.momentum != 0 else None
-        sgd(
-            piece.param,
-            piece.grad,
-            buffer,
-            sgd_options,
-            first_step=piece.first,
-            grad_scale=given.scaled.factor,
-            found_inf=piece.skip,
-            master=piece.master,
-        )
+        sgd(piece.param, piece.grad, buffer, sgd_options, first_step=piece.first, **_scalars(piece, given))
+
+
+def _scalars(piece: Piece, given: Update) -> dict[str, Tensor | None]:
+    """The arguments that all kernels of updates have."""
+    return {"grad_scale": given.scaled.factor, "found_inf": piece.skip, "master": piece.master}
 
 
 def adam_options(options: Options, given: Update) -> AdamOptions:
@@ -229,20 +215,8 @@ class LambRule(Rule):
     ) -> None:
         """`kfuse.kernels.lamb` of a piece."""
         m, v = piece.moments.values()
-        lamb(
-            piece.param,
-            piece.grad,
-            m,
-            v,
-            table,
-            adam_options(options, given),
-            step=piece.step,
-            grad_scale=given.scaled.factor,
-            found_inf=piece.skip,
-            master=piece.master,
-            partials=partials,
-            trust=trust,
-        )
+        adam, scalars = adam_options(options, given), _scalars(piece, given) | {"partials": partials, "trust": trust}
+        lamb(piece.param, piece.grad, m, v, table, adam, step=piece.step, **scalars)
 
 
 def _key(bucket: Bucket, extent: Extent) -> tuple[int, int, tuple[int, ...]]:

@@ -169,16 +169,12 @@ class Updates:
         """
         return []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, only: int | None = None) -> dict[str, Any]:
         """Returns torch's state_dict, whole. With sharded state every worker calls it at the same point, and gets it in
-        the host's memory. Raises CommError.
+        the host's memory. only: the rank that gets the shards. Raises CommError.
         """
         state: dict[str, Any] = without_compiler(torch.optim.Optimizer.state_dict)(self.opt)
         return state
-
-    def gathered_state(self, rank: int) -> dict[str, Any]:
-        """As `state_dict`, but on the other ranks than this without the shards."""
-        return self.state_dict()
 
     def common_state(self) -> dict[str, Any]:
         """Returns what every worker has alike: with sharded state all but the shards. No collective."""

@@ -68,7 +68,7 @@ class TorchUpdates(Updates):
         super().__init__(opt)
         self._inner = inner
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, only: int | None = None) -> dict[str, Any]:
         return self._inner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], whole: bool = False) -> None:
@@ -94,10 +94,12 @@ class TorchUpdates(Updates):
                 bucket.visible.mul_(scale)
         in_doubt = {i: self._state_of(p) for i in given.in_doubt if (p := self.engine.params[i]).grad is not None}
         with self._scaled_rates(given.lr_factor), self._gradients_laid_out():
-            if on_device and found_inf is not None:
-                self._step_unless(found_inf)
-            else:
+            try:
+                if on_device and found_inf is not None:  # its fused kernel compares with 1
+                    self._inner.found_inf = (found_inf != 0).to(torch.float32)  # type: ignore[attr-defined]
                 self._inner.step()
+            finally:
+                vars(self._inner).pop("found_inf", None)
         for index, before in in_doubt.items():
             assert given.reduced.used is not None
             used = given.reduced.used[index] > 0
@@ -127,14 +129,6 @@ class TorchUpdates(Updates):
             for index in lacking:
                 for state in self._state_of(params[index], copy=False, weights=False).values():
                     state.zero_()
-
-    def _step_unless(self, found_inf: Tensor) -> None:
-        """The wrapped optimizer's step, which its fused kernel leaves out where `found_inf` is not 0."""
-        self._inner.found_inf = (found_inf != 0).to(torch.float32)  # type: ignore[attr-defined]  # it compares with 1
-        try:
-            self._inner.step()
-        finally:
-            del self._inner.found_inf  # type: ignore[attr-defined]
 
     def _state_of(self, p: Tensor, copy: bool = True, weights: bool = True) -> dict[str, Tensor]:
         """The tensors of a parameter's state, by name. weights: and the parameter, as ""."""

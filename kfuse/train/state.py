@@ -85,7 +85,7 @@ class TrainingState:
 
     def capture_on_leader(self) -> dict[str, Any]:
         """As `capture`, but rank 0 alone gets the shards of the optimizer's state."""
-        return self.capture(of_optimizer=lambda opt: opt.with_statistics(opt.updates.gathered_state(0)))
+        return self.capture(of_optimizer=lambda opt: opt.with_statistics(opt.updates.state_dict(only=0)))
 
     def capture_common(self) -> dict[str, Any]:
         """As `capture`, without the shards of the optimizer's state: no collective."""
