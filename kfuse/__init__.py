@@ -15,25 +15,7 @@ from kfuse.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from kfuse import nn as nn
-    from kfuse.api import allgather as allgather
-    from kfuse.api import allreduce as allreduce
-    from kfuse.api import barrier as barrier
-    from kfuse.api import broadcast as broadcast
-    from kfuse.api import grad_noise_scale as grad_noise_scale
-    from kfuse.api import grad_norm as grad_norm
-    from kfuse.api import grad_variance as grad_variance
-    from kfuse.api import load_state_dict as load_state_dict
-    from kfuse.api import local_rank as local_rank
-    from kfuse.api import peer_latencies as peer_latencies
-    from kfuse.api import rank as rank
-    from kfuse.api import resize as resize
-    from kfuse.api import set_batch_size as set_batch_size
-    from kfuse.api import set_lr as set_lr
-    from kfuse.api import set_sync as set_sync
-    from kfuse.api import set_topology as set_topology
-    from kfuse.api import set_tree as set_tree
-    from kfuse.api import size as size
-    from kfuse.api import state_dict as state_dict
+    from kfuse.api import *  # noqa: F403
     from kfuse.comm.group import CommError as CommError
     from kfuse.comm.settings import CommOptions as CommOptions
     from kfuse.integrations.backward import monitor as monitor

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kfuse.comm.topology import measure
 from kfuse.membership import Session
 from kfuse.optim.base import latest_optimizer
 from kfuse.policies.signals import Decision
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from kfuse.train.trainer import Trainer
 
 Number = int | float
+
+__all__ = ["allgather", "allreduce", "barrier", "broadcast", "local_rank", "peer_latencies", "rank", "size"]
+__all__ += ["grad_noise_scale", "grad_norm", "grad_variance", "load_state_dict", "state_dict"]
+__all__ += ["resize", "set_batch_size", "set_lr", "set_sync", "set_topology", "set_tree"]
 
 
 def rank() -> int:
@@ -140,8 +145,6 @@ def peer_latencies() -> list[float]:
     Every worker must call it between the same steps. It takes some milliseconds a worker, more on slow links. Policies
     then see latencies and throughputs in `Signals`. Raises CommError, RuntimeError with comm.sync=pair.
     """
-    from kfuse.comm.topology import measure
-
     group = _group()
     return list(measure(group).latencies[group.rank])
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.settings import CommOptions
+from kfuse.comm.topology import measure
+from kfuse.elastic import rendezvous
+from kfuse.elastic.protocol import ControlError, Met, View
 
-if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
-    from kfuse.elastic.client import ControlClient, Met
-    from kfuse.elastic.protocol import View
+if TYPE_CHECKING:  # only where a supervisor has started this worker
+    from kfuse.elastic.client import ControlClient
 
 Record = Callable[[str, dict[str, Any]], None]
 
@@ -53,13 +55,11 @@ class Session:
         """How many of the group's lanes (`Group.lane`) this worker's optimizers use."""
         self.lost = False
         """Training has failed because a worker or the supervisor was lost: nothing is waited for at exit."""
-        self.left = False
-        """A view was formed without this worker, which therefore ends."""
+        self.left = False  # a view was formed without this worker, which therefore ends
         self._generation = 0  # of the active view, or of the one being entered
         self.apart = False
         """Each worker of the group is at a step of its own (pair averaging): no collective can be made."""
-        self.training = 0
-        """Which training of this process is under way, from 1."""
+        self.training = 0  # which training of this process is under way, from 1
         self.in_training = False
 
     @property
@@ -132,8 +132,6 @@ class Session:
     def send(self, message: str, **fields: Any) -> None:
         """Sends the supervisor, if there is one, a message. If it is lost, `check` raises at the next step boundary."""
         if self.control_client is not None:
-            from kfuse.elastic.client import ControlError
-
             with contextlib.suppress(ControlError):
                 self.control_client.send(message, **fields)
 
@@ -146,14 +144,14 @@ class Session:
         """
         if (client := self.control_client) is not None and self.view is None:
             client.send("ready")
-            self._enter(client.await_first_view(), new=True)
+            self._enter(client.await_view(0), new=True)  # no time limit: the others may train for long before
 
     def switch(self, generation: int) -> bool:
         """Moves to the view of `generation`, at the same step boundary on every worker; False if this one leaves.
 
         Raises CommError if the view cannot be formed.
         """
-        return self._enter(self._client().await_view(generation, self.group.timeout_s))
+        return self._enter(self._client().await_view(generation - 1, self.group.timeout_s))
 
     def recover(self, error: CommError) -> bool:
         """After `error`: waits for the supervisor's next view and moves to it; False if this worker is not in it.
@@ -161,9 +159,9 @@ class Session:
         Raises CommError if a worker of that view is lost too, ControlError if no view comes.
         """
         client, generation = self._client(), self._generation
-        if client.recovery(generation) is None:
+        if client.view(generation, recovers=True) is None:
             client.send("broken", generation=generation, why=str(error))
-        return self._enter(client.await_recovery(generation, 2 * self.group.timeout_s + 10))
+        return self._enter(client.await_view(generation, 2 * self.group.timeout_s + 10, recovers=True))
 
     def _enter(self, view: View, new: bool = False) -> bool:
         """Ends the group before, and forms that of `view`; False if this worker is not in it.
@@ -186,8 +184,6 @@ class Session:
             client.send("left")  # until then it is in each view that recovers from a loss
             self.left = True
             return False
-        from kfuse.elastic import rendezvous  # not before there are several workers: `import kfuse` is quick
-
         group = rendezvous.form_group(view, rank, old, self.check, new)
         try:
             group.connect_lanes(max(1, self.lanes_used))
@@ -213,7 +209,7 @@ class Session:
         """Raises ViewChanged if the supervisor has formed a view after a lost worker, ControlError if it is lost."""
         client = self._client()
         client.check()
-        if client.recovery(self._generation) is not None:
+        if client.view(self._generation, recovers=True) is not None:
             raise ViewChanged("a worker was lost: the supervisor has formed another view")
 
     def meet(self, step: int, applied: int) -> Met:
@@ -286,6 +282,4 @@ class Session:
 def measure_links(group: Group, comm: CommOptions) -> None:
     """Where the tree follows them: in each view, as it forms. Raises CommError."""
     if comm.tree == "latency":
-        from kfuse.comm.topology import measure
-
         measure(group)

@@ -21,14 +21,15 @@ from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import Group, drop_retired
 from kfuse.comm.settings import CommOptions, CommSettings
+from kfuse.elastic import protocol
+from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.logs import set_up_logging
 from kfuse.membership import Record, Session, measure_links
 from kfuse.settings import rules
 from kfuse.settings.tree import by_key, resolved
 
-if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
+if TYPE_CHECKING:  # only where a supervisor has started this worker
     from kfuse.elastic.client import ControlClient
-    from kfuse.elastic.rendezvous import Rendezvous
 
 _CLOSE_S = 5.0  # how long an ending process waits until the others end too
 
@@ -57,9 +58,6 @@ def init(**settings: Unpack[CommSettings]) -> Session:
     rules.check(by_key(values) | {"job.gpus": devices.count() or None})
     if comm_options.reproducible:
         torch.set_num_threads(1)
-    from kfuse.elastic import protocol  # not before it is needed: `import kfuse` is quick
-    from kfuse.elastic.rendezvous import Rendezvous
-
     if protocol.ENV_CONTROL in os.environ:
         from kfuse.elastic.client import ControlClient
 
@@ -175,8 +173,6 @@ def _choose_device() -> torch.device:
     gpus, given = devices.count(), os.environ.get("LOCAL_RANK")
     if gpus == 0:
         return torch.device("cpu")
-    from kfuse.elastic import protocol
-
     if given is None and gpus > 1 and protocol.ENV_CONTROL in os.environ:
         raise DeviceError(f"LOCAL_RANK is not set: must be 0 to {gpus - 1}, the GPU that its launcher gives a worker")
     index = devices.current() if given is None else int(given)

@@ -101,7 +101,6 @@ class Chaos(BasePolicy):
     whether the batch size follows the noise scale. pace_s: a step takes at least this long, of the first `paced` ones.
     again: events may strike more than once. until: training does not end before this file is there. checkpoints:
     {directory, every} of the job: training waits for each one that is due, so that it does not run ahead of the disk.
-
     """
 
     def __init__(
@@ -120,8 +119,8 @@ class Chaos(BasePolicy):
         chunk_bytes: int | None = None,
     ) -> None:
         self._directory, self._again, self._pace_s, self._paced = Path(directory), again, pace_s, paced
-        self._until = None if until is None else Path(until)
-        self._checkpoints = checkpoints
+        self._until = Path(until) if until else None
+        self._checkpoints, self._chunk_bytes = checkpoints, chunk_bytes
         self._events = [dict(event) for event in events]
         for event in self._events:
             assert event["moment"] in MOMENTS, event
@@ -131,7 +130,6 @@ class Chaos(BasePolicy):
         self._adapts = GNSPolicy(every=5) if adaptive else BasePolicy()
         self._trainer: Any = None
         self._messages = 0
-        self._chunk_bytes = chunk_bytes
         self._began = time.monotonic()
         if protocol.ENV_WORKER in os.environ:
             self._directory.mkdir(parents=True, exist_ok=True)

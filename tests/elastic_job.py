@@ -40,12 +40,9 @@ class Job:
 
     directory: Path
     lines: list[str] = field(default_factory=list)
-    error: str | None = None
-    """Of a job that was given up."""
-    statuses: dict[int | None, int | None] = field(default_factory=dict)
-    """Exit status of each worker process, by pid."""
-    loop_errors: list[str] = field(default_factory=list)
-    """What the supervisor's event loop had to complain about."""
+    error: str | None = None  # of a job that was given up
+    statuses: dict[int | None, int | None] = field(default_factory=dict)  # of worker processes, by pid
+    loop_errors: list[str] = field(default_factory=list)  # of the supervisor's event loop
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -155,16 +152,12 @@ def undisturbed_job(directory: Path, training: Iterable[str]) -> Job:
 
 
 def run_job(
-    directory: Path,
-    overrides: Iterable[str],
-    during: During | None = None,
-    launcher: Launcher | None = None,
+    directory: Path, overrides: Iterable[str], during: During | None = None, launcher: Launcher | None = None
 ) -> Job:
     """Runs a job to its end, good or bad. `during` runs beside it, and is cancelled when the job ends.
 
     launcher: None for forked processes; only of those the exit status is known, and their lines are in the log.
-
-    Raises AssertionError, with all that was seen, if the job does not end in time or leaves a process behind.
+    Fails, with all that was seen, if the job does not end in time or leaves a process behind.
     """
     config = compose(["observe.ledger=true", "workers.threads=1", *overrides])
     elasticity = Elasticity.of(flat(config), config["checkpoint"]["every_steps"] is not None)
@@ -228,12 +221,10 @@ def command_line(
     """`python -m kfuse` under way in `directory`; whatever happens, neither it nor its workers survive the block."""
     quiet = ["observe.progress=false", "observe.tensorboard=false", "observe.ledger=true", "workers.threads=1"]
     command = [*starter, "-m", "kfuse", f"hydra.run.dir={directory}", *quiet, *overrides]
-    job = Job(directory)
-    log = directory.with_suffix(".log")
+    job, log = Job(directory), directory.with_suffix(".log")
     with log.open("ab") as stream:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env={**os.environ, **environment()}
-        )
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": stream}
+        process = subprocess.Popen(command, **pipes, env={**os.environ, **environment()})
         try:
             yield process, job
         except BaseException:
@@ -250,7 +241,7 @@ def command_line(
 
 
 def wait_until(what: str, true: Callable[[], Any]) -> Any:
-    """The first true value of `true`. Raises AssertionError after the deadline."""
+    """Returns the first true value of `true`. Fails after the deadline."""
     end = time.monotonic() + DEADLINE_S
     while not (value := true()):
         assert time.monotonic() < end, f"waited {DEADLINE_S:.0f} s for {what}"

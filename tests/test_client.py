@@ -14,7 +14,8 @@ import pytest
 
 from kfuse.elastic import client as client_module
 from kfuse.elastic import protocol
-from kfuse.elastic.client import ControlClient, ControlError
+from kfuse.elastic.client import ControlClient
+from kfuse.elastic.protocol import ControlError
 
 SILENCE_S = 0.5
 RECORDS = 300

@@ -20,6 +20,7 @@ from elastic_job import (
     command_line,
     run_job,
     undisturbed_job,
+    until,
     wait_until,
     words,
 )
@@ -126,6 +127,18 @@ def test_the_topology_changes_and_a_joiner_takes_it_over(tmp_path: Path) -> None
     assert job.metrics[-1]["loss"] < job.metrics[0]["loss"]
 
 
+@pytest.mark.full
+@pytest.mark.jobs
+def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> None:
+    """It knows of its view some steps before the others come to it: here three of 1.3 s, with a timeout of 3.5 s."""
+    grows = {"phases": [{"step": 2, "workers": 2}], "gates": [{"step": 10, "workers": 2}]}
+    settings = [*TRAINING, *chaos(tmp_path, pace_s=1.3, paced=9, **grows), "comm.timeout_s=3.5", "train.steps=12"]
+    job = run_job(tmp_path / "run", settings)
+    assert job.error is None, job.told()
+    assert [view["reason"] for view in job.views] == ["start", "grow"]
+    assert job.summary["loss"] == undisturbed.metrics[11]["loss"]
+
+
 # -- all workers are lost -----------------------------------------------------------------------------------------
 
 
@@ -139,6 +152,7 @@ def test_all_killed_with_checkpoints_restarts_from_the_last(undisturbed: Job, tm
     assert len(job.of_kind("failure")) == 3
     assert [view["reason"] for view in (job.views[0], job.views[-1])] == ["start", "restart"]
     assert [event["step"] for event in job.of_kind("resumed")] == [50]
+    assert job.of_kind("checkpoint")[-1]["step"] == job.summary["steps"], "the end of a run is in a checkpoint"
     assert len(job.pids) == 6
 
 
@@ -188,6 +202,28 @@ def test_a_signal_ends_the_run_in_order(undisturbed: Job, tmp_path: Path) -> Non
     saved = [event["step"] for event in job.of_kind("checkpoint")]
     assert saved == [job.summary["steps"]]
     assert_resumes(job, saved[0], 1, [*settings, *chaos(tmp_path)], undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.jobs
+def test_a_loss_while_the_job_stops_costs_no_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
+    """SIGTERM to every process, as of Slurm and systemd, is the supervisor's to answer."""
+
+    async def preempt(supervisor: Supervisor, job: Job) -> None:
+        await until("20 steps", lambda: len(job.metrics) >= 20)
+        for rank, pid in enumerate(ranks(job.views[-1])):
+            os.kill(pid, signal.SIGTERM if rank else signal.SIGKILL)
+        supervisor.stop("terminated")
+
+    settings = [*TRAINING, *chaos(tmp_path, pace_s=0.1), "workers.count=3", "checkpoint.every_steps=50"]
+    job = run_job(tmp_path / "run", settings, during=preempt)
+    assert job.error is None and len(job.of_kind("failure")) == 1, job.told()
+    assert job.summary["exit_reason"] == "terminated"
+    assert [event["step"] for event in job.of_kind("checkpoint")] == [job.summary["steps"]]
+    assert job.summary["steps"] < len(undisturbed.metrics)
+    assert_exact(job)
+    resumed = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path), "checkpoint.resume=auto"])
+    assert_same_training(resumed, undisturbed)
 
 
 def test_a_store_that_is_closed_already_is_not_waited_for() -> None:

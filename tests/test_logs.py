@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import kfuse as kf
 from kfuse.logs import set_up_logging
 
 RECORD = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) (supervisor|worker \d+): \S.*$")
@@ -26,16 +28,13 @@ if "--own" in sys.argv:
 net = torch.nn.Linear(3, 2)
 opt = kf.FusedSGD(net.parameters(), lr=0.1)
 kf.fit(net, (torch.randn(8, 3), torch.zeros(8, dtype=torch.int64)), opt, train_epochs=1, batch_size=4, batch_micro=2)
-if "--library" in sys.argv:
-    log = logging.getLogger("kfuse")
-    assert (log.handlers, log.level) == ([], 0)
 """
 
 
 def records(module: str, *arguments: str, folder: Path) -> list[str]:
     """Runs one of the commands to its end; returns the lines of its output that are log records."""
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, *(["-m", module] if module else []), *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
     return [line for line in done.stdout.splitlines() if RECORD.match(line) or line.startswith("OWN ")]
@@ -51,13 +50,19 @@ def test_a_run_logs_its_transport_and_checkpoints_where_it_is_asked_to(tmp_path:
 
 
 @pytest.mark.full
-def test_a_scripts_records_are_written_once_where_it_is_asked_to(tmp_path: Path) -> None:
-    """By the script's own handler where it has one; as a library kfuse installs none."""
-    for number, (own, start) in enumerate((([], r"\d\d:\d\d:\d\d INFO worker 0: "), (["--own"], "OWN INFO "))):
-        command = ["--run-dir", str(number), "--observe-log-level", "info", "train.py", *own]
-        (line,) = [line for line in records("kfuse.cli.kfuse_run", *command, folder=tmp_path) if "transport" in line]
-        assert re.match(start, line)
-    assert records("", "train.py", "--library", folder=tmp_path) == []
+@pytest.mark.parametrize(("own", "start"), [([], r"\d\d:\d\d:\d\d INFO worker 0: "), (["--own"], "OWN INFO ")])
+def test_a_scripts_records_are_written_once_where_it_is_asked_to(own: list[str], start: str, tmp_path: Path) -> None:
+    """By the script's own handler where it has one."""
+    command = ["--run-dir", "run", "--observe-log-level", "info", "train.py", *own]
+    (line,) = [line for line in records("kfuse.cli.kfuse_run", *command, folder=tmp_path) if "transport" in line]
+    assert re.match(start, line)
+
+
+def test_as_a_library_kfuse_installs_no_handler() -> None:
+    net = torch.nn.Linear(3, 2)
+    data = (torch.randn(8, 3), torch.zeros(8, dtype=torch.int64))
+    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), train_epochs=1, batch_size=4)
+    assert (LOG.handlers, LOG.level) == ([], logging.NOTSET)
 
 
 @contextlib.contextmanager

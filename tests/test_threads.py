@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from kfuse.elastic import protocol
 from kfuse.train.build import set_threads
 
 
@@ -18,14 +17,13 @@ from kfuse.train.build import set_threads
         ({"OMP_NUM_THREADS": "3"}, 2, False, 2),
         ({"OMP_NUM_THREADS": "3"}, None, True, 1),
         ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, None, False, 4),  # torchrun's own default
-        ({"OMP_NUM_THREADS": "3", protocol.ENV_THREADS: "5"}, None, False, 5),
         ({}, None, False, 2),
     ],
 )
 def test_the_users_number_of_threads_is_taken(
     environment: dict[str, str], threads: int | None, reproducible: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", protocol.ENV_THREADS):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

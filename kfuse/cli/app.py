@@ -11,7 +11,7 @@ import traceback
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -51,11 +51,12 @@ def main() -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     survive_closed_output()
-    if len(sys.argv) > 1 and sys.argv[1] in _TOOLS:
-        return _tool(sys.argv[1], sys.argv[2:])
+    words = [_HOME.sub(os.path.expanduser("~"), word) for word in sys.argv[1:]]
+    if words and words[0] in _TOOLS:
+        return _tool(words[0], words[1:])
     if "WORLD_SIZE" not in os.environ:  # else torchrun has started this process
-        return _main()
-    from kfuse.cli import torchrun  # not before it is needed: a wrong command line is refused without torch
+        return _main(words)
+    from kfuse.cli.run import follow  # not before it is needed: a wrong command line is refused without torch
     from kfuse.elastic.rendezvous import Rendezvous
 
     try:
@@ -63,36 +64,34 @@ def main() -> int:
     except RuntimeError as error:
         return _refuse(str(error))
     if rendezvous is None or rendezvous.size == 1:
-        return _main()
+        return _main(words)
     if rendezvous.rank > 0:
-        return torchrun.follow(rendezvous)
+        return follow(rendezvous)
     status = USAGE_ERROR
     try:
-        status = _main(fixed=True)
+        status = _main(words, fixed=True)
     finally:
         rendezvous.dismiss(status)
     return status
 
 
-def _main(fixed: bool = False) -> int:
+def _main(words: list[str], fixed: bool = False) -> int:
     """fixed: torchrun has started the workers, so there can be one run only, and no other launcher."""
     try:
-        if "--version" in sys.argv[1:]:  # Hydra's own prints Hydra's
+        if "--version" in words:  # Hydra's own prints Hydra's
             print(f"kfuse {__version__}")
             return 0
-        argv = _with_home(sys.argv[1:])
-        args, sweep = _parse(argv), None
+        args, sweep = _parse(words), None
         if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
             jobs = _jobs(args)
-            if _is_sweep(args):
+            if args.multirun:
                 sweep = Sweep(jobs)
             if fixed and len(jobs) > 1:
                 raise ConfigError("-m: sweeps are not supported with launcher=torchrun")
             for overrides in jobs:
                 _check(args, overrides, fixed)
         # Hydra's own parser takes overrides in one piece only, not `seed=1 -m model=mlp,gpt`.
-        flags = [word for word in argv if word not in args.overrides]
-        sys.argv[1:] = [*flags, *args.overrides]
+        sys.argv[1:] = [*(word for word in words if word not in args.overrides), *args.overrides]
         return _run_hydra(sweep)
     except KeyboardInterrupt:
         return STOP_STATUS["interrupted"]
@@ -107,7 +106,7 @@ def _tool(name: str, words: list[str]) -> int:
         print(tool.USAGE)
         return 0
     try:
-        return int(tool.main(*_tool_arguments(name, _with_home(words))))
+        return int(tool.main(*_tool_arguments(name, words)))
     except ConfigError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
@@ -133,36 +132,27 @@ def _tool_arguments(name: str, words: list[str]) -> tuple[Any, ...]:
         raise error if isinstance(error, ConfigError) else ConfigError(explain(error)) from error
 
 
-def _with_home(words: list[str]) -> list[str]:
-    return [_HOME.sub(os.path.expanduser("~"), word) for word in words]
-
-
 def _refuse(message: str) -> int:
     print(f"kfuse: error: {message}", file=sys.stderr)
     return USAGE_ERROR
 
 
-def _raise_config_error(message: str) -> NoReturn:
-    raise ConfigError(message)
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
+def _parse(words: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
-    parser.allow_abbrev = False
-    parser.error = _raise_config_error  # type: ignore[method-assign]
-    args, unknown = parser.parse_known_intermixed_args(argv)
+    parser.allow_abbrev = parser.exit_on_error = False
+    try:
+        args, unknown = parser.parse_known_intermixed_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from error
     if unknown:
         raise ConfigError(explain_flags([word for word in unknown if word.startswith("-")]))
+    args.multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
     return args
-
-
-def _is_sweep(args: argparse.Namespace) -> bool:
-    return args.multirun or "hydra.mode=MULTIRUN" in args.overrides
 
 
 def _jobs(args: argparse.Namespace) -> list[list[str]]:
     """The overrides of each run: one list, or a sweep's many."""
-    if not _is_sweep(args):
+    if not args.multirun:
         return [args.overrides]
     parsed = OverridesParser.create().parse_overrides(args.overrides)
     return [jobs for batch in BasicSweeper.split_arguments(parsed, None) for jobs in batch]

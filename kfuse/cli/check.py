@@ -64,28 +64,9 @@ def validate(cfg: DictConfig) -> bool:
     facts = by_key(settings)
     rules.check(facts, shell=True)
     _check_resume(settings["checkpoint_resume"])
-    # What needs no class was checked before: the following imports torch, which takes a second.
-    from kfuse.cli import classes
-    from kfuse.elastic.launchers import TorchrunLauncher
-    from kfuse.train.context import Settings
+    from kfuse.cli import classes  # imports torch, which takes a second: what needs no class was checked before
 
-    classes.check_transport(settings["comm_schedule"])
-    optimizer = classes.check_optimizer(config["optimizer"], settings["lr_base"])
-    policy = classes.make_policy(config["policy"])
-    launcher = classes.make("launcher", config["launcher"])
-    fixed = isinstance(launcher, TorchrunLauncher)
-    facts |= rules.policy_facts(policy) | rules.optimizer_facts(optimizer)
-    facts |= {"job": "fixed" if fixed else "elastic", "job.gpus": getattr(launcher, "gpus", 0) or None}
-    facts |= {"job.workers": launcher.workers} if fixed else {}
-    rules.check(facts, shell=True)
-    spec, samples = classes.check_data(config["data"])
-    facts |= {"data": "stream" if samples is None else "data set"}
-    rules.check(facts, shell=True)
-    classes.check_model(config["model"], spec)
-    run = Settings.of(settings).schedule(samples)
-    facts |= rules.run_facts(run.total, settings["lr_decay"], settings["lr_decay_fraction"])
-    rules.check(facts, shell=True)
-    return fixed
+    return classes.check(config, settings, facts)
 
 
 def _check_keys(config: Mapping[str, Any]) -> None:

@@ -12,30 +12,58 @@ import torch
 from kfuse.checkpoint.manager import load_weights
 from kfuse.data import DataSplit
 from kfuse.data.sources import number_of_samples
+from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.policies import BasePolicy
-from kfuse.settings import instantiate
+from kfuse.settings import instantiate, rules
 from kfuse.settings.instantiate import class_arguments
 from kfuse.settings.tree import ConfigError, show
+from kfuse.train.context import Settings
 
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
 
 
-def _check_class(
-    group: str, node: Any, supplied: Collection[str] = (), first: Collection[str] = (), always: Collection[str] = ()
-) -> Any:
+def check(config: Mapping[str, Any], settings: Mapping[str, Any], facts: dict[str, Any]) -> bool:
+    """Checks the classes of a configuration, and what rules say of them. Returns whether torchrun starts the workers.
+
+    settings: by name. facts: what is known by the settings.
+    """
+    if "." in (schedule := settings["comm_schedule"]):
+        try:
+            instantiate.locate(schedule)
+        except ValueError as error:
+            raise ConfigError(f"comm.schedule={str(error).removeprefix('_target_=')}") from error
+    optimizer = _check_optimizer(config["optimizer"], settings["lr_base"])
+    policy = make_policy(config["policy"])
+    launcher = _make("launcher", config["launcher"])
+    fixed = isinstance(launcher, TorchrunLauncher)
+    facts |= rules.policy_facts(policy) | rules.optimizer_facts(optimizer)
+    facts |= {"job": "fixed" if fixed else "elastic", "job.gpus": getattr(launcher, "gpus", 0) or None}
+    facts |= {"job.workers": launcher.workers} if fixed else {}
+    rules.check(facts, shell=True)
+    spec, samples = _check_data(config["data"])
+    facts |= {"data": "stream" if samples is None else "data set"}
+    rules.check(facts, shell=True)
+    _check_model(config["model"], spec)
+    run = Settings.of(settings).schedule(samples)
+    facts |= rules.run_facts(run.total, settings["lr_decay"], settings["lr_decay_fraction"])
+    rules.check(facts, shell=True)
+    return fixed
+
+
+def _check_class(group: str, node: Any, *first: Any, supplied: Collection[str] = ()) -> Any:
     """Returns the class or function that the group's `_target_` names, once its arguments are known to be right."""
     if not isinstance(node, Mapping) or node.get("_target_") is None:
         raise ConfigError(f"{group}._target_: must be the dotted path of a class or function")
     try:
-        return instantiate.check_arguments(node, supplied, first, always)
+        return instantiate.check_arguments(node, *first, supplied=supplied)
     except ValueError as error:
         raise ConfigError(_of_argument(group, node, str(error)) or f"{group}: {error}") from error
 
 
-def make(group: str, node: Any, supplied: Mapping[str, Any] | None = None) -> Any:
+def _make(group: str, node: Any, supplied: Mapping[str, Any] | None = None) -> Any:
     """Returns what the group's `_target_` makes of its arguments, of which some may be such nodes too."""
-    _check_class(group, node, supplied or {})
-    parts = {name: make(f"{group}.{name}", value) for name, value in node.items() if instantiate.is_node(value)}
+    _check_class(group, node, supplied=supplied or {})
+    parts = {name: _make(f"{group}.{name}", value) for name, value in node.items() if instantiate.is_node(value)}
     try:
         return instantiate.build({**node, **parts}, **(supplied or {}))
     except Exception as error:  # a user's class may raise anything
@@ -59,30 +87,21 @@ def _wrong_result(group: str, node: Mapping[str, Any], made: Any, needed: str) -
     return ConfigError(f"{group}._target_={node['_target_']}: must make a {needed}, not a {type(made).__name__}")
 
 
-def check_transport(schedule: str) -> None:
-    """Refuses a dotted path as comm.schedule that names nothing."""
-    if "." in schedule:
-        try:
-            instantiate.locate(schedule)
-        except ValueError as error:
-            raise ConfigError(f"comm.schedule={str(error).removeprefix('_target_=')}") from error
-
-
 def make_policy(node: Any) -> BasePolicy:
     """Returns the policy that the group's values configure. Raises ConfigError where they make none."""
-    policy = make("policy", node)
+    policy = _make("policy", node)
     if not isinstance(policy, BasePolicy):
         raise _wrong_result("policy", node, policy, "kfuse.BasePolicy")
     return policy
 
 
-def check_data(node: Any) -> tuple[Mapping[str, Any], int | None]:
+def _check_data(node: Any) -> tuple[Mapping[str, Any], int | None]:
     """Loads the data; returns the arguments that they supply to a model, and the number of training samples.
 
     That is None for a stream.
     """
     loaders, node = node["workers"], class_arguments("data", node)
-    split = make("data", node)
+    split = _make("data", node)
     if not isinstance(split, DataSplit):
         raise _wrong_result("data", node, split, "kfuse.data.DataSplit")
     lengths = {}
@@ -96,19 +115,19 @@ def check_data(node: Any) -> tuple[Mapping[str, Any], int | None]:
     return split.spec, lengths["train"]
 
 
-def check_model(node: Any, spec: Mapping[str, Any]) -> None:
+def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
     """Makes the model, with the arguments that the data supply, and compares it with the weights of model.init."""
     path = None
     with contextlib.suppress(ValueError):  # of a class that is not there: `_check_class` says so
         node, path = instantiate.initial_weights(node)
     if not isinstance(path, str | None) or path == "":
         raise ConfigError(f"model.init={show(path)}: must be the path of model.pt or model.safetensors, or null")
-    _check_class("model", node, spec)
+    _check_class("model", node, supplied=spec)
     model = None
     with contextlib.suppress(Exception), torch.device("meta"):  # takes no memory; but not every model can be made so
         model = instantiate.build(node, **spec)
     if model is None:
-        model = make("model", node, spec)
+        model = _make("model", node, spec)
     if not isinstance(model, torch.nn.Module):
         raise _wrong_result("model", node, model, "torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -120,7 +139,7 @@ def check_model(node: Any, spec: Mapping[str, Any]) -> None:
             raise ConfigError(f"model.init={error}") from error
 
 
-def check_optimizer(node: Any, lr: float) -> type[torch.optim.Optimizer]:
+def _check_optimizer(node: Any, lr: float) -> type[torch.optim.Optimizer]:
     """Returns the optimizer's class, once its arguments are known to be right.
 
     They are tried with one parameter, on the torch optimizer that the class is or is derived from.
@@ -128,12 +147,12 @@ def check_optimizer(node: Any, lr: float) -> type[torch.optim.Optimizer]:
     for name, where in _SET_ELSEWHERE.items():
         if isinstance(node, Mapping) and name in node:
             raise ConfigError(f"optimizer.{name}={show(node[name])}: not set here but by {where}")
-    factory = _check_class("optimizer", node, first=("params",), always=("lr",))
+    weight = torch.nn.Parameter(torch.zeros(1, 1))
+    factory = _check_class("optimizer", node and {"lr": lr, **node}, [weight])
     unfit = torch.optim.LBFGS | torch.optim.SparseAdam
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)) or issubclass(factory, unfit):
         needed = "the class of a torch.optim.Optimizer that steps once, on dense gradients"
         raise ConfigError(f"optimizer._target_={node['_target_']}: must be {needed}")
-    weight = torch.nn.Parameter(torch.zeros(1, 1))
     # Not torch's own add_param_group: its decorator imports torch's compiler, which takes seconds.
     decorated = torch.optim.Optimizer.add_param_group
     quick = {"add_param_group": getattr(decorated, "__wrapped__", decorated)}

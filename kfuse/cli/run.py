@@ -1,26 +1,37 @@
-"""One run of the command line: a supervisor for the workers, and a recorder for what they report."""
+"""One run of the command line: a supervisor for the workers, or under torchrun this worker among the others."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kfuse.cli import torchrun
+from kfuse import session
+from kfuse.comm.devices import DeviceError
+from kfuse.comm.group import CommError
+from kfuse.comm.settings import CommOptions
 from kfuse.elastic.job import Elasticity, JobFailed
 from kfuse.elastic.launchers import Launcher, TorchrunLauncher
 from kfuse.elastic.protocol import NOT_TRAINED, STOP_STATUS
+from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.logs import set_up_logging
+from kfuse.membership import Record
 from kfuse.observe.display import Display
 from kfuse.observe.recorder import Recorder
 from kfuse.observe.run_dir import RunDirectory
+from kfuse.optim import ConsistencyError
 from kfuse.settings import instantiate
 from kfuse.settings.tree import flat
+from kfuse.train.build import build_trainer, set_threads
 
 
 def run(cfg: DictConfig, run_dir: Path) -> int:
@@ -32,13 +43,11 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     observe = config["observe"]
     launcher = instantiate.build(config["launcher"])
     job = {**config, "run_dir": str(run_dir.absolute())}
-    recorder = Recorder(
-        RunDirectory(run_dir, **{name: observe[name] for name in ("tensorboard", "ledger")}),
-        Display(progress=observe["progress"] is not False),
-    )
+    directory = RunDirectory(run_dir, tensorboard=observe["tensorboard"], ledger=observe["ledger"])
+    recorder = Recorder(directory, Display(progress=observe["progress"] is not False))
     if isinstance(launcher, TorchrunLauncher):
         set_up_logging(observe["log_level"], "worker 0")
-        return torchrun.lead(launcher.rendezvous, job, recorder)
+        return _lead(launcher.rendezvous, job, recorder)
     set_up_logging(observe["log_level"], "supervisor", recorder.line)
     elasticity = Elasticity.of(flat(config), restart=config["checkpoint"]["every_steps"] is not None)
     return supervise(launcher, job, recorder, elasticity)
@@ -51,15 +60,11 @@ def supervise(launcher: Launcher, job: dict[str, Any], recorder: Recorder, elast
         why = asyncio.run(_supervise(Supervisor(launcher, job, recorder, elasticity))) or ""
     except JobFailed as error:
         failure = str(error)
-        recorder.failed(failure)
     finally:
-        recorder.close(why or None)
-    if failure:
-        print(f"kfuse: error: {failure}; the run directory is {recorder.directory.path}", file=sys.stderr)
-        return 1
+        status = _end(recorder, why, failure)
     if why == NOT_TRAINED:
         print("kfuse: the script has ended without using kf.fit or kf.DataLoader: nothing was trained", file=sys.stderr)
-    return STOP_STATUS.get(why, 0)
+    return status
 
 
 async def _supervise(supervisor: Supervisor) -> str | None:
@@ -67,3 +72,79 @@ async def _supervise(supervisor: Supervisor) -> str | None:
     loop.add_signal_handler(signal.SIGINT, supervisor.stop, "interrupted")
     loop.add_signal_handler(signal.SIGTERM, supervisor.stop, "terminated")
     return await supervisor.run()
+
+
+def _end(recorder: Recorder, why: str, failure: str) -> int:
+    """Writes the end of a run: why it ended, and an error or "". Returns the exit status."""
+    if failure:
+        recorder.failed(failure)
+    recorder.close(why or None)
+    if failure:
+        print(f"kfuse: error: {failure}; the run directory is {recorder.directory.path}", file=sys.stderr)
+        return 1
+    return STOP_STATUS.get(why, 0)
+
+
+# -- under torchrun there is no supervisor: rank 0 keeps the run directory and the display -----------------------------
+
+
+def _lead(rendezvous: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int:
+    """Rank 0: sends the configuration to the others, trains, and writes the run directory. Returns the exit status."""
+    lock = threading.Lock()  # checkpoints are reported by the thread that writes them
+
+    def record(kind: str, data: dict[str, Any]) -> None:
+        with lock:
+            recorder.keep([(kind, data)])
+
+    rendezvous.announce(job)
+    why, failure = "failed", ""
+    try:
+        why = _train(rendezvous, job, record)
+    except (CommError, ConsistencyError, DeviceError) as error:
+        failure = str(error)
+    finally:
+        status = _end(recorder, why, failure)
+    return status
+
+
+def follow(rendezvous: Rendezvous) -> int:
+    """Any other rank: receives the configuration from rank 0 and trains; shows nothing. Returns the exit status."""
+    try:
+        job = rendezvous.await_job()
+        if isinstance(job, int):
+            return job
+        set_up_logging(job["observe"]["log_level"], f"worker {rendezvous.rank}")
+        return STOP_STATUS.get(_train(rendezvous, job), 0)
+    except RuntimeError as error:
+        if not isinstance(error, CommError | ConsistencyError | DeviceError):
+            raise
+        print(f"kfuse: rank {rendezvous.rank} ends: {error}", file=sys.stderr)
+        return 1
+
+
+def _train(rendezvous: Rendezvous, job: dict[str, Any], record: Record | None = None) -> str:
+    """Returns why training ended, or "". Raises CommError if a worker is lost."""
+    set_threads(job)
+    session.join_fixed_group(rendezvous, CommOptions.of(flat(job)), job["comm"]["timeout_s"], record)
+    with _stop_signals() as reasons:
+        trainer = build_trainer(job)
+        trainer.decisions.stop_requests = reasons
+        summary = trainer.run()
+    reason: str | None = None if summary is None else summary["exit_reason"]
+    return reason or ""
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[str]]:
+    """Context: Ctrl-C and SIGTERM append a stop reason to the list; training then ends at a step boundary."""
+    reasons: list[str] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        reasons.append("interrupted" if number == signal.SIGINT else "terminated")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield reasons
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

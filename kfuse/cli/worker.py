@@ -8,7 +8,8 @@ import traceback
 
 from kfuse import session
 from kfuse.comm.settings import CommOptions
-from kfuse.elastic.client import ControlClient, ControlError
+from kfuse.elastic.client import ControlClient
+from kfuse.elastic.protocol import ControlError
 from kfuse.optim import ConsistencyError
 from kfuse.settings.tree import flat
 from kfuse.train.build import build_trainer, set_threads

@@ -11,10 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from kfuse.elastic import protocol
-from kfuse.elastic.protocol import View
+from kfuse.elastic.protocol import ControlError, Met, View
 
 _SUPERVISOR_LOST_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
 _STUCK_S = 60.0  # without the interpreter's lock, after which the process is ended
@@ -24,34 +24,15 @@ _POLL_S = 0.01
 T = TypeVar("T")
 
 
-class ControlError(RuntimeError):
-    """The supervisor is lost: it cannot be reached, has refused this worker, or has ended."""
-
-
-class Met(NamedTuple):
-    """The supervisor's answer where all workers of a view stand still: see `kfuse.elastic.meetings`."""
-
-    view: int  # its generation
-    low: int  # the fewest steps that one of them has made
-    high: int  # the most; where it is `low`, all are at one step
-    generation: int  # of the newest view
-    stop: str  # why to stop; "": go on
-    announced: int  # number of the newest announcement that came before the answer: on every worker the same
-
-
 class ControlClient:
     """The connection to the supervisor that the environment names. Thread-safe."""
 
-    worker: int
-    """This worker's number."""
-    job: dict[str, Any]
-    """The settings of the job, which the supervisor sends to every worker."""
-    silence_s: float
-    """Seconds without a heartbeat after which the supervisor kills a worker."""
+    worker: int  # this worker's number
+    job: dict[str, Any]  # the settings of the job, which the supervisor sends to every worker
+    silence_s: float  # seconds without a heartbeat after which the supervisor kills a worker
     step: int | None = None
     """Steps made so far, which heartbeats report while workers are at steps of their own; else None."""
-    stop: str | None = None
-    """Why the supervisor asks to stop; None if it does not."""
+    stop: str | None = None  # why the supervisor asks to stop; None if it does not
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         """Connects. Raises ControlError if the supervisor does not answer."""
@@ -69,8 +50,8 @@ class ControlClient:
         self._lost: str | None = None
         self._closing = threading.Event()
         try:
-            self._socket, self._lines, welcome = self._connect(host, int(port), timeout_s)
-            self._messages, _, _ = self._connect(host, int(port), timeout_s, messages=True)
+            self._socket, self._lines, welcome = self._connect((host, int(port)), timeout_s)
+            self._messages, _, _ = self._connect((host, int(port)), timeout_s, messages=True)
         except OSError as error:
             raise ControlError(f"no supervisor at {host}:{port}: {error}") from error
         self.job = welcome["job"]
@@ -79,18 +60,16 @@ class ControlClient:
         threading.Thread(target=self._receive, name="kfuse-control", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="kfuse-heartbeat", daemon=True).start()
 
-    def _connect(
-        self, host: str, port: int, timeout_s: float, **more: bool
-    ) -> tuple[socket.socket, BinaryIO, dict[str, Any]]:
+    def _connect(self, address: tuple[str, int], timeout_s: float, **more: bool) -> tuple[socket.socket, BinaryIO, Any]:
         """A connection, what comes over it, and the supervisor's welcome. Raises ControlError and OSError."""
-        connection = socket.create_connection((host, port), timeout=timeout_s)
+        connection = socket.create_connection(address, timeout=timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         who = {"worker": self.worker, "pid": os.getpid(), "host": socket.gethostname()}
         connection.sendall(protocol.encode({"type": "hello", "token": os.environ[protocol.ENV_TOKEN], **who, **more}))
         lines = connection.makefile("rb")
         line = lines.readline(protocol.MAX_LINE)
         if not line:
-            raise ControlError(f"the supervisor at {host}:{port} refused this worker")
+            raise ControlError(f"the supervisor at {address[0]}:{address[1]} refused this worker")
         connection.settimeout(None)
         return connection, lines, protocol.decode(line)
 
@@ -141,35 +120,26 @@ class ControlClient:
 
     # -- views ----------------------------------------------------------------------------------------------------
 
-    def await_first_view(self) -> View:
-        """The first view that contains this worker. No time limit: the others may train for long before."""
-        return self._await(lambda: self._view, None, "the first view")
-
-    def await_view(self, generation: int, timeout_s: float) -> View:
-        """The view of this generation, or a later one that replaced it. Raises ControlError after the timeout."""
-        return self._await(lambda: self._newer(generation - 1), timeout_s, f"view {generation}")
-
-    def await_recovery(self, after: int, timeout_s: float) -> View:
-        """The view that recovers from a worker lost in generation `after`. Raises ControlError."""
-        return self._await(lambda: self.recovery(after), timeout_s, f"a view after {after} to recover with")
-
-    def recovery(self, after: int) -> View | None:
-        """The newest view, if it recovers from a lost worker and its generation is above `after`."""
-        view = self._newer(after)
-        return view if view is not None and view.recovers else None
-
-    def _newer(self, after: int) -> View | None:
+    def view(self, after: int, recovers: bool = False) -> View | None:
+        """The newest view, if its generation is above `after`. recovers: and if it recovers from a lost worker."""
         view = self._view
-        return view if view is not None and view.generation > after else None
+        return view if view is not None and view.generation > after and view.recovers >= recovers else None
+
+    def await_view(self, after: int, timeout_s: float | None = None, recovers: bool = False) -> View:
+        """What `view` returns, once there is one. Raises ControlError after the timeout."""
+        found = self._await(lambda: self.view(after, recovers), timeout_s)
+        if found is None:
+            raise ControlError(f"waited {timeout_s:.0f} s for a view after {after}")
+        return found
 
     def proposed(self, current: int) -> int:
         """The generation to switch to, 0 if there is none newer than `current`."""
-        view = self._newer(current)
+        view = self.view(current)
         return 0 if view is None else view.generation
 
     def await_over(self, current: int) -> bool:
         """Waits until the job is over: True. False if the supervisor forms a recovering view first."""
-        self._await(lambda: True if self._over else self.recovery(current), None, "the job's end")
+        self._await(lambda: True if self._over else self.view(current, recovers=True))
         over, self._over = self._over, False
         return over
 
@@ -180,14 +150,12 @@ class ControlClient:
 
         Raises TimeoutError where it does not come, ControlError if the supervisor is lost.
         """
+        found = self._await(lambda: self._decisions.get((worker, number)), timeout_s)
+        if found is None:
+            raise TimeoutError(f"nothing in {timeout_s:g} s")
         with self._changed:
-            self._changed.wait_for(lambda: self._lost or (worker, number) in self._decisions, timeout_s)
-            if (worker, number) not in self._decisions:
-                self.check()
-                raise TimeoutError(f"nothing in {timeout_s:g} s")
-            found = self._decisions[worker, number]
             self._decisions = {key: it for key, it in self._decisions.items() if key[0] != worker or key[1] >= number}
-            return found
+        return found
 
     def announced(self, after: int) -> dict[int, dict[str, Any]]:
         """The leader's announcements that came over this connection, by number, those above `after`, in order."""
@@ -210,27 +178,26 @@ class ControlClient:
         self.send("meet", generation=generation, step=step, members=members, applied=applied)
         with self._changed:
             # An answer of the view before may come late, where a worker was lost.
-            while (self._met is None or self._met.view != generation) and self.recovery(generation) is None:
+            while (self._met is None or self._met.view != generation) and not self.view(generation, recovers=True):
                 self.check()
                 left = self._moving_at + timeout_s - time.monotonic()
                 if left <= 0:
                     raise TimeoutError
                 self._changed.wait(left)
-            return self._met if self.recovery(generation) is None else None
+            return None if self.view(generation, recovers=True) else self._met
 
     def check(self) -> None:
         """Raises ControlError if the supervisor is gone."""
         if self._lost:
             raise ControlError(self._lost)
 
-    def _await(self, find: Callable[[], T | None], timeout_s: float | None, what: str) -> T:
-        """Waits until `find` returns a value, and returns it. Raises ControlError after the timeout, or if lost."""
+    def _await(self, find: Callable[[], T | None], timeout_s: float | None = None) -> T | None:
+        """Waits until `find` returns a value, and returns it; None after the timeout. Raises ControlError."""
         with self._changed:
             self._changed.wait_for(lambda: find() is not None or self._lost, timeout_s)
-            found = find()
-        if found is None:
-            raise ControlError(self._lost or f"waited {timeout_s:.0f} s for {what}")
-        return found
+            if (found := find()) is None:
+                self.check()
+            return found
 
     # -- threads --------------------------------------------------------------------------------------------------
 

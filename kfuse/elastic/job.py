@@ -29,8 +29,7 @@ class Elasticity:
     count: int
     min: int
     max: int
-    replace: bool = True
-    """Restore the wanted number of workers after a loss; otherwise only `min`."""
+    replace: bool = True  # restore the wanted number of workers after a loss; otherwise only `min`
     heartbeat_timeout_s: float = SETTINGS["elastic_heartbeat_timeout_s"].default
     """A worker without a heartbeat for this long is killed."""
     max_failures: int = SETTINGS["elastic_max_failures"].default
@@ -60,20 +59,13 @@ class Job:
 
     def __init__(self, elasticity: Elasticity) -> None:
         self.elasticity = elasticity
-        self.wanted = elasticity.count
-        """How many workers the job is to have."""
-        self.view: View | None = None
-        """The newest view, proposed or active."""
-        self.training = 0
-        """Which training is under way, from 1; 0 before the first one."""
-        self.trained = False
-        """The summary of that training has arrived."""
-        self.done = False
-        """That training is over: its summary has arrived, or all scripts have left it."""
-        self.stopping: str | None = None
-        """Why the job was asked to stop."""
-        self.late_failure: JobFailed | None = None
-        """A script that failed when its training was over."""
+        self.wanted = elasticity.count  # how many workers the job is to have
+        self.view = View(0, (), ("", 0), "")  # the newest one, proposed or active; this one before the first
+        self.training = 0  # which training is under way, from 1; 0 before the first one
+        self.trained = False  # the summary of that training has arrived
+        self.done = False  # that training is over: its summary has arrived, or all scripts have left it
+        self.stopping: str | None = None  # why the job was asked to stop
+        self.late_failure: JobFailed | None = None  # a script that failed when its training was over
         self.over = asyncio.Event()
         self.error: BaseException | None = None
         """What ended the job, once `over` is set; None if it ended in order."""

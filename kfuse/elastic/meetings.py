@@ -20,8 +20,7 @@ class Meetings:
         self._job, self._processes = job, processes
         self._waiting: dict[int, dict[str, Any]] = {}
         """By worker that stands still: its message, with generation, step, members (by number) and applied."""
-        self._steps: dict[int, int] = {}
-        """By worker: the newest step that its heartbeats have told of."""
+        self._steps: dict[int, int] = {}  # by worker: the newest step that its heartbeats have told of
         self._announced = 0
         self._unapplied: dict[int, dict[str, Any]] = {}
         """By number: announcements that some worker may still have to apply."""
@@ -49,12 +48,11 @@ class Meetings:
             return
         steps, by_all = [each["step"] for each in found], min(each["applied"] for each in found)
         self._unapplied = {number: each for number, each in self._unapplied.items() if number > by_all}
-        view = self._job.view
         answer: dict[str, Any] = {
             "view": generation,
             "low": min(steps),
             "high": max(steps),
-            "generation": 0 if view is None else view.generation,
+            "generation": self._job.view.generation,
             "stop": self._job.stopping or "",
             "announced": self._announced,
         }
@@ -65,8 +63,7 @@ class Meetings:
     @property
     def under_way(self) -> bool:
         """Whether a worker of the newest view stands still, and waits for others."""
-        view = self._job.view
-        return view is not None and any(each["generation"] == view.generation for each in self._waiting.values())
+        return any(each["generation"] == self._job.view.generation for each in self._waiting.values())
 
     def moved(self, worker: Worker, step: int | None) -> None:
         """A heartbeat tells how many steps a worker has made. Those that stand still learn that another one moves."""

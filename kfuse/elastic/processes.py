@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from kfuse.elastic import protocol
-from kfuse.elastic.job import Job, Records
+from kfuse.elastic.job import Job, JobFailed, Records
 from kfuse.elastic.launchers import Launcher, WorkerProcess
 
 _KEPT_LINES = 200
@@ -67,14 +67,11 @@ class Worker:
         self.killed.set()
         self.process.kill()
 
-    def error(self) -> tuple[str, ...]:
-        """From the last traceback that it printed: where it was raised, and the exception. Empty if there is none."""
+    def error(self) -> str:
+        """The exception of the last traceback that it printed; "" if there is none."""
         _, found, trace = "\n".join(self.lines).rpartition(_TRACEBACK)
         exception = re.search(r"^\S.*", trace, re.MULTILINE)
-        if not found or exception is None:
-            return ()
-        places = re.findall(r"^  (File .*)", trace[: exception.start()], re.MULTILINE)
-        return (*places[-1:], exception[0].strip())
+        return exception[0].strip() if found and exception else ""
 
     def how_it_ended(self, status: int | None) -> str:
         """Text about its end. status: its exit status; None: it was killed, and its end was not reported."""
@@ -90,8 +87,11 @@ class Worker:
 Ended = Callable[[Worker, State, int | None], Awaitable[None]]
 
 
-class LaunchError(RuntimeError):
-    """The launcher could not start a worker; the message says why."""
+class LaunchError(JobFailed):
+    """The launcher could not start a worker."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"the launcher cannot start workers: {' '.join(str(error).split()) or type(error).__name__}")
 
 
 class Processes:
@@ -105,8 +105,7 @@ class Processes:
         """Environment variables of workers: the supervisor's address and the job's token."""
         self.gpus: int = getattr(launcher, "gpus", 0)
         """How many GPUs the machine of all workers has. 0: none, or the launcher gives each worker its own."""
-        self.awaits_gpu = False
-        """A worker is to be started as soon as one that ends has left its GPU."""
+        self.awaits_gpu = False  # a worker is to be started as soon as one that ends has left its GPU
         self._starting = asyncio.Lock()
         self._undecided = 0  # how many workers have ended and are still being handled by `ended`
         self._tasks: set[asyncio.Task[None]] = set()
@@ -118,8 +117,6 @@ class Processes:
 
     def members(self) -> list[Worker]:
         """The workers of the newest view that have not ended, nor left it, in rank order."""
-        if self._job.view is None:
-            return []
         workers = [self.workers[member.worker] for member in self._job.view.members]
         return [worker for worker in workers if worker.state not in (State.LEFT, State.ENDED)]
 
@@ -129,7 +126,7 @@ class Processes:
 
     def rank_of(self, worker: Worker) -> int | None:
         """Its rank in the newest view; None if it is not in it."""
-        return None if self._job.view is None else self._job.view.rank_of(worker.number)
+        return self._job.view.rank_of(worker.number)
 
     def free_gpu(self) -> int | None:
         """The first GPU that no worker has; None where there is none.
@@ -157,7 +154,7 @@ class Processes:
                 try:
                     process = await self._launcher.start({**self.environment, **own})
                 except Exception as error:  # a launcher may be the user's own
-                    raise LaunchError(" ".join(str(error).split()) or type(error).__name__) from error
+                    raise LaunchError(error) from error
                 now = asyncio.get_running_loop().time()
                 self.workers[number] = Worker(number, process, gpu=gpu, started_at=now, last_message_at=now)
                 if not self._job.takes_newcomers:  # meanwhile training has ended, perhaps another has begun

@@ -12,7 +12,7 @@ import json
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_LINE = 16 * 2**20  # bytes; a longer line is not one of these messages
 
@@ -28,7 +28,21 @@ HEARTBEAT_S = 0.5  # between two heartbeats
 ENV_CONTROL = "KFUSE_CONTROL"  # host:port of the supervisor
 ENV_TOKEN = "KFUSE_TOKEN"  # the job's secret
 ENV_WORKER = "KFUSE_WORKER"  # this worker's number, never reused
-ENV_THREADS = "KFUSE_THREADS"  # CPU threads that a launcher has set aside for it
+
+
+class ControlError(RuntimeError):
+    """The supervisor is lost: it cannot be reached, has refused this worker, or has ended."""
+
+
+class Met(NamedTuple):
+    """The supervisor's answer where all workers of a view stand still: see `kfuse.elastic.meetings`."""
+
+    view: int  # its generation
+    low: int  # the fewest steps that one of them has made
+    high: int  # the most; where it is `low`, all are at one step
+    generation: int  # of the newest view
+    stop: str  # why to stop; "": go on
+    announced: int  # number of the newest announcement that came before the answer: on every worker the same
 
 
 @dataclass(frozen=True)
@@ -49,10 +63,8 @@ class View:
 
     generation: int
     members: tuple[Member, ...]
-    store: tuple[str, int]
-    """Host and port."""
-    reason: str
-    """start, restart, grow, shrink, replace, failure, quit or stop."""
+    store: tuple[str, int]  # host and port
+    reason: str  # start, restart, grow, shrink, replace, failure, quit or stop
     recovers: bool = False
     """A worker was lost: leave the old view at once. Otherwise the leader announces when to leave it."""
 

@@ -22,8 +22,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from kfuse.comm import devices
 from kfuse.comm.group import CommError, Group
-from kfuse.elastic.client import ControlError
-from kfuse.elastic.protocol import Member, View
+from kfuse.elastic.protocol import ControlError, Member, View
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _JOB_TIMEOUT_S = 600.0  # rank 0 loads the data before it announces the job
@@ -87,9 +86,7 @@ class Rendezvous:
             address = own_address(self.host, self.port) if self.host else None
         except (RuntimeError, OSError) as error:
             raise CommError(f"connecting {self.size} workers at {self.host}:{self.port}: {error}") from error
-        hosts = [member.host for member in members]
-        place = (self.rank, self.size, PrefixStore("view", store), device, timeout_s)
-        group = _new_group(*place, address, None, hosts)
+        group = _new_group(self.rank, members, PrefixStore("view", store), device, timeout_s, address)
         return group, View(1, members, (self.host, self.port), "start")
 
     def await_others_at_end(self, timeout_s: float) -> None:
@@ -157,15 +154,15 @@ def own_address(host: str, port: int) -> str:
 
 def _new_group(
     rank: int,
-    size: int,
+    members: Sequence[Member],
     store: Store,
     device: torch.device,
     timeout_s: float,
     address: str | None,
-    check: Callable[[], None] | None,
-    hosts: Sequence[str],
+    check: Callable[[], None] | None = None,
 ) -> Group:
     """The group of several workers, over what their device takes. address: this machine's for gloo, or None."""
+    size, hosts = len(members), [member.host for member in members]
     if devices.of(device).asynchronous:
         from kfuse.comm.nccl import NcclGroup  # only where there is a GPU
 
@@ -197,8 +194,7 @@ def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new
         raise
     except (RuntimeError, OSError) as error:
         raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
-    hosts = [member.host for member in view.members]
-    return _new_group(rank, view.size, store, old.device, old.timeout_s, address, check, hosts)
+    return _new_group(rank, view.members, store, old.device, old.timeout_s, address, check)
 
 
 def connect_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:

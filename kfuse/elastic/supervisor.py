@@ -72,14 +72,11 @@ class Supervisor:
             self.views.host = opening.result()
             self.address = f"{self.views.host}:{await self._server.open(self.views.host)}"
         except OSError as error:
-            raise JobFailed(f"the launcher cannot start workers: {' '.join(str(error).split())}") from error
+            raise LaunchError(error) from error
         self.processes.environment = {protocol.ENV_CONTROL: self.address, protocol.ENV_TOKEN: self.token}
         watching = job.run(self._watch())
         try:
-            try:
-                await self.processes.start_up_to(job.wanted)
-            except LaunchError as error:
-                raise JobFailed(f"the launcher cannot start workers: {error}") from error
+            await self.processes.start_up_to(job.wanted)
             self.processes.end_if_none_left()
             await over
             if job.error is not None:
@@ -175,7 +172,7 @@ class Supervisor:
             case "ready":
                 worker.state = State.READY
                 self.views.booted()
-                if self.job.view is not None:
+                if self.job.view.generation:
                     self.records.event("ready", worker=worker.number, boot_s=worker.last_message_at - worker.started_at)
                 self.views.propose()
             case "joined":
@@ -246,6 +243,6 @@ class Supervisor:
                 if not worker.joined:  # it would run the script from its start, and train the first one
                     worker.kill()
             job.wanted = len(self.processes.members())
-            if job.view is not None and job.wanted < job.view.size:  # it took in newcomers too late
+            if job.wanted < job.view.size:  # it took in newcomers too late
                 self.views.recover()
         return True

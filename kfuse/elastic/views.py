@@ -11,24 +11,22 @@ import logging
 import os
 import socket
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kfuse.elastic.job import Job, JobFailed, Records
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker
 from kfuse.elastic.protocol import Member, View
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _log = logging.getLogger("kfuse")
 
 
 @dataclass
 class _Row:
-    """Workers lost in a row, and the exceptions that ended them; of workers that trained, each with its step."""
+    """Workers lost in a row, and the exceptions that ended them, each with its step if one was under way."""
 
     lost: int = 0
-    errors: set[tuple[object, ...]] = field(default_factory=set)
+    errors: set[tuple[str, int | None]] = field(default_factory=set)
 
 
 class Views:
@@ -36,8 +34,7 @@ class Views:
 
     def __init__(self, job: Job, processes: Processes, records: Records) -> None:
         self._job, self._processes, self._records = job, processes, records
-        self.host = ""
-        """This machine's address, as workers reach it."""
+        self.host = ""  # this machine's address, as workers reach it
         self.store: TCPStore | None = None
         """The store of the newest view, in this process: no lost worker takes it down. No old view's key is in it."""
         self._asked = job.wanted
@@ -88,12 +85,12 @@ class Views:
         except LaunchError as error:
             alive = len(self._processes.alive())
             if not alive:
-                job.end(JobFailed(f"no worker is left, and the launcher cannot start another: {error}"))
+                job.end(JobFailed(f"no worker is left, and {error}"))
                 return
             for worker in self._processes.members():
                 worker.leaving = False
             asked, job.wanted = job.wanted, min(job.wanted, alive)
-            self._clipped(asked, job.wanted, f"the launcher cannot start another: {error}")
+            self._clipped(asked, job.wanted, str(error))
 
     def _clipped(self, asked: int, allowed: int, why: str) -> None:
         self._records.event("clipped", note=f"workers {asked} clipped to {allowed}: {why}")
@@ -126,7 +123,7 @@ class Views:
         missing = job.wanted - len(staying)
         if not members:
             if len(ready) >= max(1, job.wanted):
-                self._announce(ready[: job.wanted], "start" if job.view is None else "restart")
+                self._announce(ready[: job.wanted], "restart" if job.view.generation else "start")
         elif len(members) > job.wanted:
             self._announce((staying + leaving)[: job.wanted], "shrink")
         elif ready and missing > 0 and not (booting and len(ready) < missing):
@@ -146,7 +143,7 @@ class Views:
             self._announce(members, reason, recovers=True)
 
     def _announce(self, workers: list[Worker], reason: str, recovers: bool = False) -> None:
-        generation = 1 if self._job.view is None else self._job.view.generation + 1
+        generation = self._job.view.generation + 1
         leaving = [worker for worker in self._processes.members() if worker not in workers]
         members = tuple(Member(worker.number, worker.pid or 0, worker.host) for worker in workers)
         view = self._job.view = View(generation, members, self._open_store(), reason, recovers)
@@ -161,8 +158,6 @@ class Views:
         """Opens a store for the next view; closes the one before: workers that still wait there get an error."""
         # Else the store prints a line for each connection that it does not know.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        from torch.distributed import TCPStore  # type: ignore[attr-defined] # seconds: the workers boot meanwhile
-
         # Our own socket: by itself the store listens on all interfaces, whatever host it is given.
         listener = socket.create_server((self.host, 0), backlog=socket.SOMAXCONN)
         port = listener.getsockname()[1]
@@ -178,7 +173,7 @@ class Views:
     def joined(self, worker: Worker, generation: int) -> None:
         """A worker has joined the view of this generation."""
         worker.joined = True
-        if self._job.view is not None and generation == self._job.view.generation:
+        if generation == self._job.view.generation:
             worker.state = State.MEMBER
             self.propose()
 
@@ -208,8 +203,6 @@ class Views:
         One that has not come to a proposed view, or is to leave, may tell the generation before.
         """
         job = self._job
-        if job.view is None:
-            return
         proposed = not job.view.recovers and (worker.state is State.PROPOSED or worker in self._processes.leavers())
         if generation != job.view.generation and not (proposed and generation == job.view.generation - 1):
             return
@@ -259,8 +252,8 @@ class Views:
     def _report_failure(self, worker: Worker, status: int | None) -> tuple[str, str]:
         """Reports a failure. Returns how the worker ended, and its exception, or "", as texts for messages."""
         how, rank = worker.how_it_ended(status), self._processes.rank_of(worker)
-        error = worker.error() if not worker.why and (status or 0) > 0 else ()
-        cause = f": {error[-1]}" if error else ""
+        error = worker.error() if not worker.why and (status or 0) > 0 else ""
+        cause = f": {error}" if error else ""
         who = {"worker": worker.number, "pid": worker.pid, "host": worker.host, "rank": rank}
         self._records.event("failure", **who, how=how + cause)
         _log.info("worker %d (pid %s, rank %s) %s%s", worker.number, worker.pid, rank, how, cause)
@@ -270,7 +263,7 @@ class Views:
         """A worker ended unexpectedly: the survivors form a new view, and another worker is started in its place."""
         job, limits, members = self._job, self._job.elasticity, self._processes.members()
         rank, error = self._processes.rank_of(worker), worker.error()
-        recovering = job.view is not None and job.view.recovers
+        recovering = job.view.recovers
         awaited = recovering and was is State.PROPOSED  # it ended before it was in the view that recovers
         # With another, whose loss the survivors have not recovered from yet, or recover from without this one.
         together = awaited or (recovering and rank is None and worker.joined)
@@ -284,19 +277,18 @@ class Views:
             return
         last = not (members or self._processes.leavers())
         starts_anew = last and limits.restart
-        if job.view is None or (was is State.BOOTING and last and (error or not starts_anew)):
-            when = "before training began" if job.view is None else "before training went on"
+        if not job.view.generation or (was is State.BOOTING and last and (error or not starts_anew)):
+            when = "before training went on" if job.view.generation else "before training began"
             job.end(JobFailed(f"worker {worker.number} {how} {when}{cause}"))
             return
         if rank is None and not worker.joined and not starts_anew:
             await self._boot_failed(worker, how + cause)
             return
         self._forget_before_progress()
-        row, occurrence = self._since_step, (*error, worker.failed_at)
+        row, again = self._since_step, (error, worker.failed_at) in self._since_step.errors
         row.lost += not together
-        repeats = bool(error) and worker.failed_at is not None and not awaited and occurrence in row.errors
-        row.errors.add(occurrence)
-        if repeats:
+        row.errors.add((error, worker.failed_at))
+        if again and error and worker.failed_at is not None and not awaited:
             where = f"at step {worker.failed_at}, as another did at that step"
             job.end(JobFailed(f"worker {worker.number} {how} {where}: it would do so again{cause}"))
         elif row.lost >= limits.max_failures:
@@ -314,9 +306,9 @@ class Views:
         """A new worker ended before it joined: another is tried; if it fails too, the others continue without it."""
         row, error = self._since_boot, worker.error()
         row.lost += 1
-        if (error and error in row.errors) or row.lost >= self._job.elasticity.max_failures:
+        if (error and (error, None) in row.errors) or row.lost >= self._job.elasticity.max_failures:
             self.continue_without(worker, f"{how}, as others did before they could join: no other is started")
         else:
-            row.errors.add(error)
+            row.errors.add((error, None))
             await self.add_up_to(self._job.wanted)
         self.propose()

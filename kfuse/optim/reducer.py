@@ -20,6 +20,7 @@ from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import owner
 from kfuse.comm.group import CommError
 from kfuse.comm.step import REMEDY, Reduced
+from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
 from kfuse.optim.consistency import averaged_buffers
 from kfuse.optim.refuse import refuse_sharded
@@ -217,8 +218,6 @@ class Reducer:
         """
         if not self.loop_handles_lost_workers:
             return False
-        from kfuse.elastic.client import ControlError  # when used: `import kfuse` is quick
-
         if not isinstance(error, CommError | ControlError):
             return False
         self.lost_worker_error = error

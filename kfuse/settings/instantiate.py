@@ -6,7 +6,7 @@ needs Hydra.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import sys
 import types
@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
-from kfuse.settings.tree import AT_SHELL, did_you_mean, show
+from kfuse.settings.tree import AT_SHELL, show
 
 CLASS_GROUPS = ("model", "data", "optimizer", "policy", "launcher")
 LOADING = tuple(key.partition(".")[2] for key in AT_SHELL if key.startswith("data."))
@@ -34,32 +34,19 @@ def locate(path: object) -> Callable[..., Any]:
     """Returns the class or function at a dotted path. Raises ValueError, in one line, if there is none."""
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")) or "." not in path:
         raise ValueError(f"_target_={path}: must be a dotted path, package.module.Class")
-    name, *rest = path.split(".")
-    if (found := _import(path, name)) is None:
-        raise ValueError(f"_target_={path}: there is no module {name}")
-    for number, part in enumerate(rest, 1):
-        name = f"{name}.{part}"
-        module = _import(path, name) if number < len(rest) and isinstance(found, types.ModuleType) else None
-        if module is None and not hasattr(found, part):
-            raise ValueError(f"_target_={path}: there is no {name}{did_you_mean(part, dir(found))}")
-        found = module or getattr(found, part)
+    name, *parts, last = path.split(".")
+    try:
+        found: Any = importlib.import_module(name)
+        for part in parts:
+            name = f"{name}.{part}"
+            is_module = hasattr(found, "__path__") and importlib.util.find_spec(name) is not None
+            found = importlib.import_module(name) if is_module else getattr(found, part)
+        found = getattr(found, last)
+    except Exception as error:  # a user's module may raise anything
+        raise ValueError(f"_target_={path}: {one_line(error)}") from error
     if not callable(found):
         raise ValueError(f"_target_={path}: must be a class or function, not something of type {type(found).__name__}")
     return typing.cast(Callable[..., Any], found)
-
-
-def _import(path: str, name: str) -> Any:
-    """Imports a module of a dotted path; returns None where there is none of this name. Raises ValueError."""
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # the module is the user's: it may raise anything
-        if (
-            isinstance(error, ModuleNotFoundError)
-            and error.name is not None
-            and f"{name}.".startswith(f"{error.name}.")
-        ):
-            return None
-        raise ValueError(f"_target_={path}: importing {name} failed: {one_line(error)}") from error
 
 
 def is_node(value: object) -> bool:
@@ -80,7 +67,7 @@ def build(node: Mapping[str, Any], /, *first: Any, always: Mapping[str, Any] | N
     Raises ValueError if `_target_` names nothing that can be called, and whatever the call raises.
     """
     factory = locate(node.get("_target_"))
-    known = parameters(factory) or {}
+    known = parameters(factory)
     fitting = {name: value for name, value in supplied.items() if name in known}
     own = {name: build(value) if is_node(value) else value for name, value in arguments(node).items()}
     return factory(*first, **(fitting | dict(always or {}) | own))
@@ -91,50 +78,48 @@ def initial_weights(node: Mapping[str, Any]) -> tuple[dict[str, Any], str | None
 
     A class that has an argument `init` of its own gets it, as any other. Raises as `locate`.
     """
-    if "init" in (parameters(locate(node.get("_target_"))) or {}):
+    if "init" in parameters(locate(node.get("_target_"))):
         return dict(node), None
     return {name: value for name, value in node.items() if name != "init"}, node.get("init")
 
 
-def check_arguments(
-    node: Mapping[str, Any], supplied: Collection[str], first: Collection[str] = (), always: Collection[str] = ()
-) -> Callable[..., Any]:
+def check_arguments(node: Mapping[str, Any], *first: Any, supplied: Collection[str] = ()) -> Callable[..., Any]:
     """Returns what `_target_` names, if its signature takes what `build` will call it with.
 
-    first: names, for messages, of what is given by position. always: arguments that it must take, by name or by
-    **kwargs. supplied: arguments that it may take.
+    first: what is given by position. supplied: arguments that it may take.
     Raises ValueError for an unknown argument, one of the wrong type (as annotated), and missing ones.
     """
     factory = locate(node.get("_target_"))
-    known = parameters(factory)
-    if known is None:
+    if (signature := _signature(factory)) is None:
         return factory
-    given, name = arguments(node), getattr(factory, "__name__", str(node["_target_"]))
-    by_position = [n for n, p in known.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][: len(first)]
-    by_name = [n for n, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    by_name = [n for n in by_name if n not in by_position]
-    takes_any = any(p.kind == p.VAR_KEYWORD for p in known.values())
-    for key in always:
-        if key not in by_name and not takes_any:
-            raise ValueError(f"{name} must take an argument {key}; it has {', '.join(by_name) or 'none'}")
+    given, known = arguments(node), signature.parameters
+    has = f"{getattr(factory, '__name__', node['_target_'])} has {', '.join(known) or 'no arguments'}"
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in known.values())
     for key, value in given.items():
-        if key not in by_name and not takes_any:
-            raise ValueError(f"{key}={show(value)}: {name} has no argument {key}; it has {', '.join(by_name)}")
+        if key not in known and not takes_any:
+            raise ValueError(f"{key}={show(value)}: no such argument; {has}")
         if not is_finite(value):
             raise ValueError(f"{key}={show(value)}: must be finite")
         if key in known and not fits(value, known[key].annotation):
             raise ValueError(f"{key}={show(value)}: must be {describe(known[key].annotation)}")
-    all_given = [*first, *given, *always, *supplied]
-    if missing := [n for n in by_name if known[n].default is inspect.Parameter.empty and n not in all_given]:
-        raise ValueError(f"{name} needs {', '.join(missing)}, and is given {', '.join(all_given) or 'nothing'}")
+    try:
+        signature.bind(*first, **{name: None for name in supplied if name in known} | given)
+    except TypeError as error:
+        raise ValueError(f"{error}; {has}") from error
     return factory
 
 
-def parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """Returns its parameters, annotations evaluated where that is possible; None where it has no signature."""
+def parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns its parameters by name; none where it has no signature."""
+    signature = _signature(factory)
+    return {} if signature is None else signature.parameters
+
+
+def _signature(factory: Callable[..., Any]) -> inspect.Signature | None:
+    """Returns its signature, annotations evaluated where that is possible; None where it has none."""
     for evaluate in (True, False):
         try:
-            return inspect.signature(factory, eval_str=evaluate).parameters
+            return inspect.signature(factory, eval_str=evaluate)
         except (TypeError, ValueError):  # some built-ins have none
             return None
         except Exception:  # annotations may name what exists for type checkers only

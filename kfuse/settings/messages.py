@@ -19,29 +19,21 @@ def explain(error: BaseException) -> str:
     """Returns one line for an error raised while a configuration is composed or read."""
     if isinstance(error, OverrideParseException):
         word = str(error.override)
-        meant = did_you_mean(word, _KNOWN)
-        return f"{word}: must be key=value, quoted where it holds spaces or ,[]{{}}{meant}"
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
+        return f"{word}: must be key=value, quoted where it holds spaces or ,[]{{}}{did_you_mean(word, _KNOWN)}"
+    if isinstance(error, MissingConfigException):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        if not error.options:
-            return _lines(error)[0]
-        return f"{group}={option}: must be one of {', '.join(error.options)}{did_you_mean(option, error.options)}"
+        options = error.options or []
+        among = f": must be one of {', '.join(options)}{did_you_mean(option, options)}"
+        return f"{group}={option}{among}" if options else _lines(error)[0]
     if isinstance(error, OmegaConfBaseException):
         return _omegaconf(error, "")
-    if isinstance(error, ConfigCompositionException):
-        first = _lines(error)[0]
-        if isinstance(error.__cause__, OmegaConfBaseException):
-            override = re.match(r"Error merging override (.*)", first)
-            return _omegaconf(error.__cause__, override.group(1) if override else "")
-        if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", first):
-            return f"{ambiguous.group(1)}: must be one value; a list needs [brackets], a sweep -m"
-        return " ".join(_lines(error))
+    if isinstance(error, ConfigCompositionException) and isinstance(error.__cause__, OmegaConfBaseException):
+        override = re.match(r"Error merging override (.*)", _lines(error)[0])
+        return _omegaconf(error.__cause__, override.group(1) if override else "")
     if isinstance(error, OSError):
         where = "another run directory: hydra.run.dir=DIR, for a sweep hydra.sweep.dir=DIR"
         return f"{error.filename}: cannot be written: {error.strerror}; choose {where}"
-    if isinstance(error, HydraException | ValueError):
-        return " ".join(_lines(error))
-    return one_line(error)
+    return " ".join(_lines(error)) if isinstance(error, HydraException | ValueError) else one_line(error)
 
 
 def explain_flags(flags: Sequence[str]) -> str:

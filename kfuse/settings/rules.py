@@ -32,8 +32,7 @@ Facts = Mapping[str, Any]
 class Is:
     """One of these values. With `or_own`: or a dotted path, a class of the user's own."""
 
-    other: str | None = None
-    """The fact that the value is compared with: none."""
+    other: str | None = None  # the fact that the value is compared with: none
 
     def __init__(self, *values: Any, or_own: bool = False) -> None:
         self.values, self.or_own = values, or_own

@@ -206,12 +206,9 @@ class ConfigError(ValueError):
 class Leaf:
     """A setting in the tree."""
 
-    name: str
-    """In Python: batch_max."""
-    kind: type
-    """int, float, bool or str; str is also a path's."""
-    optional: bool
-    """Whether none (null, None) is allowed."""
+    name: str  # in Python: batch_max
+    kind: type  # int, float, bool or str; str is also a path's
+    optional: bool  # whether none (null, None) is allowed
     setting: Setting
 
     @property

@@ -11,7 +11,6 @@ import torch
 from kfuse.checkpoint.manager import Checkpoints, SavedModel, load_weights
 from kfuse.data import DataSplit
 from kfuse.data.sources import heldout_data, training_data
-from kfuse.elastic import protocol
 from kfuse.optim import DistributedOptimizer, Optimizer
 from kfuse.session import current
 from kfuse.settings import instantiate
@@ -25,7 +24,7 @@ from kfuse.train.trainer import Trainer
 
 def set_threads(config: dict[str, Any]) -> None:
     """CPU threads: as configured; else one with comm.reproducible=true, as a matrix product's bits depend on it; else
-    what the launcher set aside, OMP_NUM_THREADS, or the cores shared out.
+    OMP_NUM_THREADS, or the cores shared out.
     """
     workers = config["workers"]
     here = int(os.environ.get("LOCAL_WORLD_SIZE", workers["max"]))  # torchrun sets LOCAL_WORLD_SIZE
@@ -33,7 +32,6 @@ def set_threads(config: dict[str, Any]) -> None:
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdigit() and int(wanted) and "LOCAL_WORLD_SIZE" not in os.environ:  # torchrun sets it to 1 unasked
         shared = int(wanted)
-    shared = int(os.environ.get(protocol.ENV_THREADS, shared))
     torch.set_num_threads(workers["threads"] or (1 if config["comm"]["reproducible"] else shared))
 
 

@@ -22,7 +22,7 @@ from kfuse.comm.group import CommError
 from kfuse.comm.settings import TRANSPORT_NAMES, TREES
 from kfuse.comm.sync import Sync
 from kfuse.comm.topology import Links, check_parents, measure
-from kfuse.elastic.client import ControlError
+from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
 from kfuse.policies import BasePolicy
 from kfuse.policies.signals import Decision, Signals, checked_decision

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.sync.pair import Pair, random_peer
-from kfuse.elastic.client import ControlClient, Met
+from kfuse.elastic.client import ControlClient
+from kfuse.elastic.protocol import Met
 from kfuse.elastic.rendezvous import own_address
 from kfuse.train.context import TrainContext
 from kfuse.train.decisions import Decisions

@@ -20,7 +20,7 @@ import torch
 from kfuse.checkpoint import snapshot
 from kfuse.comm import chunks
 from kfuse.comm.group import CommError, drop_retired
-from kfuse.elastic.client import ControlError
+from kfuse.elastic.protocol import ControlError
 from kfuse.optim import ConsistencyError
 from kfuse.optim.consistency import parameter_layout
 from kfuse.optim.updates import ShardsLost, begun_update, has_begun, resume_update

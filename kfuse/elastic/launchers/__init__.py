@@ -19,8 +19,7 @@ class WorkerProcess(Protocol):
     It may have an attribute `cause`: how it ended, as a text for events ("was lost with its host 10.0.0.2").
     """
 
-    running: bool
-    """False while it waits for a free slot or node, which may take any time."""
+    running: bool  # False while it waits for a free slot or node, which may take any time
 
     def lines(self) -> AsyncIterator[str]:
         """What it prints, line by line, until it ends."""

@@ -44,12 +44,17 @@ async def offer(
         try:
             while line := await reader.readline():
                 message = decode(line)
-                if message["type"] == "over":
-                    return
-                await agent.handle(message)
+                match message["type"]:
+                    case "over":
+                        return
+                    case "start":
+                        await agent.start(message["worker"], message)
+                    case "kill" if message["worker"] in agent.processes:
+                        agent.processes[message["worker"]].kill()
         except (OSError, ValueError) as error:
             why = f": {error}"
-        await agent.ended(_SUPERVISOR_LOST_S)
+        if agent.watching:
+            await asyncio.wait(agent.watching, timeout=_SUPERVISOR_LOST_S)
     finally:
         heartbeats.cancel()
         for process in agent.processes.values():
@@ -92,25 +97,20 @@ class _Agent:
         self._writer = writer
         self._launcher = LocalLauncher(parent_end_signal=signal.SIGKILL if kill_with_agent else signal.SIGTERM)
         self.processes: dict[int, LocalProcess] = {}
-        self._watching: set[asyncio.Task[None]] = set()
+        self.watching: set[asyncio.Task[None]] = set()
 
-    async def handle(self, message: dict[str, Any]) -> None:
-        """Handles a message of the supervisor: start or kill a worker."""
-        number = message.get("worker")
-        if message["type"] == "start" and number is not None:
-            folder = message["folder"] if os.path.isdir(message["folder"]) else None
-            try:
-                process = await self._launcher.start(message["env"], message["command"], folder, message["share"])
-            except OSError as error:
-                send(self._writer, "line", worker=number, text=f"the worker cannot be started: {error}")
-                send(self._writer, "ended", worker=number, status=127)
-                return
-            self.processes[number] = process
-            watching = asyncio.create_task(self._watch(number, process))
-            self._watching.add(watching)
-            watching.add_done_callback(self._watching.discard)
-        elif message["type"] == "kill" and number in self.processes:
-            self.processes[number].kill()
+    async def start(self, number: int, message: dict[str, Any]) -> None:
+        folder = message["folder"] if os.path.isdir(message["folder"]) else None
+        try:
+            process = await self._launcher.start(message["env"], message["command"], folder, message["share"])
+        except OSError as error:
+            send(self._writer, "line", worker=number, text=f"the worker cannot be started: {error}")
+            send(self._writer, "ended", worker=number, status=127)
+            return
+        self.processes[number] = process
+        watching = asyncio.create_task(self._watch(number, process))
+        self.watching.add(watching)
+        watching.add_done_callback(self.watching.discard)
 
     async def _watch(self, number: int, process: LocalProcess) -> None:
         reading = asyncio.create_task(self._pass_on(number, process))
@@ -125,11 +125,6 @@ class _Agent:
             send(self._writer, "line", worker=number, text=line)
             with contextlib.suppress(OSError):
                 await self._writer.drain()
-
-    async def ended(self, timeout_s: float) -> None:
-        """Returns when all workers have ended, or after the timeout."""
-        if self._watching:
-            await asyncio.wait(self._watching, timeout=timeout_s)
 
 
 # -- the supervisor's side ---------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ state it is in; the kernel ends it with the actor.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import logging
 import os
@@ -16,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 
 from kfuse.elastic import protocol
 from kfuse.elastic.launchers import hosts, local
@@ -61,46 +61,40 @@ class RayLauncher(HostsLauncher):
 
     async def open(self) -> str:
         """Connects to the cluster; returns this machine's address, as the nodes reach it. Raises OSError."""
-        loop = asyncio.get_running_loop()
-        opened: asyncio.Future[str] = loop.create_future()
-
-        def resolve(host: str, error: OSError | None = None) -> None:
-            if not opened.done():
-                opened.set_result(host) if error is None else opened.set_exception(error)
-
-        def hold() -> None:
-            import ray
-
-            ours = False
-            try:
-                if ours := not ray.is_initialized():
-                    logging.getLogger("ray").setLevel(logging.ERROR)
-                    ray.init(self._address, logging_level=logging.ERROR, log_to_driver=False)
-                host = str(ray.util.get_node_ip_address())
-            except Exception as error:  # Ray's are of many kinds
-                with contextlib.suppress(RuntimeError):  # nobody waits any more
-                    loop.call_soon_threadsafe(resolve, "", OSError(f"Ray: {' '.join(str(error).split())}"))
-                return
-            loop.call_soon_threadsafe(resolve, host)
-            self._closing.wait()
-            if ours:
-                ray.shutdown()
-
         # Not the main thread, where Ray would take over SIGTERM; and one that may be left behind: for an address where
         # nothing is, Ray waits for ever. A cluster that the thread has started ends with it: it stays until `close`.
-        self._holder = threading.Thread(target=hold, name="kfuse-ray", daemon=True)
+        opened: Future[str] = Future()
+        opened.set_running_or_notify_cancel()  # after the timeout, too, the thread may set its result
+        self._holder = threading.Thread(target=self._hold, args=[opened], name="kfuse-ray", daemon=True)
         self._holder.start()
         try:
-            found = await asyncio.wait_for(opened, _CONNECT_TIMEOUT_S)
+            found = await asyncio.wait_for(asyncio.wrap_future(opened), _CONNECT_TIMEOUT_S)
         except TimeoutError:
             where = self._address or os.environ.get("RAY_ADDRESS") or "the address of the newest one on this machine"
             raise OSError(f"no Ray cluster answered within {_CONNECT_TIMEOUT_S:.0f} s at {where}") from None
         self._host = self._host or found
         return await super().open()
 
+    def _hold(self, opened: Future[str]) -> None:
+        """Connects to the cluster, and stays connected until `close`."""
+        import ray
+
+        ours = not ray.is_initialized()
+        try:
+            if ours:
+                logging.getLogger("ray").setLevel(logging.ERROR)
+                ray.init(self._address, logging_level=logging.ERROR, log_to_driver=False)
+            opened.set_result(str(ray.util.get_node_ip_address()))
+        except Exception as error:  # Ray's are of many kinds
+            opened.set_exception(OSError(f"Ray: {' '.join(str(error).split())}"))
+            return
+        self._closing.wait()
+        if ours:
+            ray.shutdown()
+
     async def start(self, env: Mapping[str, str]) -> HostProcess:
         """A worker that starts as soon as a node has room for it."""
-        settings = {protocol.ENV_THREADS: str(max(1, int(self._cpus)))}
+        settings = {"OMP_NUM_THREADS": str(max(1, int(self._cpus)))}
         if not self._needed_gpus:
             settings["CUDA_VISIBLE_DEVICES"] = ""  # whether or not Ray hides them from workers that asked for none
         process = await super().start({**settings, **env})
