@@ -96,7 +96,7 @@ def _main(words: list[str], fixed: bool = False) -> int:
     except KeyboardInterrupt:
         return STOP_STATUS["interrupted"]
     except Exception as error:  # of Hydra: `_job` handles the errors of a run
-        return _refuse(str(error) if isinstance(error, ConfigError) else explain(error))
+        return _refuse(explain(error))
 
 
 def _tool(name: str, words: list[str]) -> int:
@@ -129,7 +129,7 @@ def _tool_arguments(name: str, words: list[str]) -> tuple[Any, ...]:
             return args.overrides, partial(_compose, args)
         return (OmegaConf.to_container(_check(args, args.overrides, fixed=False), resolve=True),)
     except Exception as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(explain(error)) from error
+        raise ConfigError(explain(error)) from error
 
 
 def _refuse(message: str) -> int:
