@@ -108,10 +108,10 @@ def _check_data(node: Any) -> tuple[Mapping[str, Any], int | None]:
     for part in ("train", "heldout"):
         try:
             lengths[part] = number_of_samples(getattr(split, part), part == "heldout", loaders)
+            if lengths[part] == 0:
+                raise ValueError("has no samples")
         except (TypeError, ValueError) as error:
             raise ConfigError(f"data._target_={node['_target_']}: {part}: {' '.join(str(error).split())}") from error
-        if lengths[part] == 0:
-            raise ConfigError(f"data._target_={node['_target_']}: {part} has no samples")
     return split.spec, lengths["train"]
 
 
