@@ -86,10 +86,8 @@ class Recorder:
             "samples": self._last.get("samples", 0),
             "wall_s": time.time() - self._started,
             **{name: self._last.get(name) for name in ("loss", "batch_size", "lr", "workers")},
-            "eval_loss": None,
-            "eval_accuracy": None,
+            **dict.fromkeys(("eval_loss", "eval_accuracy", "params_sha256")),
             "eval_metrics": {},
-            "params_sha256": None,
             "exit_reason": why,
         }
         if self.directory.lines_lost:

@@ -24,7 +24,7 @@ from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.settings import instantiate
 from kfuse.settings.instantiate import class_arguments
 from kfuse.settings.tree import flat
-from kfuse.tools.doctor.processes import TIMEOUT_S, StoreError, ranks
+from kfuse.tools.doctor.processes import TIMEOUT_S, ranks
 from kfuse.train.loss import cast_parameters
 
 USAGE = """\
@@ -35,8 +35,7 @@ program with its place, stream, bytes and predicted time, summed over all bucket
 gradients. Overrides are those of a run (kfuse --help). Takes some seconds: processes of this machine measure messages
 between CPUs. Exit status 0, or 1 where they fail, or where no gradients are sent."""
 
-MOST_PROCESSES = 4
-"""At most this many processes measure, and at most one a core, but never fewer than two."""
+MOST_PROCESSES = 4  # that measure; at most one a core, but never fewer than two
 
 
 def main(config: dict[str, Any]) -> int:
@@ -54,11 +53,8 @@ def main(config: dict[str, Any]) -> int:
     job = Job(buckets, workers, options.wire_bytes)
     processes = workers if workers <= min(MOST_PROCESSES, os.cpu_count() or 1) else 2
     arguments = {"settings": options.named(), "timeout_s": TIMEOUT_S, "elements": max(buckets)}
-    try:
-        with ranks("costs", arguments, processes, gpus=0) as started:
-            found, problem = started[0]()
-    except StoreError as error:
-        found, problem = None, str(error)
+    with ranks("costs", arguments, processes, gpus=0) as started:
+        found, problem = started[0]()
     if found is None:
         print(f"measuring messages: {problem}")
         return 1
