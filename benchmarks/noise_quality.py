@@ -37,7 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kfuse as kf
 from kfuse.data import load_digits
-from kfuse.data.text import load_text
+from kfuse.data.builtin import load_text
 from kfuse.models import GPT, MLP
 from kfuse.statistics.noise_scale import Estimate
 

@@ -23,7 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import kfuse as kf
-from kfuse.data.text import load_text
+from kfuse.data.builtin import load_text
 from kfuse.models import GPT
 from kfuse.nn import norm_layers_noise
 from kfuse.statistics.noise_scale import NoiseScale

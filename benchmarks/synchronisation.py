@@ -28,7 +28,7 @@ from workers import messages_of, set_torchrun_variables
 import kfuse as kf
 from kfuse.comm.gloo import GlooGroup
 from kfuse.comm.settings import CommOptions
-from kfuse.data.text import load_text
+from kfuse.data.builtin import load_text
 from kfuse.models import GPT
 
 REFERENCE, LONGEST = "ssgd", 8

@@ -23,7 +23,7 @@ from adascale import digits
 from torch import Tensor, nn
 
 from kfuse.data import DataSplit, TensorData
-from kfuse.data.text import load_text
+from kfuse.data.builtin import load_text
 from kfuse.models import GPT, ConvNet
 
 LARGEST = 8

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 import kfuse as kf
 from kfuse.data import DataError, Dataset, MapData, as_dataset, load_digits
-from kfuse.data.images import split_indices
+from kfuse.data.builtin import split_indices
 
 
 class Squares(torch.utils.data.Dataset):

@@ -5,8 +5,17 @@ import pytest
 import torch
 
 from kfuse.data import DataError, load_cifar10, load_image_folder, load_text
-from kfuse.data.images import CIFAR10_PIXELS, IMAGENET_PIXELS, Cifar10, crop_and_flip, middle_square, random_box
-from kfuse.data.text import STDLIB_BYTES, TextBlocks, stdlib_source
+from kfuse.data.builtin import (
+    CIFAR10_PIXELS,
+    IMAGENET_PIXELS,
+    STDLIB_BYTES,
+    Cifar10,
+    TextBlocks,
+    crop_and_flip,
+    middle_square,
+    random_box,
+    stdlib_source,
+)
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -8,10 +8,7 @@ from kfuse.data.fetching import EpochSampler, StreamSampler, micro_batch_sizes, 
 from kfuse.data.sources import IterableStream, Source, SourceStream, Stream, as_stream, place
 
 if TYPE_CHECKING:
-    from kfuse.data.images import load_cifar10, load_digits, load_image_folder
-    from kfuse.data.text import load_text
-
-_WHEN_USED = {"load_cifar10": "images", "load_digits": "images", "load_image_folder": "images", "load_text": "text"}
+    from kfuse.data.builtin import load_cifar10, load_digits, load_image_folder, load_text
 
 __all__ = [
     "DataError",
@@ -38,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a built-in data set when it is used."""
-    if name not in _WHEN_USED:
+    """Imports the built-in data sets when one is used."""
+    if not name.startswith("load_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_WHEN_USED[name]}"), name)
+    return getattr(importlib.import_module("kfuse.data.builtin"), name)
