@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -18,7 +18,6 @@ from kfuse.statistics.figures import display_text
 LINE_EVERY_S = 2.0
 REFRESH_HZ = 4  # each redraw takes CPU time that workers on this machine need
 _RATE_WINDOW_S = 5.0
-_NO_BREAK = "\xa0"  # textwrap breaks no line at it
 _NOT_SHOWN = ("time", "step", "kind", "regroup_s", "transfer_s", "traceback")  # of an event
 
 
@@ -153,9 +152,7 @@ class Display:
     def _render(self) -> RenderableType:
         if not self._latest:
             return self._bar
-        fields = "  ".join(field.replace(" ", _NO_BREAK) for field in self._fields())
-        lines = textwrap.wrap(fields, self._console.width, break_long_words=False, break_on_hyphens=False)
-        return Group(self._bar, Text("\n".join(lines).replace(_NO_BREAK, " ")))
+        return Group(self._bar, Columns([Text(field) for field in self._fields()], padding=(0, 2)))
 
 
 def figure(value: float) -> str:
