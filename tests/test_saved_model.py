@@ -206,7 +206,7 @@ TRAINING = words(
 @pytest.mark.full
 def test_a_run_starts_from_a_saved_model(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    with command_line(tmp_path / "first", [*TRAINING, "workers.count=2"]) as (process, first):
+    with command_line(tmp_path / "first", [*TRAINING, "workers.count=1"]) as (process, first):
         assert process.wait(120) == 0
         assert_none_left(first.pids)
     assert first.summary["model"] == str(tmp_path / "first" / "model.pt")

@@ -83,13 +83,6 @@ def pinned_copy(device: Device, tensor: Tensor) -> Tensor:
     return device.pinned((tensor.numel(),), tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
-def names(batch: Any) -> set[str]:
-    """Returns the leaves' places, such as `['tokens']`; in a list or tuple it is `[*]`, since lengths may differ."""
-    flatten(batch)  # makes its dataclasses known
-    paths = [path for path, _ in pytree.tree_flatten_with_path(batch)[0]]
-    return {"".join("[*]" if isinstance(key, pytree.SequenceKey) else str(key) for key in path) for path in paths}
-
-
 def describe(batch: Any) -> str:
     """Returns the batch in a few words: `dict of input_ids, labels`, `tuple of 3`, `Tensor [16, 64]`."""
     kind = type(batch).__name__

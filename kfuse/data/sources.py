@@ -146,10 +146,6 @@ class SourceStream(Stream):
     def _without_samples(self, shard: int) -> DataError:
         return DataError(f"{self._name}: shard {shard} gave no sample: each of {self._shards} must have one")
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For another process, which opens iterators of its own."""
-        return self.__dict__ | {"_readers": OrderedDict()}
-
 
 class IterableStream(Stream):
     """The samples of a torch `IterableDataset`, which can only be read from its start.
@@ -160,9 +156,7 @@ class IterableStream(Stream):
     share by a rank; `torch.utils.data.get_worker_info()` says that there is one worker.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], collate_fn: Collate | None = None) -> None:
-        super().__init__(dataset, collate_fn)
-        self._reader: _Reader | None = None  # None: the start comes next
+    _reader: _Reader | None = None  # None: the start comes next
 
     def sample(self, number: int, before_sample: BeforeSample) -> Any:
         """Reads all samples that come before it."""
@@ -187,10 +181,6 @@ class IterableStream(Stream):
                 raise DataError(f"{self._name}: an iteration gave no sample, after {reader.position} of those before")
         reader.position += 1
         return sample
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For another process, which reads from the start."""
-        return self.__dict__ | {"_reader": None}
 
 
 def as_stream(obj: Any, collate_fn: Collate | None = None) -> Stream | None:
