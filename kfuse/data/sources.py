@@ -71,7 +71,7 @@ def place(number: int, shards: int, block: int = BLOCK) -> tuple[int, int]:
 class Stream(ABC):
     """Samples by their number, collated into batches. It has no length: training on it has no epochs."""
 
-    def __init__(self, dataset: Any, collate_fn: Collate | None) -> None:
+    def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
         self.dataset, self.collate_fn, self._name = dataset, collate_fn, type(dataset).__name__
 
     def fetch(self, indices: np.ndarray, before_sample: BeforeSample = lambda number: None) -> Any:
