@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +38,6 @@ from kfuse.comm.group import CommError
 from kfuse.comm.schedule import mirror
 from kfuse.comm.settings import CommOptions
 from kfuse.session import current
-from kfuse.tools.doctor import command as doctor
 
 SECONDS = st.floats(1e-7, 1e-2)
 RATES = st.floats(1e-12, 1e-7)  # seconds a byte
@@ -290,18 +288,11 @@ def test_a_program_is_shown_with_its_price(words: list[str], said: list[str], tm
     [
         ("comm.schedule=kfuse.comm.transports.AllReduce", "transport, are not known"),
         ("comm.sync=local:5", "comm.sync=local:5: no gradients are sent"),
-        (None, "measuring messages: no store at 127.0.0.1: the loopback interface is down\n"),
     ],
 )
 def test_what_has_no_price_is_told(
-    setting: str | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    setting: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("the loopback interface is down\nand more lines")
-
-    monkeypatch.setattr("kfuse.tools.doctor.processes.TCPStore", refuse)
-    monkeypatch.setattr(sys, "argv", ["kfuse", "schedule", *([setting] if setting else [])])
+    monkeypatch.setattr(sys, "argv", ["kfuse", "schedule", setting])
     assert main() == 1
     assert said in capsys.readouterr().out
-    [line] = [each for each in doctor._self_test({}, 0)]
-    assert (line.status, line.found) == ("fail", "no store at 127.0.0.1: the loopback interface is down")

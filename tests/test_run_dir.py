@@ -86,7 +86,7 @@ from kfuse.observe.run_dir import RunDirectory
 
 said, path = [], pathlib.Path(sys.argv[1])
 directory = RunDirectory(path, warn=said.append)
-directory.metrics({"step": 0})
+directory.metrics({"step": 0, "figures": {str(number): 1.0 for number in range(50)}})
 size = (path / "metrics.jsonl").stat().st_size
 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))  # room for a part of a line
 for step in range(1, 4):
