@@ -160,13 +160,8 @@ def test_empty_and_errors(device: str) -> None:
     assert layer.per_example_sq_norm.shape == (0,) and not layer.weight.grad.any()
     with pytest.raises(ValueError, match=r"LayerNorm: the input must be \[examples, ..., 8\], got \[8\]"):
         layer(torch.zeros(8, device=device))
-    with pytest.raises(ValueError, match=r"must be \[examples, ..., 8\], got \[3, 4\]"):
-        layer(torch.zeros(3, 4, device=device))
     x, weight = torch.zeros(2, 8, device=device), torch.ones(8, device=device)
-    for call in (
-        lambda: norm_forward(x, weight[:7], None, eps=1e-5, centred=True),
-        lambda: norm_forward(x.double(), weight, None, eps=1e-5, centred=True),
-        lambda: norm_backward(x[None].mT, x[None].mT, weight, None, weight[:2], with_bias=False),
-    ):
-        with pytest.raises(ValueError, match=r"norm: (x|weight) must be contiguous"):
-            call()
+    with pytest.raises(ValueError, match="norm: weight must be contiguous"):
+        norm_forward(x, weight[:7], None, eps=1e-5, centred=True)
+    with pytest.raises(ValueError, match="norm: x must be contiguous"):
+        norm_backward(x[None].mT, x[None].mT, weight, None, weight[:2], with_bias=False)

@@ -207,10 +207,8 @@ def test_errors_name_what_is_wrong(device: str) -> None:
     for grads, flat, out, said in (
         ([good, good], good, sumsq, "1 tensors, got 2"),
         ([good[:3]], good, sumsq, "gradient 0 has 3 elements"),
-        ([good.long()], good, sumsq, r"gradient 0 .* torch\.int64"),
         ([good.to("meta")], good, sumsq, "gradient 0 .* on meta"),
         ([good], good[:3], sumsq, "flat has 3 elements, the table needs 4"),
-        ([good], good.double(), sumsq, r"flat must be .* torch\.float64"),
         ([good], good, torch.zeros(2, device=device), "sumsq must be contiguous float32"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -187,13 +187,12 @@ def test_sum_partials_matches_exact_sum_and_adds_each_row_alike(device: str, dty
 def test_what_is_not_finite_stays_in_its_element_and_its_block(device: str) -> None:
     rows = torch.ones(2, 3 * BLOCK, device=device)
     rows[1, BLOCK], rows[1, -1] = math.inf, math.nan
-    out = torch.empty(3 * BLOCK, device=device)
-    for sumsq in (torch.empty(3, device=device), torch.empty(3, device=device)):
-        reduce(rows.clone(), ((0, 1),), out, sumsq=sumsq)
-        assert sumsq[0] == 4 * BLOCK and sumsq[1] == math.inf and sumsq[2].isnan() and total(sumsq).isnan()
-        assert torch.equal((~out.isfinite()).nonzero().flatten().cpu(), torch.tensor([BLOCK, 3 * BLOCK - 1]))
-        pull(list(rows.clone()), ((0, 1),), out, sumsq)
-        assert same((sumsq[:2],), (squares(out)[:2],))
+    out, sumsq = torch.empty(3 * BLOCK, device=device), torch.empty(3, device=device)
+    reduce(rows.clone(), ((0, 1),), out, sumsq=sumsq)
+    assert sumsq[0] == 4 * BLOCK and sumsq[1] == math.inf and sumsq[2].isnan() and total(sumsq).isnan()
+    assert torch.equal((~out.isfinite()).nonzero().flatten().cpu(), torch.tensor([BLOCK, 3 * BLOCK - 1]))
+    pull(list(rows.clone()), ((0, 1),), out, sumsq)
+    assert same((sumsq[:2],), (squares(out)[:2],))
 
 
 def test_sums_do_not_depend_on_threads(device: str) -> None:
@@ -211,14 +210,10 @@ def test_errors_name_what_is_wrong(device: str) -> None:
     row, sumsq, two = torch.zeros(4, device=device), torch.zeros(1, device=device), torch.zeros(2, 4, device=device)
     calls: list[tuple[Any, tuple[Any, ...], str]] = [
         (reduce, (two, (), row[:3]), r"like out \[3\], got"),
-        (reduce, (two[:0], (), row), "K >= 1"),
         (pull, ([], (), row, sumsq), "at least one contribution"),
-        (pull, ([row, row[:3]], (), row, sumsq), r"contiguous float32 \[4\], got torch.float32 \[3\]"),
-        (pull, ([row, torch.zeros(8, device=device)[::2]], (), row, sumsq), r"contiguous float32 \[4\]"),
         (pull, ([row, row.half()], (), row, sumsq), r"contiguous float32 \[4\], got torch.float16"),
         (pull, ([row, row.to("meta")], (), row, sumsq), r"must lie on .* got meta"),
         (pull, ([row, torch.zeros(5, device=device)[1:]], (), row, sumsq), "16-byte aligned"),
-        (pull, ([row, row], (), row, torch.zeros(2, device=device)), r"sumsq must be contiguous float32 \[1\]"),
         (block_sumsq, (row, torch.zeros(2, device=device)), r"out must be contiguous float32 \[1\]"),
         (sum_partials, (row, sumsq[0]), r"out must be contiguous float64 \[\], got torch\.float32 \[\]"),
         *((reduce, (two, (merge,), row), "two different rows of 2") for merge in ((0, 2), (-1, 0), (1, 1))),

@@ -8,19 +8,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import sharded as s
 import symmetric_double
-import torch
 from distributed import WorkersFailed, run_workers
 
 import kfuse as kf
-from kfuse import session
 from kfuse.comm import symmetric_memory
 from kfuse.comm.group import CommError
-from kfuse.comm.settings import CommOptions
 from kfuse.comm.symmetric_memory import SymmetricMemory
 from kfuse.comm.transports.symmetric import Symmetric
 from kfuse.session import current
@@ -99,18 +96,15 @@ def test_only_slots_that_are_exchanged_lie_in_symmetric_memory() -> None:
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
-def loses_rank_1(state: str) -> str:
+def loses_rank_1() -> None:
     symmetric_double.install()
     s.reset()
-    group = kf.init(
-        comm_schedule="symmetric", comm_state=state, comm_bucket_mb=s.BUCKET_MB, comm_check_every=None
-    ).group
+    group = kf.init(comm_schedule="symmetric", comm_state="sharded", comm_bucket_mb=s.BUCKET_MB).group
     symmetric_memory.GRACE_S = 15.0 - group.timeout_s  # kernels end after 15 s, long after the host has noticed
     model = s.net()
     opt = s.optimizer("adamw", model)
-    begun = time.monotonic()
     try:
-        for step in range(20):
+        for step in range(4):
             if group.rank == 1 and step == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == 3:
@@ -121,23 +115,18 @@ def loses_rank_1(state: str) -> str:
             opt.zero_grad()
             kf.barrier()
     except CommError as error:
-        return f"{time.monotonic() - begun:.1f} s: {error}"
-    return "nothing was noticed"
+        raise AssertionError(f"after {time.monotonic() - begun:.1f} s: {error}") from error
 
 
 @pytest.mark.full
 def test_a_lost_worker_is_noticed_within_the_timeout() -> None:
     """The error says what was waited for, for how long, and for whom."""
     with pytest.raises(WorkersFailed) as failed:
-        run_workers(2, survivor, "sharded")
+        run_workers(2, loses_rank_1)
     said = str(failed.value)
     assert "step 3, bucket" in said and "(symmetric, packed by all): waited 2." in said and "for rank 1" in said, said
     seconds = float(said.rpartition("after ")[2].partition(" s")[0])
     assert 2.0 <= seconds < 40.0  # it asks for some seconds which ranks are silent
-
-
-def survivor(state: str) -> None:
-    raise AssertionError(f"after {loses_rank_1(state)}")
 
 
 def refused(case: str) -> str:
@@ -162,17 +151,3 @@ def test_where_it_cannot_be_it_is_refused_on_every_worker() -> None:
     }.items():
         for found in run_workers(2, refused, case):
             assert found.startswith(f"comm.schedule='symmetric': {said}"), found
-
-
-def test_a_supervisors_worker_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"comm_schedule=symmetric: .*job=elastic"):
-        session.connect_to_supervisor(cast(Any, None), CommOptions(schedule="symmetric"), 1.0)
-
-
-def test_torch_has_what_is_used() -> None:
-    """Names and parameters of torch's own, in the version that is installed."""
-    real = torch._C._distributed_c10d._SymmetricMemory
-    for name in ("empty_strided_p2p", "rendezvous", "set_group_info", "get_buffer", "barrier"):
-        assert hasattr(real, name)
-    assert "timeout_ms" in real.barrier.__doc__ and "channel" in real.barrier.__doc__
-    assert callable(torch.distributed._symmetric_memory.rendezvous)

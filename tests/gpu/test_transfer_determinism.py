@@ -18,28 +18,20 @@ import kfuse as kf
 from kfuse.comm import devices
 from kfuse.comm.devices import Device, DeviceError
 
-FLAGS = {
-    "algorithms": torch.are_deterministic_algorithms_enabled,
-    "warn_only": torch.is_deterministic_algorithms_warn_only_enabled,
-    "cudnn": lambda: torch.backends.cudnn.deterministic,
-    "benchmark": lambda: torch.backends.cudnn.benchmark,
-    "cudnn_tf32": lambda: torch.backends.cudnn.allow_tf32,
-    "precision": torch.get_float32_matmul_precision,
-    "fill": lambda: torch.utils.deterministic.fill_uninitialized_memory,
+FLAGS: dict[str, tuple[Any, Any]] = {
+    "algorithms": (torch.are_deterministic_algorithms_enabled, True),
+    "warn_only": (torch.is_deterministic_algorithms_warn_only_enabled, False),
+    "cudnn": (lambda: torch.backends.cudnn.deterministic, True),
+    "benchmark": (lambda: torch.backends.cudnn.benchmark, False),
+    "cudnn_tf32": (lambda: torch.backends.cudnn.allow_tf32, False),
+    "precision": (torch.get_float32_matmul_precision, "highest"),
+    "fill": (lambda: torch.utils.deterministic.fill_uninitialized_memory, False),
 }
-ON = {
-    "algorithms": True,
-    "warn_only": False,
-    "cudnn": True,
-    "benchmark": False,
-    "cudnn_tf32": False,
-    "precision": "highest",
-    "fill": False,
-}
+"""How a setting of torch is read, and what it is with reproducible sums."""
 
 
 def flags() -> dict[str, Any]:
-    return {name: read() for name, read in FLAGS.items()}
+    return {name: read() for name, (read, _) in FLAGS.items()}
 
 
 class StandIn(Device):
@@ -79,7 +71,7 @@ def test_everything_is_set_before_the_gpu_is_used(gpu: StandIn) -> None:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
     kf.init(comm_reproducible=True)
-    assert gpu.seen == ON | {"workspace": ":4096:8"}
+    assert gpu.seen == {name: value for name, (_, value) in FLAGS.items()} | {"workspace": ":4096:8"}
 
 
 def test_tf32_that_the_user_asked_for_by_torchs_newer_settings_is_off(gpu: StandIn) -> None:
