@@ -67,8 +67,6 @@ class Started:
 
 @dataclass
 class SeenLaunches:
-    """What the driver saw."""
-
     started: list[Started] = field(default_factory=list)
     compiled: list[tuple[str, str, bool]] = field(default_factory=list)
     """(kernel, Triton's cache key, whether it was compiled ahead of its first launch)."""
@@ -78,7 +76,6 @@ class SeenLaunches:
     """The current one."""
 
     def current(self) -> int:
-        """As torch.cuda.current_device."""
         return self.device
 
     def exchange(self, device: int) -> int:
@@ -94,8 +91,6 @@ class SeenLaunches:
 
 
 class _Driver:
-    """Triton's driver, as far as a launch asks for it."""
-
     def __init__(self, seen: SeenLaunches) -> None:
         self._seen = seen
 

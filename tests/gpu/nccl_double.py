@@ -42,8 +42,6 @@ the host goes on.
 
 @dataclass
 class Faults:
-    """What goes wrong."""
-
     error_on: dict[int, int] = field(default_factory=dict)
     """By rank: the number of the work that fails there (from 0, connecting takes two)."""
     slow_s: dict[int, float] = field(default_factory=dict)
@@ -96,7 +94,6 @@ def install(log: Path | None = None, faults: Faults | None = None) -> None:
 
 
 def record(what: str, **fields: Any) -> None:
-    """A line of this process's records."""
     if directory := os.environ.get(LOG):
         path = Path(directory)
         path.mkdir(exist_ok=True, parents=True)
@@ -111,7 +108,6 @@ def records(log: Path, what: str | None = None) -> list[dict[str, Any]]:
 
 
 def messages(log: Path) -> dict[str, dict[int, list[str]]]:
-    """By group and rank: what was enqueued, in that order."""
     found: dict[str, dict[int, list[str]]] = {}
     for line in records(log, "enqueued"):
         found.setdefault(line["group"], {}).setdefault(line["rank"], []).append(line["message"])
@@ -119,8 +115,6 @@ def messages(log: Path) -> dict[str, dict[int, list[str]]]:
 
 
 class Options:
-    """ProcessGroupNCCL::Options."""
-
     def __init__(self) -> None:
         self.is_high_priority_stream = False
         self.config = SimpleNamespace(blocking=None)  # ncclConfig_t
@@ -141,8 +135,6 @@ class _Result:
 
 
 class Work:
-    """A collective on the communicator's stream."""
-
     def __init__(self, group: ProcessGroupNCCL, number: int, message: str, run: Callable[[Any], Any]) -> None:
         self.group, self.number, self.message, self.run = group, number, message, run
         self.over = threading.Event()
@@ -242,13 +234,11 @@ class ProcessGroupNCCL:
     # -- collectives ----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
-        """In place. SUM, MIN or MAX."""
         name = next(name for name in ("SUM", "MIN", "MAX") if op == getattr(dist.ReduceOp, name))
         message = f"allreduce {tensor.numel()} {tensor.dtype} {name}"
         return self._enqueue(message, [tensor], lambda gloo: gloo.allreduce(tensor, op))
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """In place, from the root."""
         message = f"broadcast {tensor.numel()} {tensor.dtype} from {root}"
         return self._enqueue(message, [tensor], lambda gloo: gloo.broadcast(tensor, root))
 
@@ -272,7 +262,6 @@ class ProcessGroupNCCL:
         return self._enqueue(message, [tensor, out], lambda gloo: gloo._reduce_scatter_base(out, tensor.clone()))
 
     def reduce(self, tensor: Tensor, root: int) -> Work:
-        """In place on the root. SUM."""
         message = f"reduce {tensor.numel()} {tensor.dtype} to {root}"
         return self._enqueue(message, [tensor], lambda gloo: gloo.reduce(tensor, root))
 
@@ -368,7 +357,6 @@ class ProcessGroupNCCL:
         return None
 
     def _await(self, keys: list[str]) -> bool:
-        """Whether all keys have come; False after an abort."""
         pause = _POLL_S / 4
         while not self._aborted.is_set() and not self._ended.is_set():
             try:
@@ -390,7 +378,6 @@ class ProcessGroupNCCL:
         self._end_communicator("abort")
 
     def _is_healthy(self) -> bool:
-        """No work has failed, or is under way."""
         return self._ready.is_set() and all(work.over.is_set() and work.error is None for work in self._works)
 
     def _end_communicator(self, why: str) -> None:

@@ -52,8 +52,6 @@ class _Access:
 
 @dataclass
 class _Memory:
-    """One allocation."""
-
     start: int
     """Its address."""
     end: int
@@ -68,8 +66,6 @@ class _Memory:
 
 
 class RecordedStream:
-    """Double of torch.cuda.Stream."""
-
     def __init__(self, order: Order, name: str) -> None:
         self._order, self.name = order, name
         self.number = len(order.streams) + 1
@@ -77,7 +73,6 @@ class RecordedStream:
         order.streams.append(self)
 
     def wait_stream(self, stream: RecordedStream) -> None:
-        """As torch's."""
         self._order.act()
         _join(self.clock, stream.clock)
 
@@ -90,35 +85,28 @@ class RecordedEvent:
         self._step = 0
 
     def record(self, stream: RecordedStream | None = None) -> None:
-        """As torch's."""
         self._order.act()
         self.clock = dict((stream or self._order.current).clock)
         self._step = self._order.step
 
     def wait(self, stream: RecordedStream | None = None) -> None:
-        """As torch's."""
         self._order.act()
         _join((stream or self._order.current).clock, self.clock)
 
     def query(self) -> bool:
-        """As torch's."""
         return self._order.happened(self.clock, self._step)
 
     def synchronize(self) -> None:
-        """As torch's."""
         if not self._order.happened(self.clock, self._step):
             self._order.host_waits_for(self.clock, "event.synchronize")
 
     def elapsed_time(self, end: RecordedEvent) -> float:
-        """Always 1 ms. Both must have happened."""
         if not (self.query() and end.query()):
             self._order.error("elapsed_time of an event that has not happened")
         return 1.0
 
 
 class RecordedDevice(devices.Device):
-    """Double of a GPU: `kfuse.comm.devices.CudaDevice`."""
-
     asynchronous = True
 
     def __init__(self, order: Order) -> None:
@@ -203,22 +191,18 @@ class Order:
     # -- what tests ask -------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Between steps."""
         self.look_for_freed()
         self.step += 1
 
     def waits_of(self, act: Callable[[], Any]) -> list[str]:
-        """The host's waits during `act`."""
         before = len(self.host_waits)
         act()
         return self.host_waits[before:]
 
     def on(self, stream: RecordedStream) -> AbstractContextManager[None]:
-        """Context: as torch.cuda.stream."""
         return patched(self, "current", stream)
 
     def error(self, text: str) -> None:
-        """Takes note of an error."""
         if text not in self.errors:
             self.errors.append(text)
 
@@ -275,7 +259,6 @@ class Order:
         return False
 
     def host_waits_for(self, clock: Clock, what: str) -> None:
-        """The host waits."""
         self.host_waits.append(f"{what} ({site()[0]})")
         _join(self.host, clock)
 
@@ -301,7 +284,6 @@ class Order:
         return memory
 
     def _over(self, start: int, end: int) -> _Memory | None:
-        """The memory that these addresses lie in."""
         return next(
             (memory for _, memory in self._storages.values() if memory.start < end and start < memory.end), None
         )
@@ -347,7 +329,6 @@ class Order:
     # -- what is done with it -------------------------------------------------------------------------------------
 
     def transfer(self, source: Tensor, target: Tensor, non_blocking: bool, name: str) -> None:
-        """A copy between host and device, on the current stream."""
         self.enqueue(self.current, [source], [target], f"{name} ({site()[0]})")
         if not (non_blocking and "pinned" in (self.memory_of(source).kind, self.memory_of(target).kind)):
             self.host_waits_for(self.current.clock, name)
@@ -363,7 +344,6 @@ class Order:
             self._use(tensor, True, stream.number, stream.clock, what)
 
     def by_host(self, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str) -> None:
-        """An operation of the host, on its own memory."""
         self.host[HOST] = self.host.get(HOST, 0) + 1
         for tensor in reads:
             self._use(tensor, False, HOST, self.host, what)

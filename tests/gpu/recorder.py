@@ -85,7 +85,6 @@ class Recorder(Order):
     # -- operations -----------------------------------------------------------------------------------------------
 
     def operation(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """One operation of torch: runs it and records what it does."""
         is_view, written = _effects(function)
         if is_view:
             return function(*args, **kwargs)
@@ -255,7 +254,6 @@ def _effects(function: Any) -> tuple[bool, frozenset[int | str]]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of nested lists and tuples."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):

@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class StandInWork:
-    """Double of a Work of ProcessGroupNCCL."""
-
     def __init__(self, recorder: Recorder, communicator: object) -> None:
         self._recorder, self.communicator = recorder, communicator
 
@@ -31,18 +29,13 @@ class StandInWork:
         self._recorder.synchronized(self)
 
     def get_future_result(self) -> Any:
-        """Never set: nothing fails."""
         return SimpleNamespace(done=lambda: False)
 
 
 class StandInProcessGroup:
-    """Rank 0 of `size` workers."""
-
     recorder: Recorder
 
     class Options:
-        """Of torch: what is set is of no interest."""
-
         def __init__(self) -> None:
             self.config = SimpleNamespace()
 
@@ -58,7 +51,6 @@ class StandInProcessGroup:
         return self._enqueue([tensor], [tensor])
 
     def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int]) -> StandInWork:
-        """The other ranks send zeros."""
         with _disable_current_modes():
             out.zero_()
             out[: into[0]].copy_(tensor[: into[0]])
@@ -77,7 +69,6 @@ class StandInProcessGroup:
         return self._enqueue([tensor], []) if root == 0 else self._enqueue([], [tensor])
 
     def _allgather_base(self, out: Tensor, tensor: Tensor) -> StandInWork:
-        """The other ranks' parts are as this one's."""
         with _disable_current_modes():
             out.view(self._size, -1).copy_(tensor.clone())
         return self._enqueue([tensor], [out])

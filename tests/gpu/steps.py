@@ -58,8 +58,6 @@ class Net(nn.Module):
 
 
 class Job:
-    """One worker of `size`, on a recorded device."""
-
     def __init__(self, recorder: Recorder, size: int, elastic: bool, model: Net) -> None:
         self.recorder, self.model = recorder, model
         self._size, self._check = size, (lambda: None) if elastic else None
@@ -69,13 +67,11 @@ class Job:
         self.x, self.y = (torch.ones(8, size, dtype=dtype, device=_DEVICE) for size in (6, 4))
 
     def form_group(self) -> Group:
-        """A group of `size` workers."""
         if self._size == 1:
             return Group(device=_DEVICE)
         return NcclGroup(0, self._size, dist.HashStore(), _DEVICE, check=self._check)
 
     def loss(self) -> Tensor:
-        """Of a forward."""
         return F.mse_loss(self.model(self.x), self.y)
 
     def bare_step(self, factor: float = 1.0) -> None:
@@ -111,7 +107,6 @@ class Job:
         self.model.register_forward_hook(lambda module, args, output: output.register_hook(at_the_end) and None)
 
     def step(self, micro_batches: int = 3, several_backwards: bool = False) -> None:
-        """Several micro-batches, without a plan."""
         for j in range(micro_batches):
             last = j == micro_batches - 1
             with self.opt.micro_batch(samples=8, last=last, several_backwards=several_backwards) as micro_batch:
@@ -129,7 +124,6 @@ class Job:
         self.end_step()
 
     def run(self, plan: StepPlan) -> None:
-        """Begins a step, and runs this worker's micro-batches of it."""
         self.opt.begin(plan)
         mine = plan.ranges[0]
         for j in mine:
@@ -155,7 +149,6 @@ class Job:
         self.recorder.end_step()
 
     def end_step(self) -> None:
-        """The update."""
         self.opt.step()
         self.opt.zero_grad()
         self.recorder.end_step()

@@ -41,8 +41,6 @@ _POLL_S = 0.0005
 
 
 class _Gpu(nccl_double.AsynchronousCpu):
-    """A worker's device: the CPU, as a GPU with a number."""
-
     def __init__(self, name: torch.device) -> None:
         super().__init__(name)
         self.number = int(os.environ.get("RANK", "0"))
@@ -89,8 +87,6 @@ class _Event:
 
 
 class _Barrier:
-    """A barrier's kernel."""
-
     def __init__(self, gpu: _Gpu, words: np.ndarray, number: int, timeout_ms: int) -> None:
         """words: this rank's pad for the channel, a word for each rank. number: of the barrier, from 1."""
         self._gpu, self._words, self._number = gpu, words, number
@@ -109,14 +105,11 @@ class _Barrier:
 
 
 class Handle:
-    """Double of `_SymmetricMemory`: what `rendezvous` returns."""
-
     def __init__(self, gpu: _Gpu, rank: int, buffers: list[Tensor], pads: list[np.ndarray]) -> None:
         self._gpu, self.rank, self.world_size, self._buffers, self._pads = gpu, rank, len(pads), buffers, pads
         self._begun = [0] * _CHANNELS
 
     def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
-        """As torch's: a view of that rank's memory."""
         (numel,) = sizes
         assert dtype == self._buffers[rank].dtype
         return self._buffers[rank][storage_offset : storage_offset + numel]
@@ -132,8 +125,6 @@ class Handle:
 
 
 class Allocator:
-    """Double of the static methods of `_SymmetricMemory`."""
-
     def __init__(self) -> None:
         self._files: dict[int, str] = {}
         self._groups: dict[str, tuple[int, int, Any]] = {}
@@ -152,7 +143,6 @@ class Allocator:
         return made
 
     def set_group_info(self, group_name: str, rank: int, world_size: int, store: Any) -> None:
-        """As torch's."""
         assert group_name not in self._groups
         self._groups[group_name] = (rank, world_size, store)
 

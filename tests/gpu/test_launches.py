@@ -119,7 +119,6 @@ class Steps:
         self.opt = make(list(self.model.parameters()))
 
     def run(self, micro_batches: int, size: int, rank: int = 0) -> None:
-        """One step of `micro_batches` over `size` workers."""
         if (size, rank) != (self.opt.engine.group.size, self.opt.engine.group.rank):
             self.opt.engine.set_group(Echo(rank, size, GPU))
         mine = worker_range(micro_batches, size, rank, None)

@@ -39,7 +39,6 @@ def connect(timeout_s: float = PLENTY_S, name: str = "view", **arguments: Any) -
 
 
 def threads_left(prefix: str) -> list[str]:
-    """The threads with such names that do not end."""
     deadline = time.monotonic() + PLENTY_S
     while (left := [t.name for t in threading.enumerate() if t.name.startswith(prefix)]) and (
         time.monotonic() < deadline
@@ -49,7 +48,6 @@ def threads_left(prefix: str) -> list[str]:
 
 
 def others_stay() -> None:
-    """The first process to end would take its messages along."""
     place = Rendezvous.of_environment()
     assert place is not None
     place.await_others_at_end(PLENTY_S)

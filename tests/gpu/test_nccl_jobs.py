@@ -39,7 +39,6 @@ def ends_with_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """One worker, without the double."""
     return undisturbed_job(tmp_path_factory.mktemp("undisturbed"), TRAINING)
 
 

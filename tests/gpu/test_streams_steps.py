@@ -21,8 +21,6 @@ FUSED = ("adamw", "lamb", "sgd")
 
 
 class Case(NamedTuple):
-    """Settings of a job, and what it runs."""
-
     transport: str
     """A schedule, or "reproducible"."""
     state: str
@@ -78,7 +76,6 @@ def covering() -> list[Case]:
 
 
 def run(it: Job, loop: str) -> None:
-    """Some steps of a kind."""
     scaler = torch.amp.GradScaler("cpu") if loop == "scaled" else None  # type: ignore[attr-defined]
     for _ in range(2):
         if loop == "bare":

@@ -17,8 +17,6 @@ pytestmark = pytest.mark.full
 
 
 class Counts(kf.BasePolicy):
-    """The host's waits of each step."""
-
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.steps: list[list[str]] = []

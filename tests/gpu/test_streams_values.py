@@ -33,7 +33,6 @@ SOME = {
 def trained(
     optimizer: str, act: Callable[[Job], Any], asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Tensor], dict[int, dict[str, Tensor]]]:
-    """Parameters and optimizer state after some steps."""
     monkeypatch.setattr(RecordedDevice, "asynchronous", asynchronous)
     with job(SOME[optimizer]) as it:
         act(it)
@@ -64,7 +63,6 @@ def bare_steps(it: Job) -> None:
 
 
 def steps_that_are_left_out(it: Job) -> None:
-    """The first and a later one, whose gradients are not finite."""
     it.opt.skip_nonfinite = True
     for k in range(5):
         it.bare_step(factor=float("inf") if k in (0, 3) else 1.0)

@@ -130,7 +130,6 @@ def test_a_lost_worker_is_noticed_within_the_timeout() -> None:
 
 
 def refused(case: str) -> str:
-    """What is said on a worker of two."""
     rank = int(os.environ["RANK"])
     changes: dict[str, Any] = {"cpu": {"number": None}, "no link": {"reads": lambda number: rank != 0}}.get(case, {})
     symmetric_double.install(**changes)

@@ -35,8 +35,6 @@ class Memory:
 
 
 class Pulls:
-    """The other ranks' pulls."""
-
     def __init__(self) -> None:
         self._known: list[tuple[RecordedStream, int, RecordedStream]] = []
 
@@ -52,7 +50,6 @@ class Pulls:
         self._theirs = stream
 
     def of_this_one(self, order: Order) -> None:
-        """This rank's own pull has been enqueued."""
         self._known.append((order.current, order.current.clock.get(order.current.number, 0), self._theirs))
 
     def end_before(self, order: Order) -> None:
