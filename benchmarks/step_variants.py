@@ -298,7 +298,7 @@ def pack_only(
     grads: Sequence[Tensor | None], flat: Tensor, table: PackTable, *, scale: float, accumulate: bool, sumsq: Tensor
 ) -> None:
     """kfuse.kernels.pack on the CPU without the sums of squares, as fast as we can write it."""
-    segments = flat[: table.end].split_with_sizes(table.flat_sizes)[1::2]
+    segments = table.segments(flat)
     for grad, segment in zip(grads, segments, strict=True):
         assert grad is not None
         if accumulate:

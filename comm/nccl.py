@@ -85,8 +85,6 @@ class NcclPending(Pending):
 
 
 class _Followed:
-    """Work on a stream in the place of a Work of torch's."""
-
     def __init__(self, over: Event) -> None:
         self._over = over
 

@@ -108,7 +108,6 @@ class Case:
 
 
 def _itemsizes(values: Sequence[Any]) -> list[int]:
-    """Of each tensor, and of each row of several."""
     given = [value for value in values if value is not None]
     several = [[value] if isinstance(value, Tensor) and value.dim() == 1 else value for value in given]
     return [row.dtype.itemsize for rows in several for row in rows]
@@ -297,7 +296,6 @@ def compile_case(case: Case, target: str) -> CompiledKernel:
 
 
 def _kind(value: Any) -> str:
-    """Triton's name for the type of a runtime argument."""
     if isinstance(value, Tensor):
         return f"*{NAMES[value.dtype]}"
     return "i32" if isinstance(value, int) else "fp32"

@@ -63,22 +63,17 @@ class Launch:
         if not all(self.grid):
             return
         arguments = self.arguments
-        device = self._device(arguments)
+        tensors = {name: value.device for name, value in arguments.items() if isinstance(value, Tensor)}
+        first, device = next(iter(tensors.items()))
+        for name, other in tensors.items():
+            if other != device:
+                raise ValueError(f"{self.kernel.__name__}: {name} is on {other}, {first} on {device}: must be the same")
         # Triton starts a kernel on the current device, whichever its tensors' is (triton 3.7.1, runtime/jit.py:713).
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             self._start(arguments)
         else:
             with torch.cuda.device(device):
                 self._start(arguments)
-
-    def _device(self, arguments: dict[str, Any]) -> torch.device:
-        """Where the tensors lie. Raises ValueError where they lie on several devices."""
-        tensors = {name: value.device for name, value in arguments.items() if isinstance(value, Tensor)}
-        first, device = next(iter(tensors.items()))
-        for name, other in tensors.items():
-            if other != device:
-                raise ValueError(f"{self.kernel.__name__}: {name} is on {other}, {first} on {device}: must be the same")
-        return device
 
     def _start(self, arguments: dict[str, Any]) -> None:
         settings = options(self.threads)

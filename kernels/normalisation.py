@@ -76,7 +76,6 @@ class NormBackwardArguments:
 
 
 def norm_forward_by_torch(given: NormForwardArguments) -> Forward:
-    """`norm_forward` in PyTorch."""
     x, weight, bias, eps = given.x, given.weight, given.bias, given.eps
     if given.centred:
         y, mean, rstd = torch.native_layer_norm(
@@ -90,7 +89,6 @@ def norm_forward_by_torch(given: NormForwardArguments) -> Forward:
 
 
 def norm_backward_by_torch(given: NormBackwardArguments) -> Backward:
-    """`norm_backward` in PyTorch."""
     dy, x = given.dy, given.x
     shape = (*x.shape[:2], 1)
     mean, rstd = None if given.mean is None else given.mean.view(shape), given.rstd.view(shape)

@@ -160,7 +160,6 @@ class SumPartialsArguments:
 
 
 def reduce_by_torch(given: ReduceArguments) -> None:
-    """`reduce` in PyTorch."""
     rows, merges, out, sumsq = given.rows, given.merges, given.out, given.sumsq
     if sumsq is None:
         _add_rows(list(rows), merges, out)
@@ -200,12 +199,10 @@ def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
 
 
 def pull_by_torch(given: PullArguments) -> None:
-    """`pull` in PyTorch."""
     reduce_by_torch(ReduceArguments(given.rows, given.merges, given.out, sumsq=given.sumsq))
 
 
 def block_sumsq_by_torch(given: BlockSumsqArguments) -> None:
-    """`block_sumsq` in PyTorch."""
     flat, out = given.flat, given.out
     if flat.dtype == torch.float32:
         row_norms(flat, BLOCK, out)
@@ -227,7 +224,6 @@ def row_norms(values: Tensor, width: int, out: Tensor) -> None:
 
 
 def sum_partials_by_torch(given: SumPartialsArguments) -> None:
-    """`sum_partials` in PyTorch."""
     partials, out = given.partials, given.out
     if partials.dim() == 1 and partials.numel() <= ONE_THREAD:
         torch.sum(partials, 0, dtype=torch.float64, out=out)
@@ -292,7 +288,6 @@ class PackArguments:
 
 
 def pack_by_torch(given: PackArguments) -> None:
-    """`pack` in PyTorch."""
     flat, table, accumulate = given.flat, given.table, given.accumulate
     segments = table.segments(flat)
     present = [grad for grad in given.grads if grad is not None and grad.dtype == flat.dtype == torch.float32]

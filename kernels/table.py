@@ -42,10 +42,8 @@ class Kept:
 
     flat: Tensor | None = None
     segments: tuple[Tensor, ...] = ()
-    """The tensors' places in `flat`."""
     addresses: tuple[int, ...] = ()
-    pointers: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """The addresses, on the device."""
+    pointers: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class PackTable:
 
     @cached_property
     def chunk_counts(self) -> tuple[int, ...]:
-        """Of each tensor, the number of its chunks."""
+        """The number of chunks of each tensor."""
         return tuple(len(edges) - 1 for edges in self.edges)
 
     @cached_property
@@ -108,22 +106,19 @@ class PackTable:
         """int64 [tensors + 1] on `device`: each tensor's first chunk, then `num_chunks`."""
         return torch.tensor([0, *accumulate(self.chunk_counts)], dtype=torch.int64).to(self.device)
 
-    @cached_property
-    def flat_sizes(self) -> tuple[int, ...]:
-        """Sizes that split `flat[:end]` into gap, tensor, gap, tensor, ..."""
-        starts = [0, *(offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True))]
-        gaps = (offset - start for offset, start in zip(self.offsets, starts, strict=False))
-        return tuple(size for pair in zip(gaps, self.numels, strict=True) for size in pair)
-
     def segments(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Each tensor's place in a flat buffer, 1-D. Kept for the next call with the same buffer."""
         if self.kept.flat is not flat:
-            self.kept.flat, self.kept.segments = flat, flat[: self.end].split_with_sizes(self.flat_sizes)[1::2]
+            sizes, end = [], 0
+            for numel, offset in zip(self.numels, self.offsets, strict=True):
+                sizes += [offset - end, numel]
+                end = offset + numel
+            self.kept.flat, self.kept.segments = flat, flat[:end].split_with_sizes(sizes)[1::2]
         return self.kept.segments
 
     def pointers(self, addresses: tuple[int, ...]) -> Tensor:
         """The gradients' addresses as an int64 tensor on `device`, copied there only when they have changed."""
-        if addresses != self.kept.addresses:
+        if self.kept.pointers is None or addresses != self.kept.addresses:
             self.kept.pointers = upload(torch.tensor(addresses, dtype=torch.int64), self.device)
             self.kept.addresses = addresses
         return self.kept.pointers

@@ -110,7 +110,6 @@ def lamb_trust_kernel(first_chunks, partials, trust, num_chunks, WIDTH: tl.const
 
 @triton.jit
 def _apply_span(at, mask, param, master, exp_avg, exp_avg_sq, rate, correction1, correction2, eps, decay):
-    """Move the parameters `at`."""
     p = weights(param, master, at, mask)
     m = tl.load(exp_avg + at, mask=mask, other=0.0)
     v = tl.load(exp_avg_sq + at, mask=mask, other=0.0)
@@ -151,7 +150,6 @@ def lamb_apply_kernel(
 
 
 def lamb(given: LAMBArguments) -> Launches:
-    """As `kfuse.kernels.lamb`."""
     table, chunks = given.table, (given.table.num_chunks,)
     layout = {"OFFSET_ALIGNMENT": table.offset_alignment, "CHUNK": CHUNK}
     values = vars(given) | given.options.numbers | {"chunks": table.chunks}
@@ -168,7 +166,6 @@ def lamb(given: LAMBArguments) -> Launches:
 
 
 def lamb_trust(given: TrustArguments) -> Launches:
-    """As `kfuse.kernels.lamb_trust`."""
     table = given.table
     values: dict[str, Any] = {"partials": given.partials, "trust": given.out, "first_chunks": table.first_chunks}
     values["num_chunks"] = table.num_chunks

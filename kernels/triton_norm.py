@@ -99,7 +99,6 @@ def norm_finish_kernel(parts, sums, squares, count, width, PARTS: tl.constexpr, 
 
 
 def norm_forward(given: NormForwardArguments) -> Generator[Launch, None, Forward]:
-    """As `kfuse.kernels.norm_forward`, a program a row."""
     x, (rows, width) = given.x, given.x.shape
     if width > MAX_WIDTH:
         return normalisation.norm_forward_by_torch(given)

@@ -15,7 +15,6 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.
 
 @triton.jit
 def _pack_span(source, target, index, read, write, scale, ACCUMULATE: tl.constexpr):
-    """Pack the elements at `index`; return the sum of squares of the raw gradient."""
     raw = tl.load(source + index, mask=read, other=0.0).to(tl.float32)
     value = (raw * scale).to(target.dtype.element_ty)  # a scale of 1 changes no bits
     if ACCUMULATE:
@@ -56,7 +55,6 @@ def pack_kernel(
 
 
 def pack(given: PackArguments) -> Launches:
-    """As `kfuse.kernels.pack`, a program a chunk."""
     table = given.table
     dtypes = {grad.dtype for grad in given.grads if grad is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32

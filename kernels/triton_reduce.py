@@ -150,7 +150,6 @@ def reduce(given: ReduceArguments) -> Launches:
 
 
 def pull(given: PullArguments) -> Launches:
-    """As `kfuse.kernels.pull`, a program a block."""
     tile = tile_size(given.out.element_size())
     later = tuple({"numel": length} for length in (tile, tile - 1))
     yield _launch(given, None, tuple(row.data_ptr() for row in given.rows), tile, BLOCK, later)
@@ -224,13 +223,11 @@ def _aligned(rows: Tensor) -> Tensor:
 
 
 def block_sumsq(given: BlockSumsqArguments) -> Launches:
-    """As `kfuse.kernels.block_sumsq`, a program a block."""
     numel, tile = given.flat.numel(), tile_size(given.flat.element_size())
     constants = {"LANE": tile // THREADS, "TILE": tile, "BLOCK": BLOCK}
     yield Launch(block_sumsq_kernel, (num_blocks(numel),), vars(given) | {"numel": numel}, constants, THREADS)
 
 
 def sum_partials(given: SumPartialsArguments) -> Launches:
-    """As `kfuse.kernels.sum_partials`, a program a row."""
     values = vars(given) | {"numel": given.partials.shape[-1]}
     yield Launch(sum_partials_kernel, (given.out.numel(),), values, {"WIDTH": WIDTH}, THREADS)

@@ -110,14 +110,12 @@ def sgd_kernel(
 
 
 def adamw(given: AdamWArguments) -> Launches:
-    """As `kfuse.kernels.adamw`."""
     options = given.options
     numbers = options.numbers | {"decay": 1.0 - options.lr * options.weight_decay}
     yield _launch(adamw_kernel, given, numbers, {"MAXIMIZE": options.maximize})
 
 
 def sgd(given: SGDArguments) -> Launches:
-    """As `kfuse.kernels.sgd`."""
     options = given.options
     numbers = options.numbers | {"one_minus_dampening": 1.0 - options.dampening}
     flags = {"NESTEROV": options.nesterov, "MAXIMIZE": options.maximize, "FIRST_STEP": given.first_step}

@@ -199,13 +199,11 @@ def take_changed(param: Tensor, master: Tensor) -> None:
 
 
 def adamw_by_torch(given: AdamWArguments) -> None:
-    """`adamw` in PyTorch."""
     states: list[list[Tensor]] = [[given.exp_avg], [given.exp_avg_sq], [], [given.step]]
     _fused(torch._fused_adamw_, given, vars(given.options), *states, amsgrad=False)
 
 
 def sgd_by_torch(given: SGDArguments) -> None:
-    """`sgd` in PyTorch."""
     buffers = [] if given.momentum_buffer is None else [given.momentum_buffer]
     _fused(torch._fused_sgd_, given, vars(given.options), buffers, is_first_step=given.first_step)
 
@@ -217,7 +215,6 @@ def _fused(
     *states: list[Tensor],
     **more: bool,
 ) -> None:
-    """Runs one of PyTorch's fused updates. options, more: its settings by name."""
     if given.skipped:
         return
     if given.master is not None:
@@ -251,7 +248,6 @@ class TrustArguments:
 
 
 def lamb_by_torch(given: LAMBArguments) -> None:
-    """`lamb` in PyTorch."""
     if given.skipped:
         return
     table, trust = given.table, given.trust
@@ -271,7 +267,6 @@ def lamb_by_torch(given: LAMBArguments) -> None:
 
 
 def _tensors(flat: Tensor, table: PackTable) -> list[Tensor]:
-    """Each tensor's place in a flat buffer."""
     return [flat[offset : offset + numel] for numel, offset in zip(table.numels, table.offsets, strict=True)]
 
 
@@ -307,7 +302,6 @@ def _lamb_direction(given: LAMBArguments, piece: Sequence[Tensor], norms: Tensor
 
 
 def lamb_trust_by_torch(given: TrustArguments) -> None:
-    """`lamb_trust` in PyTorch."""
     for number, partials in enumerate(given.partials.split_with_sizes(given.table.chunk_counts, dim=1)):
         of_p, of_direction = (_length(row) for row in partials)
         given.out[number] = of_p / of_direction if of_p and of_direction else 1.0

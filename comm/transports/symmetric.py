@@ -53,7 +53,6 @@ class Symmetric:
             pull(rows, ((0, 1),), rows[0], sumsq)  # compiled here, between steps, for the orders of all later plans
 
     def _grow(self, slots: int) -> None:
-        """So many slots of each bucket are exchanged, at most. Raises CommError."""
         while len(self._memories) < slots:
             self._memories.append(SymmetricMemory(self._group, self._numel))
             for bucket in self._buckets:
