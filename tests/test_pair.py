@@ -26,7 +26,6 @@ from kfuse.comm.sync import pair as pair_module
 from kfuse.comm.sync import snapshots as snapshots_module
 from kfuse.comm.sync.pair import Pair, random_peer
 from kfuse.comm.sync.snapshots import PairError, Peer, Snapshots, SnapshotServer, pull
-from kfuse.comm.sync.weights import views
 from kfuse.elastic.meetings import Meetings
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.train.pair import PairAveraging
@@ -106,6 +105,36 @@ def server() -> Iterator[SnapshotServer]:
     made.close()
 
 
+Choose = Callable[[int, Any], int]
+
+
+def first(step: int, ranks: Any) -> int:
+    return int(ranks[0])
+
+
+@pytest.fixture
+def new_pair() -> Iterator[Callable[..., Pair]]:
+    """Makes the side of a worker, which pulls from the first of its peers; closes all afterwards."""
+    made = list[Pair]()
+
+    def new(
+        weights: list[Tensor], peers: dict[int, Peer], rank: int = 0, choose: Choose = lambda _, ranks: ranks[0]
+    ) -> Pair:
+        made.append(Pair(weights, rank, LOCAL, choose))
+        made[-1].peers = peers
+        return made[-1]
+
+    yield new
+    for pair in made:
+        pair.close()
+
+
+def pulled(pair: Pair, step: int = 0) -> None:
+    """Begins a step, and waits for the pull, which a step never does."""
+    pair.begin_step(step)
+    assert pair.pull is not None and pair.pull.ended.wait(60.0)
+
+
 def test_who_knows_the_token_is_served_and_a_stranger_gets_no_byte(server: SnapshotServer) -> None:
     for sent in (b"", bytes(16), b"\x80\x04" + bytes(500)):
         with socket.create_connection((LOCAL, server.peer.port), timeout=60) as stranger:
@@ -138,16 +167,13 @@ def test_silent_strangers_do_not_keep_others_away(monkeypatch: pytest.MonkeyPatc
     server.close()
 
 
-def test_another_model_is_an_error(server: SnapshotServer) -> None:
+def test_another_model_is_an_error(server: SnapshotServer, new_pair: Any) -> None:
     with pytest.raises(PairError, match=r"offers 44 bytes, and this worker's weights have 48: all must have the same"):
         pull(server.peer, torch.empty(12))
-    pair = Pair([torch.zeros(12)], 0, LOCAL, lambda step, ranks: ranks[0])
-    pair.peers = {1: server.peer}
-    pair.begin_step(0)
-    arrive(pair)
+    pair = new_pair([torch.zeros(12)], {1: server.peer})
+    pulled(pair)
     with pytest.raises(PairError):
         pair.begin_step(0)
-    pair.close()
 
 
 def test_what_is_silent_or_gone_or_speaks_otherwise_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,55 +204,34 @@ def test_what_is_silent_or_gone_or_speaks_otherwise_is_given_up(monkeypatch: pyt
 # -- when snapshots are averaged in -----------------------------------------------------------------------------------
 
 
-def two() -> tuple[Pair, Pair]:
-    """Worker 0 with zeros, worker 1 with ones; each pulls from the other."""
-    ours = [Pair(filled(rank), rank, LOCAL, lambda step, ranks: ranks[0]) for rank in range(2)]
-    for mine, other in (ours, ours[::-1]):
-        mine.peers = {other.rank: other.address}
-    return ours[0], ours[1]
-
-
-def arrive(pair: Pair) -> None:
-    """Waits for the pull under way, which a step never does."""
-    assert pair.pull is not None and pair.pull.ended.wait(60.0)
-
-
-def test_what_has_arrived_is_averaged_in_once_and_nothing_of_before_a_meeting() -> None:
-    first, second = two()
-    weights = filled(0)
-    first.begin_step(0)
-    arrive(first)
+def test_what_has_arrived_is_averaged_in_once_and_nothing_of_before_a_meeting(new_pair: Any) -> None:
+    second = new_pair(filled(1), {}, rank=1)
+    first, weights = new_pair(filled(0), {1: second.address}), filled(0)
+    pulled(first)
     assert first.mix(weights)
     assert all(set(weight.flatten().tolist()) == {0.5} for weight in weights)
     assert not first.mix(weights)
     assert (first.mixed, first.alone) == (1, 1)
-    first.begin_step(1)
-    arrive(first)
+    pulled(first, 1)
     first.restart(filled(4), 1)
     weights = filled(4)
     assert not first.mix(weights) and torch.equal(weights[0], filled(4)[0])
-    first.begin_step(2)
-    arrive(first)
+    pulled(first, 2)
     assert first.mix(weights)
-    first.close()
-    second.close()
 
 
-def test_nothing_has_arrived_before_the_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_has_arrived_before_the_other_answers(monkeypatch: pytest.MonkeyPatch, new_pair: Any) -> None:
     """A worker whose others do not answer keeps its own weights, and does not wait."""
     monkeypatch.setattr(snapshots_module, "SILENCE_S", 60.0)
     with socket.create_server((LOCAL, 0)) as listener:
-        pair = Pair(filled(3), 0, LOCAL, lambda step, ranks: ranks[0])
-        pair.peers = {1: Peer(LOCAL, listener.getsockname()[1], bytes(16))}
         weights = filled(3)
-        began = time.monotonic()
+        pair, began = new_pair(weights, {1: Peer(LOCAL, listener.getsockname()[1], bytes(16))}), time.monotonic()
         for step in range(100):
             pair.begin_step(step)
             assert not pair.mix(weights)
             pair.publish(weights, step)
         assert time.monotonic() - began < snapshots_module.SILENCE_S / 2
         assert all(torch.equal(*both) for both in zip(weights, filled(3), strict=True))
-        pair.close()
 
 
 def nobody() -> Peer:
@@ -234,7 +239,9 @@ def nobody() -> Peer:
         return Peer(LOCAL, closed.getsockname()[1], bytes(16))
 
 
-def test_who_does_not_answer_is_left_out_for_a_while(server: SnapshotServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_answer_is_left_out_for_a_while(
+    server: SnapshotServer, monkeypatch: pytest.MonkeyPatch, new_pair: Any
+) -> None:
     """A worker that was lost is not asked at each step, while another one answers."""
     monkeypatch.setattr(pair_module, "_LEFT_OUT_S", 60.0)
     asked: list[list[int]] = []
@@ -243,38 +250,32 @@ def test_who_does_not_answer_is_left_out_for_a_while(server: SnapshotServer, mon
         asked.append(list(ranks))
         return 1 if 1 in asked[-1] else 2
 
-    pair = Pair(filled(0), 0, LOCAL, choose)
-    pair.peers = {1: nobody(), 2: server.peer}
+    pair = new_pair(filled(0), {1: nobody(), 2: server.peer}, choose=choose)
     for step in range(4):
-        pair.begin_step(step)
-        arrive(pair)
+        pulled(pair, step)
         pair.mix(filled(0))
     assert asked == [[1, 2], [2], [2], [2]]
     assert (pair.mixed, pair.alone) == (3, 1)
-    pair.close()
 
 
+@pytest.mark.parametrize("answers", [set(), {4, 9, 14, 19, 24, 29}], ids=["never", "now and then"])
 def test_a_worker_that_nobody_answers_says_so_once(
-    server: SnapshotServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    answers: set[int],
+    server: SnapshotServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    new_pair: Any,
 ) -> None:
     """It trains alone. One whose others answer now and then does not say so."""
     monkeypatch.setattr(pair_module, "_LEFT_OUT_S", 0.0)
-    gone = nobody()
-
-    def trains(answers: set[int], steps: int) -> list[str]:
-        pair = Pair(filled(0), 0, LOCAL, lambda step, ranks: 1 + step % 2)
-        caplog.clear()
-        for step in range(steps):
-            pair.peers = {rank: server.peer if step in answers else gone for rank in (1, 2)}
-            pair.begin_step(step)
-            arrive(pair)
-            pair.mix(filled(0))
-        pair.close()
-        return [record.getMessage() for record in caplog.records]
-
-    (told,) = trains(set(), 30)
-    assert told.startswith("comm.sync=pair: rank 0 averages with nobody: none of the other workers answers (rank ")
-    assert trains({4, 9, 14, 19, 24, 29}, 30) == []
+    gone, pair = nobody(), new_pair(filled(0), {}, choose=lambda step, ranks: 1 + step % 2)
+    for step in range(30):
+        pair.peers = {rank: server.peer if step in answers else gone for rank in (1, 2)}
+        pulled(pair, step)
+        pair.mix(filled(0))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (not answers)
+    assert all("rank 0 averages with nobody: none of the other workers answers (rank " in each for each in told)
 
 
 def test_peers_are_chosen_uniformly_and_by_the_seed() -> None:
@@ -315,18 +316,16 @@ class Quadratic(nn.Module):
 
 
 class Real:
-    """Worker `rank` as it is in training."""
+    """A worker as it is in training."""
 
-    def __init__(self, rank: int, model: Quadratic, make: Callable[[Any], Any]) -> None:
-        self.model, self.opt, self.next = model, make(model.parameters()), 0
-        self.pair = Pair(self.opt.updates.weights(), rank, LOCAL, lambda step, ranks: self.next)
-        self.opt.average_with(self.pair)
+    def __init__(self, pair: Pair, model: Quadratic, opt: Any) -> None:
+        self.model, self.opt, self.pair = model, opt, pair
+        opt.average_with(pair)
 
-    def pull(self, rank: int) -> None:
+    def pull(self, rank: int, peer: Peer) -> None:
         """The snapshot that `rank` has published last arrives now."""
-        self.next = rank
-        self.pair.begin_step(0)
-        arrive(self.pair)
+        self.pair.peers = {rank: peer}
+        pulled(self.pair)
 
     def step(self) -> None:
         self.model().backward()
@@ -353,61 +352,48 @@ class Published:
         self.snapshot = self.model.values()
 
 
-@contextlib.contextmanager
-def workers(name: str, h: Tensor, b: Tensor, starts: Tensor) -> Iterator[list[Real]]:
-    real = [Real(rank, Quadratic(h, b, start), OPTIMIZERS[name][0]) for rank, start in enumerate(starts)]
-    for one in real:
-        one.pair.peers = {rank: other.pair.address for rank, other in enumerate(real) if other is not one}
-    yield real
-    for one in real:
-        one.pair.close()
-
-
-def test_masters_of_16_bit_parameters_are_averaged() -> None:
+def test_masters_of_16_bit_parameters_are_averaged(new_pair: Any) -> None:
     """In fp32, and the parameters are their rounded values. (A learning rate of 0 leaves them alone otherwise.)"""
     net = nn.Linear(5, 3).to(torch.bfloat16)
     opt = kf.FusedSGD(net.parameters(), lr=0.0)
-    pair = Pair(opt.updates.weights(), 0, LOCAL, lambda step, ranks: ranks[0])
-    other = Pair([torch.rand_like(weight) for weight in opt.updates.weights()], 1, LOCAL, lambda step, ranks: 0)
+    mine, theirs = ([change(weight) for weight in opt.updates.weights()] for change in (torch.clone, torch.rand_like))
+    pair = new_pair(opt.updates.weights(), {1: new_pair(theirs, {}, rank=1).address})
     opt.average_with(pair)
-    pair.peers = {1: other.address}
-    mine = [weight.clone() for weight in opt.updates.weights()]
-    pair.begin_step(0)
-    arrive(pair)
+    pulled(pair)
     net(torch.ones(4, 5, dtype=torch.bfloat16)).sum().backward()
     opt.step()
-    theirs = torch.empty(sum(weight.numel() for weight in mine))
-    pull(other.address, theirs)
-    for weight, p, one, two in zip(opt.updates.weights(), net.parameters(), mine, views(theirs, mine), strict=True):
+    for weight, p, one, two in zip(opt.updates.weights(), net.parameters(), mine, theirs, strict=True):
         torch.testing.assert_close(weight, (one + two) / 2)
         assert weight.dtype == torch.float32 and torch.equal(p, weight.to(torch.bfloat16))
-    pair.close()
-    other.close()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_order_of_events_gives_the_published_update(name: str) -> None:
+def test_any_order_of_events_gives_the_published_update(name: str, new_pair: Any) -> None:
     """A pull may come long before the step that uses it, so snapshots are old; a step may come without any pull."""
     count, generator, order = 4, torch.Generator().manual_seed(1), random.Random(7)
     h, b = torch.linspace(0.3, 2.0, 7), torch.randn(7, generator=generator)
     starts = torch.randn(count, 7, generator=generator)
     published = [Published(Quadratic(h.double(), b.double(), x.double()), OPTIMIZERS[name][1]) for x in starts]
+    real = []
+    for rank, start in enumerate(starts):
+        model = Quadratic(h, b, start)
+        opt = OPTIMIZERS[name][0](model.parameters())
+        real.append(Real(new_pair(opt.updates.weights(), {}, rank), model, opt))
     pulls = old = 0
-    with workers(name, h, b, starts) as real:
-        for _ in range(200):
-            i = order.randrange(count)
-            if order.random() < 0.5 and published[i].arrived is None:
-                j = order.choice([rank for rank in range(count) if rank != i])
-                real[i].pull(j)
-                published[i].arrived = published[j].snapshot
-                pulls += 1
-                continue
-            snapshots = [each.snapshot for each in published]
-            old += published[i].arrived is not None and not any(published[i].arrived is each for each in snapshots)
-            real[i].step()
-            published[i].step()
-            found = real[i].model.values().double()
-            torch.testing.assert_close(found, published[i].model.values(), rtol=2e-5, atol=2e-6)
+    for _ in range(200):
+        i = order.randrange(count)
+        if order.random() < 0.5 and published[i].arrived is None:
+            j = order.choice([rank for rank in range(count) if rank != i])
+            real[i].pull(j, real[j].pair.address)
+            published[i].arrived = published[j].snapshot
+            pulls += 1
+            continue
+        snapshots = [each.snapshot for each in published]
+        old += published[i].arrived is not None and not any(published[i].arrived is each for each in snapshots)
+        real[i].step()
+        published[i].step()
+        found = real[i].model.values().double()
+        torch.testing.assert_close(found, published[i].model.values(), rtol=2e-5, atol=2e-6)
     assert pulls > 50 and old > 10
 
 
@@ -452,18 +438,14 @@ def test_nobody_stands_still_for_a_call_before_all_have_opened_the_view() -> Non
     assert stood == [6, 6], "at an epoch's end, which all come to; and once the view is open"
 
 
-class Told:
+def told(number: int) -> Any:
     """A worker as `Meetings` sees it: what it was sent."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.sent = number, list[tuple[str, dict[str, Any]]]()
-
-    def send(self, kind: str, **fields: Any) -> None:
-        self.sent.append((kind, fields))
+    sent = list[tuple[str, dict[str, Any]]]()
+    return SimpleNamespace(number=number, sent=sent, send=lambda kind, **fields: sent.append((kind, fields)))
 
 
 def meetings(count: int) -> tuple[Meetings, list[Any]]:
-    workers: list[Any] = [Told(number) for number in range(count)]
+    workers = [told(number) for number in range(count)]
     processes: Any = SimpleNamespace(workers=dict(enumerate(workers)), alive=lambda: workers, members=lambda: workers)
     job: Any = SimpleNamespace(view=SimpleNamespace(generation=3), stopping=None)
     return Meetings(job, processes), workers
@@ -490,10 +472,9 @@ def test_a_worker_that_connects_later_gets_what_others_have_still_to_apply() -> 
         where.announce(announcement)
     stand(where, workers[0], 3, 9, [0, 1], 1)
     stand(where, workers[1], 3, 9, [0, 1], 2)
-    newcomer: Any = Told(2)
+    newcomer, another = told(2), told(3)
     where.connected(newcomer)
     assert newcomer.sent == [("announce", {"number": 2, "announcement": {"lr_scale": 0.5}})]
     workers.clear()  # all that were to apply it are lost
-    another: Any = Told(3)
     where.connected(another)
     assert another.sent == []

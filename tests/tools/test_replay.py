@@ -284,12 +284,8 @@ BAD = [
     (("RUN",), "policy: must be given"),
     (("nowhere", "policy=none"), "nowhere: must be the directory of a run: metrics.jsonl: No such"),
     (("RUN", "policy=none", "batch.size=8"), "batch.size=8: must be one of policy, policy.NAME, batch.min"),
-    (("RUN", "policy=gns", "policy.every=0"), "policy.every=0: must be a whole number, at least 1"),
     (("RUN", "policy=none", "workers.min=9", "workers.max=8"), "workers.min=9, workers.max=8: must be 1 <= min <= max"),
-    (
-        ("RUN", "policy=gns", "policy.factor=1,2"),
-        "policy.factor=1,2: must be key=value, with one value; a list needs [brackets]",
-    ),
+    (("RUN", "policy=gns", "policy.factor=1,2"), "policy.factor=1,2: must be key=value, with one value; a list needs"),
 ]
 
 
@@ -373,20 +369,12 @@ def assert_replayed(job: Job, monkeypatch: Patch, capsys: Capsys, least: int = 1
     assert "the run's own policy" in out
 
 
-def assert_rebuilt(job: Job, directory: Path) -> None:
+def assert_rebuilt(job: Job, had: list[Signals]) -> None:
     """The signals of the metrics are those that each worker's policy had, in every bit."""
     rebuilt = {each.step: each for each in signals_of(job.metrics)}
-    had = seen(directory)
     assert {each.step for each in had} == set(rebuilt)
     for each in had:
         assert rebuilt[each.step] == each
-
-
-def finished(job: Job, overrides: Sequence[str]) -> Job:
-    with command_line(job.directory, overrides) as (process, job):
-        assert process.wait(DEADLINE_S) == 0
-    assert_none_left(job.pids)
-    return job
 
 
 def witness(directory: Path, **arguments: Any) -> list[str]:
@@ -396,54 +384,45 @@ def witness(directory: Path, **arguments: Any) -> list[str]:
 
 
 @pytest.mark.full
-def test_workers_that_come_and_go(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
+def test_workers_that_come_and_go_and_a_killed_leader(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     """By the noise scale, with audits, evaluations, throughputs and links, on up to three workers."""
     saw = tmp_path / "saw"
-    slow = witness(saw, pace_s=0.01, alone_s=0.3)  # so that the others come in time
-    more = ["comm=reproducible", "comm.audit_every=10", *slow]
-    job = finished(Job(tmp_path / "run"), [*DIGITS, *more])
-    assert job.summary["workers"] > 1
-    assert_rebuilt(job, saw)
+    slow = witness(saw, pace_s=0.02, alone_s=0.3)  # so that the others come in time
+    overrides = [*DIGITS, "comm=reproducible", "comm.audit_every=10", *slow]
+    with command_line(tmp_path / "run", overrides) as (process, job):
+        wait_until("a second worker", lambda: bool(job.views) and len(job.views[-1]["workers"]) > 1)
+        steps = len(job.metrics)
+        wait_until("20 more steps", lambda: len(job.metrics) >= steps + 20)
+        os.kill(job.views[-1]["workers"][0]["pid"], signal.SIGKILL)
+        assert process.wait(DEADLINE_S) == 0
+    assert_none_left(job.pids)
+    assert job.summary["workers"] > 1 and job.of_kind("failure")
+    assert_rebuilt(job, seen(saw))
     assert_replayed(job, monkeypatch, capsys, least=2)
 
 
 @pytest.mark.full
-def test_a_killed_leader(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
+def test_a_resumed_run(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
+    """In another directory; and in the same one, where steps after the last checkpoint are made again."""
     saw = tmp_path / "saw"
-    overrides = [*DIGITS, "workers.count=2", *witness(saw, pace_s=0.05)]
-    with command_line(tmp_path / "run", overrides) as (process, job):
-        wait_until("60 steps", lambda: len(job.metrics) >= 60)
-        os.kill(job.views[-1]["workers"][0]["pid"], signal.SIGKILL)
-        assert process.wait(DEADLINE_S) == 0
-    assert_none_left(job.pids)
-    assert job.of_kind("failure")
-    assert_rebuilt(job, saw)
-    assert_replayed(job, monkeypatch, capsys)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_resumed_run(elsewhere: bool, tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
-    """In the same directory, where steps after the last checkpoint are made again; or in another one."""
-    saw, again = tmp_path / "saw", tmp_path / "again"
-    overrides = [*DIGITS, "checkpoint.every_steps=25"]
-    with command_line(tmp_path / "run", [*overrides, *witness(saw, pace_s=0.05)]) as (process, job):
-        wait_until("90 steps", lambda: len(job.metrics) >= 90)
-        wait_until("a checkpoint", (job.directory / "checkpoints" / "step-00000075").exists)
-        for pid in {process.pid, *job.pids}:  # at once, so that nobody writes another checkpoint
+    overrides = [*DIGITS, "checkpoint.every_steps=10"]
+    with command_line(tmp_path / "run", [*overrides, *witness(saw, pace_s=0.05)]) as (process, run):
+        wait_until("40 steps", lambda: len(run.metrics) >= 40)
+        wait_until("a checkpoint", (run.directory / "checkpoints" / "step-00000030").exists)
+        for pid in {process.pid, *run.pids}:  # at once, so that nobody writes another checkpoint
             os.kill(pid, signal.SIGKILL)
         process.wait()
+        assert_none_left(run.pids)
+    first = len(run.metrics)
+    for resume, directory in ((str(run.directory), tmp_path / "other"), ("auto", run.directory)):
+        again = tmp_path / f"again-{directory.name}"
+        resumes = [*overrides, *witness(again, pace_s=0.01), f"checkpoint.resume={resume}"]
+        with command_line(directory, resumes) as (process, job):
+            assert process.wait(DEADLINE_S) == 0
         assert_none_left(job.pids)
-    first = len(job.metrics)
-    resume = str(job.directory) if elsewhere else "auto"
-    resumed = Job(tmp_path / "other" if elsewhere else job.directory)
-    job = finished(resumed, [*overrides, *witness(again, pace_s=0.02), f"checkpoint.resume={resume}"])
-    resumed_at = job.of_kind("resumed")[0]["step"]
-    assert 75 <= resumed_at < first
-    rebuilt = signals_of(job.metrics)  # elsewhere too: the checkpoint has the records of the last 128 steps
-    assert [each.step for each in rebuilt] == list(range(job.summary["steps"]))
-    had = [each for each in seen(saw) if each.step < resumed_at - 1] + seen(again)
-    assert {each.step for each in had} == set(range(len(rebuilt)))
-    for each in had:
-        assert rebuilt[each.step] == each
-    assert_replayed(job, monkeypatch, capsys)
+        resumed_at = job.of_kind("resumed")[0]["step"]
+        assert 30 <= resumed_at < first
+        # Elsewhere too: the checkpoint has the records of the last 128 steps.
+        assert [line["step"] for line in job.metrics] == list(range(job.summary["steps"]))
+        assert_rebuilt(job, [each for each in seen(saw) if each.step < resumed_at - 1] + seen(again))
+        assert_replayed(job, monkeypatch, capsys)
