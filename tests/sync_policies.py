@@ -11,7 +11,7 @@ import chaos
 
 import kfuse as kf
 from kfuse import session
-from kfuse.comm.sync.central import CentralModel
+from kfuse.comm.sync.averaging import CentralModel
 from kfuse.elastic import protocol
 from kfuse.optim.updates import Updates
 

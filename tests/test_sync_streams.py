@@ -6,8 +6,7 @@ import pytest
 import torch
 from gpu.steps import job
 
-from kfuse.comm.sync.central import CentralModel
-from kfuse.comm.sync.outer import OuterMomentum
+from kfuse.comm.sync.averaging import CentralModel, OuterMomentum
 
 RANGES = [range(0, 2), range(2, 4)]
 

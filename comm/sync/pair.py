@@ -30,8 +30,8 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.group import Group
+from kfuse.comm.sync.averaging import views
 from kfuse.comm.sync.snapshots import TOKEN_BYTES, Peer, Snapshots, SnapshotServer, pull
-from kfuse.comm.sync.weights import views
 
 _LOG = logging.getLogger("kfuse")
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kfuse.comm.devices import Device
-from kfuse.comm.sync.weights import views
+from kfuse.comm.sync.averaging import views
 
 SILENCE_S = 2.0
 """Seconds without a byte after which a transfer is given up, on both sides. A transfer that goes on has no limit."""

@@ -7,15 +7,13 @@ workers meet (`kfuse.elastic.meetings`), and what a lost worker changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.sync.pair import Pair, random_peer
 from kfuse.elastic.client import ControlClient
 from kfuse.elastic.protocol import Met
 from kfuse.elastic.rendezvous import own_address
-from kfuse.train.context import TrainContext
-from kfuse.train.decisions import Decisions
 from kfuse.train.progress import STOP_REASONS
 from kfuse.train.synchronisation import SyncMethod
 
@@ -25,12 +23,8 @@ class PairAveraging(SyncMethod):
 
     keeps_weights = True
 
-    def __init__(self, training: TrainContext, decisions: Decisions, agree: Callable[[], None]) -> None:
-        """agree: at a meeting, once models are averaged: reports what this worker has measured so far, then gives all
-        workers the leader's state of all else than the model and the optimizer.
-        """
-        super().__init__(training)
-        self._decisions, self._seed, self._agree = decisions, training.settings.seed, agree
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._pair: Pair | None = None
         self._group: Group | None = None
         """The group that `_pair` belongs to."""

@@ -32,7 +32,6 @@ from kfuse.train.synchronisation import Synchronisation
 
 if TYPE_CHECKING:
     from kfuse.train.audit import Audit
-    from kfuse.train.pair import PairAveraging
 
 
 class Trainer:
@@ -49,8 +48,8 @@ class Trainer:
             self._exits = exits_are_errors
         self._forward = Forward(model, training.objective, opt, self.settings.train_precision)
         self._sampling = Sampling(training)
-        self._synchronisation = Synchronisation(training, self._new_pair)
         self.decisions = Decisions(training)
+        self._synchronisation = Synchronisation(training, self.decisions, self._agree)
         self.calls = PolicyCalls(training, self.decisions)
         opt.sync_buffers(model)
         self._fetcher = training.new_fetcher()
@@ -78,14 +77,9 @@ class Trainer:
         self.result: dict[str, Any] | None = None
         """The summary, once training is over."""
 
-    def _new_pair(self) -> PairAveraging:
-        from kfuse.train.pair import PairAveraging  # only where it is used
-
-        def agree() -> None:
-            self._report_and_decide(lag=0)
-            self._recovery.take_leaders_state()
-
-        return PairAveraging(self._training, self.decisions, agree)
+    def _agree(self) -> None:
+        self._report_and_decide(lag=0)
+        self._recovery.take_leaders_state()
 
     def _new_audit(self) -> Audit:
         from kfuse.train.audit import Audit  # only where it is used
