@@ -107,7 +107,7 @@ RECIPES: dict[str, Recipe] = {
             every=st.integers(1, 20),
             rise=st.floats(1.01, 4),
             factor=st.floats(0.1, 0.9),
-            least=st.floats(0.01, 1),
+            least=st.floats(0.01, 0.9),
         )
     ),
     "GoodputPolicy": Recipe(made(every=st.integers(20, 60), margin=st.floats(0.01, 0.5)), turns=None),

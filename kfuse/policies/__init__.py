@@ -9,26 +9,26 @@ from kfuse.policies.signals import NoPolicy as NoPolicy
 if TYPE_CHECKING:
     from kfuse.policies.autoscale import AutoscalePolicy as AutoscalePolicy
     from kfuse.policies.compose import ComposePolicy as ComposePolicy
-    from kfuse.policies.critical_batch import CriticalBatchPolicy as CriticalBatchPolicy
-    from kfuse.policies.curvature import CurvaturePolicy as CurvaturePolicy
-    from kfuse.policies.gns import GNSPolicy as GNSPolicy
     from kfuse.policies.goodput import GoodputPolicy as GoodputPolicy
-    from kfuse.policies.norm_test import NormTestPolicy as NormTestPolicy
+    from kfuse.policies.noise import CriticalBatchPolicy as CriticalBatchPolicy
+    from kfuse.policies.noise import GNSPolicy as GNSPolicy
+    from kfuse.policies.noise import NormTestPolicy as NormTestPolicy
     from kfuse.policies.phases import SchedulePolicy as SchedulePolicy
-    from kfuse.policies.seesaw import SeesawPolicy as SeesawPolicy
-    from kfuse.policies.sync_switch import SyncSwitchPolicy as SyncSwitchPolicy
+    from kfuse.policies.phases import SyncSwitchPolicy as SyncSwitchPolicy
+    from kfuse.policies.rates import CurvaturePolicy as CurvaturePolicy
+    from kfuse.policies.rates import SeesawPolicy as SeesawPolicy
 
 _MODULES = {
     "AutoscalePolicy": "autoscale",
     "ComposePolicy": "compose",
-    "CriticalBatchPolicy": "critical_batch",
-    "CurvaturePolicy": "curvature",
-    "GNSPolicy": "gns",
+    "CriticalBatchPolicy": "noise",
+    "CurvaturePolicy": "rates",
+    "GNSPolicy": "noise",
     "GoodputPolicy": "goodput",
-    "NormTestPolicy": "norm_test",
+    "NormTestPolicy": "noise",
     "SchedulePolicy": "phases",
-    "SeesawPolicy": "seesaw",
-    "SyncSwitchPolicy": "sync_switch",
+    "SeesawPolicy": "rates",
+    "SyncSwitchPolicy": "phases",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from kfuse.policies.signals import Bounds, ConfiguredPolicy, Decision, Signals, check_positive, check_whole
+from kfuse.policies.signals import Bounds, ConfiguredPolicy, Decision, Signals, check_number, check_whole
 
 
 class AutoscalePolicy(ConfiguredPolicy):
@@ -36,8 +36,8 @@ class AutoscalePolicy(ConfiguredPolicy):
     ) -> None:
         check_whole("policy.window", window, 1)
         check_whole("policy.settle", settle, 0)
-        check_positive("policy.threshold", threshold)
-        check_positive("policy.patience_s", patience_s)
+        check_number("policy.threshold", threshold)
+        check_number("policy.patience_s", patience_s)
         self.window, self.settle, self.threshold, self.patience_s = window, settle, threshold, patience_s
         self.last_step = -1
         self.batch_size = self.workers = 0

@@ -10,6 +10,16 @@ from typing import Any
 from kfuse.policies.signals import BasePolicy, Decision, Signals, checked_decision
 
 
+def _of_all(hook: str) -> Callable[[ComposePolicy], None]:
+    """Returns a hook that calls that of each part, in order."""
+
+    def call(self: ComposePolicy) -> None:
+        for part in self.parts.values():
+            getattr(part, hook)()
+
+    return call
+
+
 class ComposePolicy(BasePolicy):
     """Two or three policies on the same signals, in declared precedence: for each field of a decision the first wins.
 
@@ -23,45 +33,30 @@ class ComposePolicy(BasePolicy):
     """
 
     def __init__(self, first: BasePolicy, second: BasePolicy, third: BasePolicy | None = None) -> None:
-        self._parts = {"first": first, "second": second} | ({} if third is None else {"third": third})
-        for name, part in self._parts.items():
+        self.parts = {"first": first, "second": second} | ({} if third is None else {"third": third})
+        for name, part in self.parts.items():
             if not isinstance(part, BasePolicy):
                 raise ValueError(f"policy.{name}={part!r}: must be a kf.BasePolicy")
         common: dict[str, tuple[str, ...]] = {}
-        for part in self._parts.values():
+        for part in self.parts.values():
             for name, allowed in part.lr_settings.items():
                 common[name] = tuple(value for value in common.get(name, allowed) if value in allowed)
         self.lr_settings = common
         for setting, allowed in common.items():
             if not allowed:
-                names = ", ".join(type(part).__name__ for part in self._parts.values())
+                names = ", ".join(type(part).__name__ for part in self.parts.values())
                 raise ValueError(f"policy: no value of lr.{setting} is right with all of {names}")
-        every = [part.fisher_every for part in self._parts.values() if part.fisher_every is not None]
+        every = [part.fisher_every for part in self.parts.values() if part.fisher_every is not None]
         self.fisher_every = math.gcd(*every) if every else None
-        self.modes = tuple(mode for part in self._parts.values() for mode in part.modes)
-        self.owned_fields = tuple(dict.fromkeys(name for part in self._parts.values() for name in part.owned_fields))
+        self.modes = tuple(mode for part in self.parts.values() for mode in part.modes)
+        self.owned_fields = tuple(dict.fromkeys(name for part in self.parts.values() for name in part.owned_fields))
 
-    def _call(self, hook: str) -> None:
-        for part in self._parts.values():
-            getattr(part, hook)()
-
-    def before_train(self) -> None:
-        self._call("before_train")
-
-    def before_epoch(self) -> None:
-        self._call("before_epoch")
-
-    def before_step(self) -> None:
-        self._call("before_step")
-
-    def after_step(self) -> None:
-        self._call("after_step")
-
-    def after_epoch(self) -> None:
-        self._call("after_epoch")
-
-    def after_train(self) -> None:
-        self._call("after_train")
+    before_train = _of_all("before_train")
+    before_epoch = _of_all("before_epoch")
+    before_step = _of_all("before_step")
+    after_step = _of_all("after_step")
+    after_epoch = _of_all("after_epoch")
+    after_train = _of_all("after_train")
 
     def initial(self) -> Decision | None:
         return self._merged("initial", lambda part: part.initial())
@@ -70,17 +65,17 @@ class ComposePolicy(BasePolicy):
         return self._merged("decide", lambda part: part.decide(signals))
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._parts.items()}
+        return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads the state of each. One that `state` has nothing of stays as it is."""
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             part.load_state_dict(state.get(name, {}))
 
     def _merged(self, method: str, ask: Callable[[BasePolicy], Decision | None]) -> Decision | None:
         """Returns the policies' decisions as one. Raises TypeError where one returns another type."""
         merged, owned = Decision(), set[str]()
-        for part in self._parts.values():
+        for part in self.parts.values():
             decision = checked_decision(ask(part), f"{type(part).__name__}.{method}")
             if decision is not None:
                 merged = replace(decision, **dict.fromkeys(owned)).merged(merged)

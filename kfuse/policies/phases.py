@@ -1,4 +1,4 @@
-"""Batch size, learning-rate factor and worker count by a schedule fixed beforehand."""
+"""What is fixed beforehand: settings by a schedule, and a mode of synchronisation up to a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
-from kfuse.policies.signals import DECISION_LAG, BasePolicy, Decision, Signals, check_positive, check_whole
+from kfuse.policies.signals import (
+    DECISION_LAG,
+    BasePolicy,
+    ConfiguredPolicy,
+    Decision,
+    Signals,
+    check_number,
+    check_whole,
+)
 
 _UNITS = ("step", "epoch", "samples")
 _ALL_UNITS = "step, epoch or samples"
@@ -158,5 +166,34 @@ def _parse(index: int, phase: Mapping[str, Any], unit: str) -> tuple[int, Decisi
         raise ValueError(f"{key}: unknown {', '.join(unknown)}; must have {_ALL_UNITS}, and some of {_NAMES}")
     for name, least in ((unit, 0), ("batch_size", 1), ("workers", 1)):
         check_whole(f"{key}.{name}", phase.get(name, least), least)
-    check_positive(f"{key}.lr_scale", phase.get("lr_scale", 1.0))
+    check_number(f"{key}.lr_scale", phase.get("lr_scale", 1.0))
     return phase[unit], Decision(phase.get("batch_size"), phase.get("lr_scale"), phase.get("workers"))
+
+
+class SyncSwitchPolicy(ConfiguredPolicy):
+    """sma up to a step, ssgd from it on: KungFu's AdaptiveSGDOptimizer (Mai et al., OSDI 2020; lsds/KungFu,
+    srcs/python/kungfu/tensorflow/optimizers/ada_sgd.py: its `change_step`).
+
+    At the change all workers take the central model, and the mean of their optimizer states (docs/synchronisation.md),
+    where KungFu's take rank 0's model. It asks once, so a mode that the script sets later stays.
+
+    step: the first step with ssgd; at least 1. From 4 on it is that step, below it is step 4: a decision takes so long.
+    """
+
+    modes = ("sma", "ssgd")
+    owned_fields = ("sync",)
+
+    def __init__(self, step: int) -> None:
+        check_whole("policy.step", step, 1)
+        self.step = step
+        self.asked_at: int | None = None
+        """The step on whose signals it has asked for ssgd."""
+
+    def initial(self) -> Decision:
+        return Decision(sync="sma")
+
+    def decide(self, signals: Signals) -> Decision | None:
+        """Returns ssgd once, as soon as that applies to no step before the given one."""
+        if self.asked_at is None and signals.in_force_at >= self.step:
+            self.asked_at = signals.step
+        return Decision(sync="ssgd") if self.asked_at == signals.step else None

@@ -271,10 +271,11 @@ def check_whole(key: str, value: object, least: int) -> None:
         raise ValueError(f"{key}={value!r}: must be a whole number, at least {least}")
 
 
-def check_positive(key: str, value: object) -> None:
-    """Raises ValueError, which names `key`, unless the value is a finite number above 0."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{key}={value!r}: must be a finite number above 0")
+def check_number(key: str, value: object, above: float = 0.0, below: float = math.inf) -> None:
+    """Raises ValueError, which names `key`, unless the value is a finite number between these two."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < below:
+        end = "" if below == math.inf else f" and below {below:g}"
+        raise ValueError(f"{key}={value!r}: must be a finite number above {above:g}{end}")
 
 
 def _clip(name: str, value: int | None, low: int, high: int, notes: list[str]) -> int | None:
