@@ -1,4 +1,4 @@
-"""The command `kfuse replay RUN_DIR [override ...]`: reads what is asked for, and checks it and the run directory."""
+"""The command `kfuse replay RUN_DIR [override ...]`: what is asked for, what is checked, and what is printed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from kfuse.cli.check import prepare
 from kfuse.cli.classes import make_policy
 from kfuse.policies.signals import BasePolicy, Bounds
 from kfuse.settings.messages import explain
 from kfuse.settings.tree import AT_SHELL, ConfigError
-from kfuse.tools.replay import report
-from kfuse.tools.replay.run import compared, run
+from kfuse.tools.replay.run import Change, Replay, compared, run
 from kfuse.tools.replay.steps import Recorded, RecordedSteps, SimulatedSteps, signals_of
 from kfuse.tools.run_files import config_path, read_config, read_events, read_metrics
 
@@ -46,7 +49,7 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
     """
     if not words:
         raise ConfigError("kfuse replay: must be given the directory of a run: kfuse replay RUN_DIR policy=...")
-    run_dir, console = Path(words[0]), report.console()
+    run_dir, console = Path(words[0]), _console()
     try:
         overrides = OverridesParser.create().parse_overrides(list(words[1:]))
         for each in overrides:
@@ -64,16 +67,16 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
         result = run(policy, source)
     except (Exception, SystemExit):  # the user's class may raise anything
         traceback.print_exc()
-        report.say(console, f"the policy {name} has raised an error at step {source.next_step}")
+        _say(console, f"the policy {name} has raised an error at step {source.next_step}")
         return 1
     kind = "the run's own policy, on the recorded steps" if is_own else "another policy, on steps of its own"
     for text in (f"{name} on {run_dir}: {kind}", *_notes(recorded, config, policy)):
-        report.say(console, text)
-    report.print_report(console, recorded, result, None if is_own else name)
+        _say(console, text)
+    _report(console, recorded, result, None if is_own else name)
     if events is not None:
-        report.say(console, compared(result.changes, events, first.step))
+        _say(console, compared(result.changes, events, first.step))
     elif is_own:
-        report.say(console, "not compared with the recorded decisions: there is no events.jsonl")
+        _say(console, "not compared with the recorded decisions: there is no events.jsonl")
     return 0
 
 
@@ -148,3 +151,75 @@ def _notes(recorded: Recorded, config: Mapping[str, Any] | None, policy: BasePol
             yield f"{name} is right with lr.{setting}={', '.join(allowed)}; the run has {has}"
     if type(policy).after_step is not BasePolicy.after_step or type(policy).after_epoch is not BasePolicy.after_epoch:
         yield f"{name}: its hooks are not called"
+
+
+_WIDTH = 110
+"""Characters of the tables: a narrower terminal wraps them."""
+
+
+def _console() -> Console:
+    """Returns where to print: as wide as the tables need at least."""
+    return Console(width=max(Console().width, _WIDTH))
+
+
+def _say(console: Console, text: str) -> None:
+    """Prints a text as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _report(console: Console, recorded: Recorded, result: Replay, predicted: str | None) -> None:
+    """Prints the decisions, and steps and samples of the recorded run and of the replay.
+
+    predicted: the policy's name; None for the run's own, whose steps are those of the run.
+    """
+    if result.changes:
+        console.print(_changes(result.changes))
+    else:
+        _say(console, "It decides nothing.")
+    trade_off, (steps, samples) = recorded.trade_off(), recorded.totals()
+    table = _table("", "steps", "vs recorded", "samples", "vs recorded")
+    table.add_row("recorded", str(steps), "1.00", str(samples), "1.00")
+    if predicted and not result.cut_off and (trade_off is not None or result.steps == steps):
+        ratios = f"{result.steps / steps:.2f}", f"{result.samples / samples:.2f}"
+        table.add_row(f"{predicted}, predicted", str(result.steps), ratios[0], str(result.samples), ratios[1])
+    console.print(table)
+    if trade_off is None:
+        _say(console, "The noise scale was never known: steps and samples of another policy cannot be predicted.")
+    else:
+        _say(
+            console,
+            f"To the same point: at least {trade_off.least_steps:.0f} steps (with very large batches), and at least "
+            f"{trade_off.least_samples:.0f} samples (with very small ones); twice of both at the critical batch size, "
+            f"{trade_off.critical_batch:.0f}",
+        )
+    if result.cut_off:
+        _say(console, f"Cut off after {result.steps} steps: the recorded run's end would take many more.")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE, padding=(0, 1))
+    for column in columns:
+        table.add_column(column, justify="left" if column == "also" else "right", no_wrap=column != "also")
+    return table
+
+
+def _changes(changes: Sequence[Change]) -> Table:
+    """Returns a line for each decision: when it applies, what it changes, and what the policy saw."""
+    table = _table("step", "samples", "batch size", "workers", "lr factor", "noise scale then", "also")
+    for each in changes:
+        now, then = each.before, each.after
+        rates = [f"{factor:.4g}" for factor in each.rates]
+        pairs = [(now.batch_size, then.batch_size), (now.workers, then.workers), rates]
+        seen, noise = each.seen, "unknown"
+        if seen is not None and seen.noise_scale_low is not None:
+            noise = f"at least {seen.noise_scale_low:.3g}"
+            if seen.noise_scale is not None and seen.noise_scale_high is not None:
+                noise = f"{seen.noise_scale:.3g} ({seen.noise_scale_low:.3g} to {seen.noise_scale_high:.3g})"
+        table.add_row(
+            str(each.step),
+            str(each.samples),
+            *("" if before == after else f"{before} -> {after}" for before, after in pairs),
+            noise,
+            Text("; ".join([*(f"{name} {value}" for name, value in each.others.items()), *each.notes])),
+        )
+    return table
