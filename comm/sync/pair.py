@@ -24,6 +24,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.group import Group
 from kfuse.comm.sync.averaging import views
-from kfuse.comm.sync.snapshots import TOKEN_BYTES, Peer, Snapshots, SnapshotServer, pull
+from kfuse.comm.sync.snapshots import Peer, Snapshots, SnapshotServer, pull
 
 _LOG = logging.getLogger("kfuse")
 
@@ -44,15 +45,13 @@ Choose = Callable[[int, Sequence[int]], int]
 
 
 class Pull:
-    """One pull of another worker's snapshot, in a thread of its own."""
+    """One pull of the snapshot of another worker, of this rank, in a thread of its own."""
 
     wanted = True
     """Its snapshot is of use: workers have not met since it began."""
     error: Exception | None = None
-    """Why it failed."""
 
     def __init__(self, rank: int, fetch: Callable[[], object]) -> None:
-        """rank: of the other worker."""
         self.rank, self._fetch, self.ended = rank, fetch, threading.Event()
         threading.Thread(target=self._run, name="kfuse-pair-pull", daemon=True).start()
 
@@ -67,40 +66,28 @@ class Pull:
 class Pair:
     """One worker's side of pair averaging, in one view. `DistributedOptimizer.step` calls `mix` and `publish`."""
 
-    rank: int
-    """This worker's."""
-    peers: dict[int, Peer]
-    """The other workers, by rank."""
-    mixed: int
-    """Steps so far in which another worker's snapshot was averaged in."""
-    alone: int
-    """Steps so far in which none had arrived."""
-    pull: Pull | None
-    """The pull that is under way, or has ended and is still to be taken. A step never waits for it."""
-
     def __init__(self, weights: Sequence[Tensor], rank: int, host: str, choose: Choose, step: int = 0) -> None:
         """Publishes the weights (fp32 or bf16, on one device) and serves them from now on; `peers` is to be set.
 
         host: the address of this machine that the others reach. step: steps made so far. Raises OSError where it cannot
         listen there.
         """
-        self.rank, self.peers, self._choose = rank, {}, choose
-        self.mixed = self.alone = 0
-        self.pull = None
+        self.rank, self._choose = rank, choose
+        self.peers: dict[int, Peer] = {}
+        """The other workers, by rank."""
+        self.pull: Pull | None = None
+        """The pull that is under way, or has ended and is still to be taken. A step never waits for it."""
         self._device = devices.of(weights[0].device if weights else torch.device("cpu"))
         self._snapshots = Snapshots(weights, step, self._device)
         self._server = SnapshotServer(self._snapshots, host)
+        self.address = self._server.peer
+        """What the others need to pull from this worker."""
         self._arrived = self._device.pinned((sum(weight.numel() for weight in weights),), torch.float32)
         self._used = self._device.event()  # a GPU copies from `_arrived` until then
         self._used.record()
         self._left_out: dict[int, float] = {}  # ranks that have not answered: until when they are not asked
         self._failures = 0  # pulls that have failed since a snapshot last arrived
         self._is_told = False
-
-    @property
-    def address(self) -> Peer:
-        """What the others need to pull from this worker."""
-        return self._server.peer
 
     def begin_step(self, step: int) -> None:
         """Chooses a worker and starts to pull its newest snapshot, unless a pull is still under way. Does not wait.
@@ -116,13 +103,11 @@ class Pair:
         ranks = [rank for rank in sorted(self.peers) if self._left_out.get(rank, now) <= now]
         if ranks and self.pull is None:
             rank = self._choose(step, ranks)
-            peer = self.peers[rank]
+            self.pull = Pull(rank, partial(self._fetch, self.peers[rank]))
 
-            def fetch() -> None:
-                self._used.synchronize()
-                pull(peer, self._arrived)
-
-            self.pull = Pull(rank, fetch)
+    def _fetch(self, peer: Peer) -> None:
+        self._used.synchronize()
+        pull(peer, self._arrived)
 
     def _failed(self, rank: int, error: Exception, now: float) -> None:
         """Leaves the worker out for a while. Warns, once, where nobody answers: training goes on, without averaging."""
@@ -140,13 +125,9 @@ class Pair:
             )
 
     def mix(self, weights: Sequence[Tensor]) -> bool:
-        """Before the update: averages the snapshot that has arrived into the weights, half and half. Does not wait.
-
-        Returns whether there was one.
-        """
+        """Before the update: averages the snapshot that has arrived into the weights; returns whether there was one."""
         found = self.pull
         if found is None or not found.ended.is_set() or found.error is not None or not found.wanted:
-            self.alone += 1
             return False
         self.pull, self._failures = None, 0
         others = views(self._arrived.to(self._device.name, non_blocking=True), weights)
@@ -154,7 +135,6 @@ class Pair:
         torch._foreach_add_(others, list(weights))  # in fp32, also for bf16 weights
         torch._foreach_mul_(others, 0.5)
         torch._foreach_copy_(list(weights), others)
-        self.mixed += 1
         return True
 
     def publish(self, weights: Sequence[Tensor], step: int) -> None:
@@ -171,24 +151,18 @@ class Pair:
         """Serves nothing any more. Waits for nothing."""
         self._server.close()
 
-    # -- finding the others ---------------------------------------------------------------------------------------
-
     def meet(self, group: Group) -> None:
         """Every rank's address becomes known to all. Every rank calls it, before its first step. Raises CommError."""
         mine = self.address
         text = json.dumps([mine.host, mine.port, mine.token.hex()]).encode()
         message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
         message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        found = group.all_gather(message.to(group.device), "addresses for pair averaging")
-        self.peers = {rank: _peer(bytes(each.tolist())) for rank, each in enumerate(found) if rank != self.rank}
+        for rank, each in enumerate(group.all_gather(message.to(group.device), "addresses for pair averaging")):
+            if rank != self.rank:
+                host, port, token = json.loads(bytes(each.tolist()).rstrip(b"\0"))
+                self.peers[rank] = Peer(host, port, bytes.fromhex(token))
 
 
 def random_peer(seed: int, rank: int) -> Choose:
     """Chooses uniformly, by random numbers that are keyed by (seed, rank, step)."""
     return lambda step, ranks: random.Random(f"{seed} {rank} {step}").choice(ranks)
-
-
-def _peer(message: bytes) -> Peer:
-    host, port, token = json.loads(message.rstrip(b"\0"))
-    assert len(token) == 2 * TOKEN_BYTES
-    return Peer(str(host), int(port), bytes.fromhex(token))

@@ -29,7 +29,7 @@ from kfuse.comm.sync.averaging import views
 
 SILENCE_S = 2.0
 """Seconds without a byte after which a transfer is given up, on both sides. A transfer that goes on has no limit."""
-TOKEN_BYTES = 16
+_TOKEN_BYTES = 16
 _MAGIC = b"kfuse-pair-1\0\0\0\0"
 _HEADER = struct.Struct("<16sqQ")  # magic, step, bytes that follow
 _MOST_CONNECTIONS = 64  # at a time; a further one is closed, and its puller asks another worker
@@ -105,21 +105,17 @@ class Peer:
     host: str
     port: int
     token: bytes
-    """`TOKEN_BYTES` random bytes."""
 
 
 class SnapshotServer:
     """Serves one worker's newest snapshot to workers that know its token, each connection in a thread of its own."""
-
-    peer: Peer
-    """What the other workers need to know."""
 
     def __init__(self, snapshots: Snapshots, host: str) -> None:
         """host: the address to listen on. Raises OSError where it cannot be."""
         assert sys.byteorder == "little", "snapshots travel in little-endian order"
         self._snapshots = snapshots
         self._listener = socket.create_server((host, 0), backlog=_MOST_CONNECTIONS)
-        self.peer = Peer(host, int(self._listener.getsockname()[1]), secrets.token_bytes(TOKEN_BYTES))
+        self.peer = Peer(host, self._listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
         self._places = threading.Semaphore(_MOST_CONNECTIONS)
         threading.Thread(target=self._accept, name="kfuse-pair-server", daemon=True).start()
 
@@ -151,7 +147,7 @@ class SnapshotServer:
         try:
             with connection:
                 connection.settimeout(SILENCE_S)
-                token = bytearray(TOKEN_BYTES)
+                token = bytearray(_TOKEN_BYTES)
                 _receive(connection, memoryview(token))
                 if not hmac.compare_digest(token, self.peer.token):
                     return

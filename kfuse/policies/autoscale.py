@@ -56,7 +56,6 @@ class AutoscalePolicy(ConfiguredPolicy):
         """Seconds of steps since it began to ask for the goal."""
 
     def decide(self, signals: Signals) -> Decision | None:
-        """Returns the worker count to try, or to go back to; None where that is the present one."""
         if signals.step > self.last_step:  # else it is decided on again, after a failure
             self.last_step = signals.step
             self._follow(signals)
@@ -100,7 +99,6 @@ class AutoscalePolicy(ConfiguredPolicy):
         self.waited_s = 0.0
 
     def _pays(self, more: int, fewer: int) -> bool:
-        """Whether so many workers pay, over fewer ones; both are measured."""
         fast, slow = self.rates[str(more)], self.rates[str(fewer)]
         return (fast / slow - 1) / (more / fewer - 1) > self.threshold
 

@@ -172,7 +172,6 @@ class GoodputPolicy(ConfiguredPolicy):
         """The newest step times of each, in seconds."""
 
     def decide(self, signals: Signals) -> Decision | None:
-        """Returns the batch size and worker count to move to; None at other steps, and where none is to change."""
         self._observe(signals)
         if signals.step % self.every:
             return None

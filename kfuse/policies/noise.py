@@ -55,7 +55,6 @@ class GNSPolicy(ConfiguredPolicy):
         self.dead_band = dead_band
 
     def decide(self, signals: Signals) -> Decision | None:
-        """Returns the batch size and worker count to move to; None at other steps, and where none is to change."""
         if signals.step % self.every or (batch_size := self._batch_size(signals)) is None:
             return None
         return Decision(batch_size=batch_size, workers=self._workers(signals, batch_size)).changes(signals)
@@ -81,9 +80,8 @@ class GNSPolicy(ConfiguredPolicy):
     def _workers(self, signals: Signals, batch_size: int) -> int:
         micro_batches = math.ceil(batch_size / signals.micro_batch)
         wanted = math.ceil(micro_batches / self.micro_batches_per_worker)
-        if not self.allow_shrink:
-            wanted = max(wanted, signals.workers)
-        return min(max(wanted, signals.bounds.workers_min), signals.bounds.workers_max)
+        least = 0 if self.allow_shrink else signals.workers
+        return min(max(wanted, least, signals.bounds.workers_min), signals.bounds.workers_max)
 
 
 class CriticalBatchPolicy(ConfiguredPolicy):
@@ -112,7 +110,6 @@ class CriticalBatchPolicy(ConfiguredPolicy):
         self.lr_settings = {"scaling": ("sqrt", "linear", "adascale")}
 
     def decide(self, signals: Signals) -> Decision | None:
-        """Returns twice the batch size where it is due; None elsewhere, and while the interval is unknown."""
         low, double = signals.noise_scale_low, 2 * signals.batch_size
         if signals.step % self.every or low is None or not math.isfinite(low):
             return None
@@ -147,7 +144,6 @@ class NormTestPolicy(ConfiguredPolicy):
         self.theta, self.every = theta, every
 
     def decide(self, signals: Signals) -> Decision | None:
-        """Returns the batch size to grow to; None at other steps, where the test holds, and while it is unknown."""
         variance, grad_sq = signals.mean_grad_variance, signals.mean_grad_sq
         if signals.step == 0 or signals.step % self.every or variance is None or grad_sq is None:
             return None

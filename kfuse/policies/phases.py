@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -124,15 +125,11 @@ class SchedulePolicy(BasePolicy):
 
     def _asked(self, now: int) -> Decision:
         """Returns the settings of all phases that have started at step, epoch or sample `now`; later ones win."""
-        asked = Decision()
-        for start, settings in self._phases:
-            if start <= now:
-                asked = asked.merged(settings)
-        return asked
+        started = (settings for start, settings in self._phases if start <= now)
+        return reduce(Decision.merged, started, Decision())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: decisions depend on the signals and the phases alone."""
-        return {}
+        return {}  # decisions depend on the signals and the phases alone
 
 
 def _parse_text(text: str) -> list[dict[str, int]]:
@@ -193,7 +190,6 @@ class SyncSwitchPolicy(ConfiguredPolicy):
         return Decision(sync="sma")
 
     def decide(self, signals: Signals) -> Decision | None:
-        """Returns ssgd once, as soon as that applies to no step before the given one."""
         if self.asked_at is None and signals.in_force_at >= self.step:
             self.asked_at = signals.step
         return Decision(sync="ssgd") if self.asked_at == signals.step else None

@@ -52,7 +52,6 @@ class SeesawPolicy(ConfiguredPolicy):
         self.lr_settings = {"scaling": ("sqrt", "linear"), "decay": ("none", "constant")}
 
     def decide(self, signals: Signals) -> Decision | None:
-        """Returns batch size and lr_scale of the cuts so far; None where the signals show them, and at the very end."""
         base, micro = signals.base_batch_size, signals.micro_batch
         if signals.done is None or base is None or signals.done >= 1:
             return None
@@ -109,7 +108,6 @@ class CurvaturePolicy(ConfiguredPolicy):
         self.last_step = -1
 
     def decide(self, signals: Signals) -> Decision | None:
-        """Returns the factor on the learning rate to move to; None where that is the present one."""
         # In a ComposePolicy other steps have the figures too. A step before the last one is decided on again.
         if signals.step % self.every == 0 and signals.step > self.last_step:
             self.last_step = signals.step

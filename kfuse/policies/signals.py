@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import operator
@@ -161,14 +162,16 @@ class Decision:
 
         An lr_scale that fp32 cannot hold, or that is not positive, is dropped: no nearest value is meant.
         """
-        notes: list[str] = []
-        batch_size = _clip("batch_size", self.batch_size, bounds.batch_min, bounds.batch_max, notes)
-        workers = _clip("workers", self.workers, bounds.workers_min, bounds.workers_max, notes)
-        lr_scale = self.lr_scale
-        if lr_scale is not None and not FP32_MIN <= lr_scale <= FP32_MAX:
-            notes.append(f"lr_scale {lr_scale} dropped: it must be {FP32_RANGE}, fp32's range")
-            lr_scale = None
-        return replace(self, batch_size=batch_size, workers=workers, lr_scale=lr_scale), notes
+        changed, notes = dict[str, Any](), list[str]()
+        for name, limit in (("batch_size", "batch"), ("workers", "workers")):
+            value, low, high = getattr(self, name), getattr(bounds, f"{limit}_min"), getattr(bounds, f"{limit}_max")
+            if value is not None and not low <= value <= high:
+                changed[name] = min(max(value, low), high)
+                notes.append(f"{name} {value} clipped to {changed[name]}: must be {low} to {high}")
+        if self.lr_scale is not None and not FP32_MIN <= self.lr_scale <= FP32_MAX:
+            notes.append(f"lr_scale {self.lr_scale} dropped: it must be {FP32_RANGE}, fp32's range")
+            changed["lr_scale"] = None
+        return replace(self, **changed), notes
 
 
 class BasePolicy:
@@ -228,10 +231,8 @@ class BasePolicy:
         """
         state = {}
         for name, value in vars(self).items():
-            try:
+            with contextlib.suppress(TypeError):
                 state[name] = _plain(value)
-            except TypeError:
-                continue
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -276,14 +277,6 @@ def check_number(key: str, value: object, above: float = 0.0, below: float = mat
     if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < below:
         end = "" if below == math.inf else f" and below {below:g}"
         raise ValueError(f"{key}={value!r}: must be a finite number above {above:g}{end}")
-
-
-def _clip(name: str, value: int | None, low: int, high: int, notes: list[str]) -> int | None:
-    if value is None or low <= value <= high:
-        return value
-    nearest = min(max(value, low), high)
-    notes.append(f"{name} {value} clipped to {nearest}: must be {low} to {high}")
-    return nearest
 
 
 def _plain(value: Any) -> Any:

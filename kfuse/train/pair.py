@@ -35,8 +35,6 @@ class PairAveraging(SyncMethod):
         self._until = 0
         """A meeting is called, and another worker has made so many steps: it is held there."""
 
-    # -- a step ---------------------------------------------------------------------------------------------------
-
     def before_step(self) -> None:
         """Takes leave of the others, after a meeting or in a new view; chooses whom to pull from. Raises CommError."""
         group, step = self._session.group, self._progress.step
@@ -112,8 +110,6 @@ class PairAveraging(SyncMethod):
         """Whether the supervisor has told all workers of a view or of a stop."""
         session = self._session
         return session.proposed_generation() > 0 or session.stop_reason() in STOP_REASONS
-
-    # -- a meeting ------------------------------------------------------------------------------------------------
 
     def meet(self, every: int) -> None:
         """Another mode begins. Where there are several workers they have just met: it was announced so."""

@@ -70,7 +70,7 @@ def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status. Raises ConfigError for wrong arguments, KeyboardInterrupt."""
     given = _parse(words)
     run = Run(Path(given["run"]).expanduser(), given.get("lr_scaling"), given.get("workers"))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     plans = _plans(run, given, console)
     try:
         points = [_measure(run, step, plan, console) for step, plan in plans.items()]
@@ -78,7 +78,7 @@ def main(words: Sequence[str]) -> int:
         console.print("kfuse cbs: stopped; finished branches are kept, and the same command goes on from there")
         raise
     except BranchError as error:
-        console.print(f"kfuse cbs: {error}", markup=False, soft_wrap=True)
+        console.print(f"kfuse cbs: {error}")
         return 1
     c = calibration([found for _, found in points])
     checkpoints = [{"step": step, "lr": lr} | each.as_dict() for step, (lr, each) in zip(plans, points, strict=True)]
@@ -86,9 +86,9 @@ def main(words: Sequence[str]) -> int:
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
     write_whole(run.path / "cbs" / "cbs.json", lambda to: to.write_text(text))
     if c is None:
-        console.print("c is unknown: at no checkpoint are both B* and the noise scale known", soft_wrap=True)
+        console.print("c is unknown: at no checkpoint are both B* and the noise scale known")
     else:
-        console.print(f"c = {c:.3g} (geometric mean): policy=gns policy.factor={c:.3g}", soft_wrap=True)
+        console.print(f"c = {c:.3g} (geometric mean): policy=gns policy.factor={c:.3g}")
     return 0
 
 
@@ -153,8 +153,7 @@ def print_point(step: int, lr: float, found: CriticalBatch, console: Console) ->
     plan = found.plan
     console.print(
         f"step {step}: batch size {plan.batch_size}, learning rate {lr:.4g}, branches of "
-        f"{plan.branch_samples} samples, {plan.repetitions} repetitions; tolerated: {100 * plan.tolerance:g} %",
-        soft_wrap=True,
+        f"{plan.branch_samples} samples, {plan.repetitions} repetitions; tolerated: {100 * plan.tolerance:g} %"
     )
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for column in ("k", "batch", "loss", "excess %", "95 % interval"):
@@ -166,7 +165,7 @@ def print_point(step: int, lr: float, found: CriticalBatch, console: Console) ->
             if math.isfinite(mean):  # else the reference's loss is 0
                 cells += [f"{100 * mean:+.2f}", f"{100 * low:+.2f} to {100 * high:+.2f}"]
         table.add_row(*cells)
-    console.print(table)
+    console.print(table, soft_wrap=False)
     interval = f"({figure(found.low)} to {'unknown' if found.high is None else figure(found.high)})"
     text = f"  B* is above {figure(found.low)} samples {interval}: try larger factors"
     if found.critical is not None:
@@ -175,7 +174,7 @@ def print_point(step: int, lr: float, found: CriticalBatch, console: Console) ->
         text += "; noise scale {} ({} to {})".format(*map(figure, found.noise_scale))
     if found.ratio is not None:
         text += f"; c = {found.ratio:.3g}"
-    console.print(f"{text}\n", soft_wrap=True)
+    console.print(f"{text}\n")
 
 
 # -- branches ---------------------------------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
     """
     if not words:
         raise ConfigError("kfuse replay: must be given the directory of a run: kfuse replay RUN_DIR policy=...")
-    run_dir, console = Path(words[0]), _console()
+    run_dir = Path(words[0])
+    console = Console(width=max(Console().width, _WIDTH), markup=False, highlight=False, soft_wrap=True)
     try:
         overrides = OverridesParser.create().parse_overrides(list(words[1:]))
         for each in overrides:
@@ -67,16 +68,16 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
         result = run(policy, source)
     except (Exception, SystemExit):  # the user's class may raise anything
         traceback.print_exc()
-        _say(console, f"the policy {name} has raised an error at step {source.next_step}")
+        console.print(f"the policy {name} has raised an error at step {source.next_step}")
         return 1
     kind = "the run's own policy, on the recorded steps" if is_own else "another policy, on steps of its own"
     for text in (f"{name} on {run_dir}: {kind}", *_notes(recorded, config, policy)):
-        _say(console, text)
+        console.print(text)
     _report(console, recorded, result, None if is_own else name)
     if events is not None:
-        _say(console, compared(result.changes, events, first.step))
+        console.print(compared(result.changes, events, first.step))
     elif is_own:
-        _say(console, "not compared with the recorded decisions: there is no events.jsonl")
+        console.print("not compared with the recorded decisions: there is no events.jsonl")
     return 0
 
 
@@ -157,43 +158,32 @@ _WIDTH = 110
 """Characters of the tables: a narrower terminal wraps them."""
 
 
-def _console() -> Console:
-    """Returns where to print: as wide as the tables need at least."""
-    return Console(width=max(Console().width, _WIDTH))
-
-
-def _say(console: Console, text: str) -> None:
-    """Prints a text as it is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def _report(console: Console, recorded: Recorded, result: Replay, predicted: str | None) -> None:
     """Prints the decisions, and steps and samples of the recorded run and of the replay.
 
     predicted: the policy's name; None for the run's own, whose steps are those of the run.
     """
     if result.changes:
-        console.print(_changes(result.changes))
+        console.print(_changes(result.changes), soft_wrap=False)
     else:
-        _say(console, "It decides nothing.")
+        console.print("It decides nothing.")
     trade_off, (steps, samples) = recorded.trade_off(), recorded.totals()
     table = _table("", "steps", "vs recorded", "samples", "vs recorded")
     table.add_row("recorded", str(steps), "1.00", str(samples), "1.00")
     if predicted and not result.cut_off and (trade_off is not None or result.steps == steps):
         ratios = f"{result.steps / steps:.2f}", f"{result.samples / samples:.2f}"
         table.add_row(f"{predicted}, predicted", str(result.steps), ratios[0], str(result.samples), ratios[1])
-    console.print(table)
+    console.print(table, soft_wrap=False)
     if trade_off is None:
-        _say(console, "The noise scale was never known: steps and samples of another policy cannot be predicted.")
+        console.print("The noise scale was never known: steps and samples of another policy cannot be predicted.")
     else:
-        _say(
-            console,
+        console.print(
             f"To the same point: at least {trade_off.least_steps:.0f} steps (with very large batches), and at least "
             f"{trade_off.least_samples:.0f} samples (with very small ones); twice of both at the critical batch size, "
             f"{trade_off.critical_batch:.0f}",
         )
     if result.cut_off:
-        _say(console, f"Cut off after {result.steps} steps: the recorded run's end would take many more.")
+        console.print(f"Cut off after {result.steps} steps: the recorded run's end would take many more.")
 
 
 def _table(*columns: str) -> Table:
