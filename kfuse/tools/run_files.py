@@ -60,10 +60,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]] | None:
-    """Returns the records of events.jsonl, each with its step and kind; None where there is no such file.
-
-    Raises ConfigError.
-    """
+    """Returns the records of events.jsonl, None where there is no such file. Raises ConfigError."""
     path = run_dir / "events.jsonl"
     return _records(path, ("step", "kind")) if path.exists() else None
 

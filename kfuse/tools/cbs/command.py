@@ -149,7 +149,6 @@ def _measure(run: Run, step: int, plan: Plan, console: Console) -> tuple[float, 
 
 
 def print_point(step: int, lr: float, found: CriticalBatch, console: Console) -> None:
-    """Prints a table of the branches of one checkpoint: how far each loss is above the reference's."""
     plan = found.plan
     console.print(
         f"step {step}: batch size {plan.batch_size}, learning rate {lr:.4g}, branches of "
@@ -241,7 +240,6 @@ class Start:
         at, config = self._state["progress"], run.config
         self.step: int = at["step"]
         self.batch_size: int = at["batch_size"]
-        """The run's batch size there, in samples."""
         self._cursor: int = at["cursor"]
         self._length: int | None = at["began_with"]["dataset size"]
         if self._length is None:
@@ -294,11 +292,7 @@ class Start:
                 self._run_job(folder, batch, seed, steps)
             finally:  # as large as the run's checkpoint; a stopped or failed branch begins anew
                 shutil.rmtree(folder / "start", ignore_errors=True)
-            first = self._state["progress"]["samples"]
-            try:
-                rows = read_metrics(folder)
-            except ConfigError as error:
-                raise BranchError(str(error)) from error
+            first, rows = self._state["progress"]["samples"], read_metrics(folder)
             figures = [[row["samples"] - first, row["loss"], row["grad_variance"], row["grad_sq"]] for row in rows]
             found = {"branch": branch, "steps": figures}
             text = json.dumps(found, allow_nan=False) + "\n"

@@ -235,10 +235,10 @@ def _bounds(values: Floats) -> tuple[Floats, Floats, Floats]:
 
 def _first_above(grid: Floats, curve: Floats) -> float | None:
     """Returns where the curve first rises above 0; None where it does not."""
-    above = np.flatnonzero(curve > 0)
-    if not len(above):
+    if not (curve > 0).any():
         return None
-    return _crossing(grid, curve, int(above[0]) - 1) if above[0] else float(grid[0])
+    i = int(np.argmax(curve > 0))
+    return _crossing(grid, curve, i - 1) if i else float(grid[0])
 
 
 def _crossing(grid: Floats, curve: Floats, i: int) -> float:

@@ -39,18 +39,16 @@ class Change:
 class Replay:
     """What a policy did on a recorded run."""
 
-    changes: list[Change]
-    steps: int = 0
-    samples: int = 0
-    """Samples of these steps."""
-    cut_off: bool = False
-    """The recorded run's end was not reached: the replay would take too many steps."""
-
     def __init__(self, recorded: Recorded, bounds: Bounds) -> None:
-        self.changes, self._recorded, self._bounds = [], recorded, bounds
-        self._now = recorded.begin
+        self._recorded, self._bounds = recorded, bounds
+        self.changes: list[Change] = []
+        self.steps = self.samples = 0
+        """Steps made, and their samples."""
+        self.cut_off = False
+        """The recorded run's end was not reached: the replay would take too many steps."""
+        self.now = recorded.begin
         """What the step that comes is made with."""
-        self._workers_requested = self._now.workers
+        self._workers_requested = self.now.workers
         """The number of workers that was last requested. Asking for it again changes nothing, as in training."""
         self._others: dict[str, Any] = {"sync": recorded.sync, "topology": None, "tree": None, "replace": None}
         """The present values of what is no setting of a step; None: unknown."""
@@ -59,15 +57,15 @@ class Replay:
 
     def take_in(self, seen: Signals) -> None:
         """Adds the step that was made last. A recorded step's own settings are those in force now."""
-        self._now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)
+        self.now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)
         self._newest.appendleft(seen)
 
-    def apply(self, start: int, decision: Decision, seen: Signals | None, samples: int) -> DecidedSettings:
-        """Applies a decision from the step `start` on, within the bounds. Returns what steps are made with then."""
+    def apply(self, start: int, decision: Decision, seen: Signals | None, samples: int) -> None:
+        """Applies a decision from the step `start` on, within the bounds."""
         # A run that is resumed may have other bounds from then on.
-        now, (granted, notes) = self._now, decision.clipped(self._bounds if seen is None else seen.bounds)
+        now, (granted, notes) = self.now, decision.clipped(self._bounds if seen is None else seen.bounds)
         scale = now.lr_scale if granted.lr_scale is None else granted.lr_scale
-        self._now = DecidedSettings(
+        self.now = DecidedSettings(
             granted.batch_size or now.batch_size,
             granted.workers if granted.workers not in (None, self._workers_requested) else now.workers,
             now.lr_scale if math.isclose(scale, now.lr_scale, rel_tol=1e-12) else scale,
@@ -76,14 +74,13 @@ class Replay:
         wanted = {name: value for name in self._others if (value := getattr(granted, name)) is not None}
         new = {name: value for name, value in wanted.items() if value != self._others[name]}
         self._others.update(wanted, replace=wanted.get("replace"))
-        if new or self._now != now:
+        if new or self.now != now:
             # It is applied after the step start - 1. By then the statistics of start - 2 have been read, as the newest.
             read = next((each for each in self._newest if each.step <= start - 2), None)
             means = (None, None) if read is None else (read.mean_grad_sq, read.mean_grad_variance)
-            before, after = (self._recorded.gain(s.batch_size, *means) * s.lr_scale for s in (now, self._now))
-            change = Change(max(start - 1, 0), samples, now, self._now, new, tuple(notes), seen, (before, after))
+            before, after = (self._recorded.gain(s.batch_size, *means) * s.lr_scale for s in (now, self.now))
+            change = Change(max(start - 1, 0), samples, now, self.now, new, tuple(notes), seen, (before, after))
             self.changes.append(change)
-        return self._now
 
 
 def run(policy: BasePolicy, source: StepSource) -> Replay:
@@ -91,19 +88,17 @@ def run(policy: BasePolicy, source: StepSource) -> Replay:
 
     Workers come at once. Raises TypeError if the policy returns what is no decision, and whatever the policy raises.
     """
-    out, name, now = Replay(source.recorded, source.bounds), type(policy).__name__, source.recorded.begin
+    out, name = Replay(source.recorded, source.bounds), type(policy).__name__
     pending: deque[tuple[int, Decision, Signals | None]] = deque()  # first step, decision, the signals behind it
     first, used = source.next_step, source.samples
     if first == 0 and (decision := checked_decision(policy.initial(), f"{name}.initial")) is not None:
         pending.append((0, decision, None))
-    seen: Signals | None
     while True:
         while pending and pending[0][0] <= source.next_step:
-            now = out.apply(*pending.popleft(), source.samples)
-        if (seen := source.step(now)) is None:
+            out.apply(*pending.popleft(), source.samples)
+        if (seen := source.step(out.now)) is None:
             break
         out.take_in(seen)
-        now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)
         decision = checked_decision(policy.decide(seen), f"{name}.decide")
         if decision is not None:
             pending.append((seen.in_force_at, decision, seen))

@@ -92,14 +92,14 @@ class DecidedSettings:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recorded run, as `signals_of` has rebuilt it."""
+    """A recorded run, as `signals_of` has rebuilt it.
+
+    signals: at least one. scaling: `lr.scaling` of the run. sync: its `comm.sync`; None: unknown.
+    """
 
     signals: Sequence[Signals]
-    """At least one."""
     scaling: str = "none"
-    """`lr.scaling` of the run."""
     sync: str | None = None
-    """`comm.sync` of the run; None: unknown."""
 
     @property
     def begin(self) -> DecidedSettings:
@@ -170,7 +170,6 @@ class RecordedSteps:
     """The steps that the run made, with what it made them with."""
 
     cut_off = False
-    """The steps have not ended before the recorded run's end."""
 
     def __init__(self, recorded: Recorded) -> None:
         self.recorded, self._line = recorded, 0
@@ -237,7 +236,7 @@ class SimulatedSteps:
         return seen
 
     def _advance(self, count: int) -> None:
-        """Adds the progress of a step of `count` samples. It may go over several lines, each with its noise scale."""
+        """Adds the progress of a step of `count` samples, which may go over several lines."""
         left = 1.0  # of the step
         while True:
             whole = count if self._noise is None else progress_of(count, self._noise[self._line])
