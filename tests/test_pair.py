@@ -28,7 +28,6 @@ from kfuse.comm.sync.pair import Pair, random_peer
 from kfuse.comm.sync.snapshots import PairError, Peer, Snapshots, SnapshotServer, pull
 from kfuse.elastic.meetings import Meetings
 from kfuse.observe.run_dir import RunDirectory
-from kfuse.train.pair import PairAveraging
 
 CPU = devices.of(torch.device("cpu"))
 LOCAL = "127.0.0.1"
@@ -423,58 +422,17 @@ def test_a_ledger_line_is_kept_once_in_each_workers_order(tmp_path: Path) -> Non
     assert again == [lines[k] for k in (0, 3, 6)], "what a slow worker wrote after a dropped line stays, once"
 
 
-def test_nobody_stands_still_for_a_call_before_all_have_opened_the_view() -> None:
-    """After a loss a step is ended in the next view: one worker knows of a further view already, another does not."""
-    group, stood = SimpleNamespace(size=2, rank=1), list[int]()
-    method: Any = object.__new__(PairAveraging)
-    method._session = SimpleNamespace(group=group, proposed_generation=lambda: 3, stop_reason=lambda: None)
-    method._progress = SimpleNamespace(drifted=1, step=5, announced=0)
-    method._decisions = SimpleNamespace(take_requested=lambda: None)
-    method._session.control_client = SimpleNamespace(announced=lambda after: {})
-    method._until, method._meet = 0, stood.append
-    for opened, common in ((None, False), (None, True), (group, False)):
-        method._group = opened
-        method.after_step(1, common, False)
-    assert stood == [6, 6], "at an epoch's end, which all come to; and once the view is open"
-
-
-def told(number: int) -> Any:
-    """A worker as `Meetings` sees it: what it was sent."""
-    sent = list[tuple[str, dict[str, Any]]]()
-    return SimpleNamespace(number=number, sent=sent, send=lambda kind, **fields: sent.append((kind, fields)))
-
-
-def meetings(count: int) -> tuple[Meetings, list[Any]]:
-    workers = [told(number) for number in range(count)]
-    processes: Any = SimpleNamespace(workers=dict(enumerate(workers)), alive=lambda: workers, members=lambda: workers)
-    job: Any = SimpleNamespace(view=SimpleNamespace(generation=3), stopping=None)
-    return Meetings(job, processes), workers
-
-
-def stand(where: Meetings, worker: Any, generation: int, step: int, members: list[int], applied: int) -> None:
-    where.stand(worker, {"generation": generation, "step": step, "members": members, "applied": applied})
-
-
 def test_those_that_stand_learn_that_others_move() -> None:
-    where, workers = meetings(2)
-    where.moved(workers[1], 3)
-    stand(where, workers[0], 3, 9, [0, 1], 0)
-    where.moved(workers[1], 3)
-    where.moved(workers[1], None)
-    assert workers[0].sent == []
-    where.moved(workers[1], 4)
-    assert workers[0].sent == [("moving", {})]
-
-
-def test_a_worker_that_connects_later_gets_what_others_have_still_to_apply() -> None:
-    where, workers = meetings(2)
-    for announcement in ({"batch_size": 48}, {"lr_scale": 0.5}):
-        where.announce(announcement)
-    stand(where, workers[0], 3, 9, [0, 1], 1)
-    stand(where, workers[1], 3, 9, [0, 1], 2)
-    newcomer, another = told(2), told(3)
-    where.connected(newcomer)
-    assert newcomer.sent == [("announce", {"number": 2, "announcement": {"lr_scale": 0.5}})]
-    workers.clear()  # all that were to apply it are lost
-    where.connected(another)
-    assert another.sent == []
+    sent = list[str]()
+    both: Any = [SimpleNamespace(number=k, send=lambda kind, **fields: sent.append(kind)) for k in range(2)]
+    stands, moves = both
+    processes: Any = SimpleNamespace(workers=dict(enumerate(both)), alive=lambda: both, members=lambda: both)
+    job: Any = SimpleNamespace(view=SimpleNamespace(generation=3), stopping=None)
+    where: Any = Meetings(job, processes)
+    where.moved(moves, 3)
+    where.stand(stands, {"generation": 3, "step": 9, "members": [0, 1], "applied": 0})
+    where.moved(moves, 3)
+    where.moved(moves, None)
+    assert sent == []
+    where.moved(moves, 4)
+    assert sent == ["moving"]

@@ -20,13 +20,11 @@ from elastic_job import (
     Job,
     assert_none_left,
     command_line,
-    compose,
     override,
     read_lines,
     wait_until,
     words,
 )
-from omegaconf import OmegaConf
 from witness import seen
 
 import kfuse as kf
@@ -296,22 +294,6 @@ def test_what_cannot_be_replayed_is_one_clear_line(recorded: Path, monkeypatch: 
         captured = capsys.readouterr()
         assert told in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("kfuse: error: ")
         assert captured.out == "" and sorted(path.name for path in recorded.iterdir()) == before
-
-
-def test_settings_of_the_rate_that_do_not_suit_the_policy_are_said(
-    recorded: Path, monkeypatch: Patch, capsys: Capsys
-) -> None:
-    """As if the command line had made the run, and resumed it with more workers than it could have at first."""
-    config = compose(["policy=none", "batch.size=8", "batch.micro=2", "workers.max=3", "workers.count=3"])
-    config["lr"] |= {"scaling": "linear", "decay": "cosine"}
-    (recorded / ".hydra").mkdir()
-    OmegaConf.save(OmegaConf.create(config), recorded / ".hydra" / "config.yaml")
-    assert replay(monkeypatch, recorded) == 0
-    out = capsys.readouterr().out
-    assert "the run's own policy" in out and "0 decisions, as recorded" in out and "It decides nothing." in out
-    assert replay(monkeypatch, recorded, "policy=seesaw") == 0
-    out = capsys.readouterr().out
-    assert "SeesawPolicy is right with lr.decay=none, constant; the run has cosine" in out and "lr.scaling" not in out
 
 
 class Raising(BasePolicy):
