@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import nn
 import kfuse as kf
 from kfuse.cli.app import main
 from kfuse.statistics.noise_scale import MOST_VALUES, t_of_mean
+from kfuse.tools.cbs import in_script
 from kfuse.tools.cbs.estimate import (
     CriticalBatch,
     Plan,
@@ -330,7 +332,7 @@ def test_a_measurement_that_fails_leaves_them_as_they_were_too() -> None:
     assert state(net, opt) == before
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     net, opt, data = problem("FusedAdamW")
     plain = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"kf.Optimizer wraps any\), not SGD"):
@@ -341,6 +343,10 @@ def test_what_cannot_be_measured_is_refused() -> None:
         kf.critical_batch(net, data, opt, batch_size=8, batch_micro=8, factors=(0.5, 1, 2))
     net.head.weight.grad = torch.zeros_like(net.head.weight)
     with pytest.raises(ValueError, match=r"after opt.zero_grad\(\)"):
+        kf.critical_batch(net, data, opt, **ARGUMENTS)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(in_script, "current", lambda: SimpleNamespace(elastic=True))
+    with pytest.raises(RuntimeError, match="under kfuse-run workers may change"):
         kf.critical_batch(net, data, opt, **ARGUMENTS)  # type: ignore[arg-type]
 
 
