@@ -32,8 +32,8 @@ from kfuse.settings.instantiate import CLASS_GROUPS, describe, fits, one_line
 from kfuse.settings.tree import AT_SHELL, ConfigError, did_you_mean, flat, show
 from kfuse.tools.cbs.estimate import CriticalBatch, Plan, Trace, calibration, measure
 from kfuse.tools.run_files import config_path, read_config, read_metrics
-from kfuse.train.lr_schedule import gain
-from kfuse.train.settings import Settings
+from kfuse.train.context import Settings
+from kfuse.train.learning_rate import gain
 from kfuse.train.state import with_settings
 
 USAGE = """\
