@@ -113,54 +113,38 @@ def test_the_model_is_found_from_its_own_times_and_needs_three_settings() -> Non
 # --- the allocation ---
 
 
-def test_workers_and_batch_sizes_are_those_of_brute_force_over_both() -> None:
-    """`plan` against every (workers, batch) of every job, by the formula of the objective written out here.
+def gain(option: Option | None, options: list[Option]) -> float:
+    """What a job adds to the sum that the planner maximises: effective workers, less the least gain of each."""
+    if option is None:
+        return 0.0
+    return option.goodput / (options[0].goodput / options[0].workers) - LEAST_GAIN * option.workers
 
-    One worker more never makes it worse.
-    """
-    instances = 0
+
+def test_the_allocation_is_that_of_brute_force() -> None:
+    """One worker more never makes it worse."""
     for seed in range(100):
         rng = random.Random(seed)
-        found: list[Job] = []
-        for _ in range(rng.randint(1, 3)):
-            base, fewest = 16 * rng.randint(1, 4), rng.randint(1, 2)
-            step_time = LinearStepTime(rng.uniform(0, 0.1), rng.uniform(1e-4, 1e-2), rng.uniform(0, 0.05))
-            noise = rng.uniform(10, 2000)
-            sizes, counts = (base, base * rng.randint(1, 6)), (fewest, rng.randint(fewest, 5))
-            job = Job("job", rng.uniform(1e3, 1e6), base, sizes, 16, counts, (noise,) * 3, step_time, {}, (1.0, 1.0))
-            found.append(job)
-        workers, options = rng.randint(2, 8), [job.options(range(1, 9)) for job in found]
-        if not all(options):
-            continue
-        instances, each = instances + 1, []
-        for job in found:
-            settings = [
-                (n, b)
-                for n in range(job.workers[0], job.workers[1] + 1)
-                for b in range(job.batch[0], job.batch[1] + 1, job.micro)
-                if b >= n * job.micro
-            ]
-            fewest = settings[0][0]
-            alone = max(goodput(job, n, b) for n, b in settings if n == fewest) / fewest
-            each.append([(0, 0.0), *((n, goodput(job, n, b) / alone - LEAST_GAIN * n) for n, b in settings)])
-        best = max(
-            sum(gain for _, gain in picked)
-            for picked in itertools.product(*each)
-            if sum(n for n, _ in picked) <= workers
-        )
-        reached = []
+        jobs = [drawn(rng) for _ in range(rng.randint(1, 3))]
+        workers, reached = rng.randint(2, 8), list[float]()
         for count in (workers, workers + 1):
-            given = plan(options, [1.0] * len(found), count)
+            given = plan(jobs, [1.0] * len(jobs), count)
             assert sum(option.workers for option in given if option) <= count
-            gains = [
-                option.goodput / (its[0].goodput / its[0].workers) - LEAST_GAIN * option.workers
-                for option, its in zip(given, options, strict=True)
-                if option
-            ]
-            reached.append(sum(gains))
+            reached.append(sum(map(gain, given, jobs)))
+        choices = itertools.product(*([None, *options] for options in jobs))
+        allowed = [each for each in choices if sum(option.workers for option in each if option) <= workers]
+        best = max(sum(map(gain, each, jobs)) for each in allowed)
         assert reached[0] == pytest.approx(best, abs=1e-5), f"seed {seed}"  # values are rounded to a millionth
         assert reached[1] >= reached[0] - 1e-5
-    assert instances > 30
+
+
+def drawn(rng: random.Random) -> list[Option]:
+    """A job's options: from some number of workers on, each with more goodput than the one before."""
+    fewest, goodput = rng.randint(1, 2), 0.0
+    options = []
+    for n in range(fewest, rng.randint(fewest, 5) + 1):
+        goodput += rng.uniform(0.1, 2.0)
+        options.append(Option(n, 64, goodput, goodput, goodput))
+    return options
 
 
 def test_of_equal_sums_the_fewest_workers_are_taken_and_given_to_the_first_jobs() -> None:
