@@ -358,7 +358,7 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DataLoader(pairs(), batch_sampler=BatchSampler(RandomSampler(pairs()), 4, False)), {}, DataError, OWN),
     (Pairs(pairs(), 4, shuffle=True), {}, DataError, "Pairs iterates in its own way"),
     (Rows(), {"train_epochs": 2, "train_steps": 5}, ValueError, "train_epochs=2"),
-    ((torch.zeros(3, 3), torch.zeros(3)), {"collate_fn": list}, TypeError, "collate_fn= with tuple, whose samples are"),
+    ((torch.zeros(3, 3), torch.zeros(3)), {"collate_fn": list}, TypeError, "tuple with collate_fn= is not a data set"),
     (DataLoader(Rows(), 4, num_workers=2), {"train_steps": 3}, DataError, "data_workers=2 with Rows, which cannot"),
     (pairs(), {"heldout": Regression(9)}, DataError, "heldout=Regression: a stream has no length"),
     (pairs(), {"heldout": DataLoader(pairs(), sampler=DistributedSampler(pairs(), 2, 0))}, DataError, "heldout=DataL"),

@@ -208,31 +208,26 @@ def as_dataset(obj: Any, collate_fn: Collate | None = None) -> Dataset:
     collate_fn(samples): makes the batches of a map-style data set; None: `torch.utils.data.default_collate`.
     Raises TypeError, which names what is accepted, for anything else, and ValueError for parts of different lengths.
     """
-    if collate_fn is not None:
-        if not is_map_style(obj):
-            raise TypeError(
-                f"collate_fn= with {type(obj).__name__}, whose samples are not fetched one by one: pass a map-style "
-                "data set (a TensorDataset of tensors) or a stream"
-            )
-        return MapData(obj, collate_fn)
-    if isinstance(obj, Dataset):
-        return obj
-    if _is_of_tensors(obj):
-        if len(obj) != 2:
-            raise TypeError(
-                f"{type(obj).__name__} of {len(obj)} tensors or arrays: a pair (x, y) has two; pass more of them as a "
-                "dictionary or a TensorDataset"
-            )
-        return TensorData((_as_tensor(obj[0]), _as_tensor(obj[1], target=True)))
-    if isinstance(obj, TensorDataset):
-        return TensorData(obj.tensors)
-    if _holds_all_samples(obj):
-        return TensorData(map_leaves(_as_tensor, obj))
+    if collate_fn is None:
+        if isinstance(obj, Dataset):
+            return obj
+        if isinstance(obj, TensorDataset):
+            return TensorData(obj.tensors)
+        if _is_of_tensors(obj):
+            if len(obj) != 2:
+                raise TypeError(
+                    f"{type(obj).__name__} of {len(obj)} tensors or arrays: a pair (x, y) has two; pass more of them "
+                    "as a dictionary or a TensorDataset"
+                )
+            return TensorData((_as_tensor(obj[0]), _as_tensor(obj[1], target=True)))
+        if _holds_all_samples(obj):
+            return TensorData(map_leaves(_as_tensor, obj))
     if is_map_style(obj):
-        return MapData(obj)
+        return MapData(obj, collate_fn)
     raise TypeError(
-        f"{type(obj).__name__} is not a data set: pass a pair of tensors (x, y), a TensorDataset, a dictionary of "
-        "tensors, a map-style data set (len(d), d[i]), or an object with len(d), d.fetch(indices, generator)"
+        f"{type(obj).__name__}{' with collate_fn=' if collate_fn else ''} is not a data set: pass a pair of tensors "
+        "(x, y), a TensorDataset, a dictionary of tensors, a map-style data set (len(d), d[i]; it alone takes "
+        "collate_fn=), or an object with len(d), d.fetch(indices, generator)"
     )
 
 
