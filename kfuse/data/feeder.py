@@ -49,10 +49,6 @@ _END_S = 1.0  # for a loader process to finish what it is fetching, when trainin
 _IGNORED = (signal.SIGINT, signal.SIGTERM)  # by loader processes: these are sent to a whole job
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_S = 5.0  # where the kernel does not end a loader process with its parent
-_SHARED_MEMORY = (
-    "shared memory is short (/dev/shm): give it more (docker run --shm-size=8g), or lower data.prefetch "
-    "(prefetch_factor) or data.workers (num_workers)"
-)
 
 
 @dataclass(eq=False)
@@ -75,7 +71,7 @@ class _Loader:
         status = self.process.exitcode
         if status is None or status >= 0:
             return f"ended with exit status {status}"
-        why = f" ({_SHARED_MEMORY})" if status == -signal.SIGBUS else ""
+        why = " (is /dev/shm too small? docker run --shm-size=8g, or lower data.prefetch)" * (status == -signal.SIGBUS)
         return f"was ended by {signal.Signals(-status).name}{why}"
 
 
@@ -349,8 +345,6 @@ def _silent_without_parent(kind: type[BaseException], error: BaseException, trac
 def _failure(error: Exception, number: int) -> Failure:
     """Returns an exception as it is sent: itself, or, where it cannot be, a RuntimeError of the same text."""
     text = f"in loader process {number} (pid {os.getpid()}):\n{traceback.format_exc()}".rstrip()
-    if "shared memory" in str(error) or "/torch_" in str(error):
-        text = f"{_SHARED_MEMORY}\n{text}"
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
