@@ -176,7 +176,7 @@ def set_lr(lr: float) -> None:
 
     Raises ValueError unless it is above 0 and in fp32's range, and where the rate now is 0, which no factor changes.
     """
-    _in_training("kf.set_lr").decisions.request_lr(lr)
+    _in_training("kf.set_lr").decisions.request(lr=lr)
 
 
 def set_topology(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Decisions: from a request, to rank 0's announcement, to the settings of later steps.
+"""Decisions: from a policy's request, to rank 0's announcement, to the settings of later steps.
 
 Every worker runs this with the same values and reaches the same result; only rank 0's requests are sent. A decision's
 number travels in the tail of the next step's gradients, so that all apply it after the same step; its content goes by
@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 from kfuse.checkpoint import plain_copy
 from kfuse.comm.group import CommError
@@ -24,7 +24,6 @@ from kfuse.comm.sync import Sync
 from kfuse.comm.topology import Links, check_parents, measure
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
-from kfuse.policies import BasePolicy
 from kfuse.policies.signals import Decision, Signals, checked_decision
 from kfuse.settings import rules
 from kfuse.statistics.figures import Measured, StepContext, StepSettings
@@ -36,6 +35,7 @@ from kfuse.train.step import relative_throughput
 
 _NUMBERS = itertools.count(1)  # of this process: a number is never used again, in another training neither
 _KEPT = 64  # more than the steps that any worker can be behind rank 0
+_KILLED_S = 5.0  # until then the supervisor, told of a policy's error, has ended this process
 
 
 class Published:
@@ -112,9 +112,9 @@ class Decisions:
 
         batch_size: samples, over all workers. lr_scale or lr: replaces an earlier request of either. topology, sync.
         tree: a name, or each rank's parent. None: no request. Raises TypeError where `workers` is not a whole number,
-        ValueError for what does not exist, and for what other settings rule out.
+        ValueError for what does not exist or is out of reach, and for what other settings rule out.
         """
-        made: dict[str, Callable[[Any], Any]] = {"batch_size": int, "lr_scale": float, "lr": float}
+        made: dict[str, Callable[[Any], Any]] = {"batch_size": int, "lr_scale": float, "lr": self.rate.reachable}
         made |= {"topology": self._transport, "tree": self._shape, "sync": self._mode}
         asked = {name: made[name](value) for name, value in asked.items() if value is not None}
         if "lr_scale" in asked or "lr" in asked:
@@ -152,18 +152,6 @@ class Decisions:
         check_parents(parents, self._session.group.size)
         return parents
 
-    def request_lr(self, lr: float) -> None:
-        """Requests the learning rate `lr`; the schedule continues from it. Raises ValueError if it is out of reach.
-
-        The factor that leads to it is computed where it is applied: a batch size may apply at the same step.
-        """
-        self.rate.refuse_out_of_reach(lr)
-        self.request(lr=lr)
-
-    def apply_requested(self) -> None:
-        """Before the first step, on rank 0: applies what is requested. All workers start from its state."""
-        self.apply(self.take_requested())
-
     def report_if_clipped(self, name: str, note: str | None) -> None:
         """Reports that a request was clipped: once, until the note changes. note: None where it was granted."""
         if note is not None and note != self._clipped.get(name):
@@ -187,7 +175,7 @@ class Decisions:
         return self._published.send(content) if content else 0
 
     def take_requested(self) -> dict[str, Any]:
-        """Returns what is requested, which is no longer so: it goes over the control channel (pair averaging)."""
+        """Returns what is requested, which is no longer so: before the first step, and with pair averaging."""
         requested, self._requested = self._requested, {}
         return requested
 
@@ -294,13 +282,12 @@ class Decisions:
         self.use_transport()
 
 
-_KILLED_S = 5.0
-
-Returned = TypeVar("Returned")
-
-
 class PolicyCalls:
-    """The calls of one policy in one training. As a part of the training state it is the policy's."""
+    """The calls of one policy in one training. As a part of the training state it is the policy's.
+
+    An error of the policy is reported, and ends the job on all workers. Only an `Exception` is one: KeyboardInterrupt
+    (Ctrl-C) and SystemExit pass through, as elsewhere in a script.
+    """
 
     def __init__(self, training: TrainContext, decisions: Decisions) -> None:
         self.policy, self._settings, self._decisions = training.policy, training.settings, decisions
@@ -309,25 +296,22 @@ class PolicyCalls:
         """The error that ends training; None: none does."""
 
     def begin(self) -> None:
-        """Applies the policy's initial settings, on rank 0, before the first step."""
-        decision = self._call("initial", lambda: checked_decision(self.policy.initial(), self._name("initial")))
-        if decision is not None:
-            self.request_within_bounds(decision)
-            self._decisions.apply_requested()
+        """Applies the policy's initial settings, on rank 0, before the first step: all workers start from its state."""
+        if self.decide("initial"):
+            self._decisions.apply(self._decisions.take_requested())
 
-    def decide(self, signals: Signals) -> None:
-        """The policy decides on a finished step."""
-        if getattr(self.policy.decide, "__func__", None) is BasePolicy.decide:
-            return
-        decision = self._call("decide", lambda: checked_decision(self.policy.decide(signals), self._name("decide")))
+    def decide(self, method: str, *given: Signals) -> bool:
+        """Calls `decide` with the signals of a finished step, or `initial`. Returns whether the policy has decided."""
+        act = getattr(self.policy, method)
+        decision = self._call(method, lambda: checked_decision(act(*given), self._name(method)))
         if decision is not None:
             self.request_within_bounds(decision)
+        return decision is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy's state. What a checkpoint cannot hold is an error of the policy too."""
         what = f"the value of {self._name('state_dict')}"
-        state: dict[str, Any] = self._call("state_dict", lambda: plain_copy(self.policy.state_dict(), what))
-        return state or {}
+        return self._call("state_dict", lambda: plain_copy(self.policy.state_dict(), what)) or {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The policy takes over another worker's state, or a checkpoint's."""
@@ -335,37 +319,31 @@ class PolicyCalls:
 
     def hook(self, name: str) -> None:
         """Calls a hook. Raises CommError if a worker is lost in a collective of it."""
-        method = getattr(self.policy, name)
-        if getattr(method, "__func__", None) is not getattr(BasePolicy, name):
-            self._call(name, method)
+        self._call(name, getattr(self.policy, name))
 
-    def _call(self, method: str, act: Callable[[], Returned]) -> Returned:
-        """Calls it, and reports an error of it."""
+    def _call(self, method: str, act: Callable[[], Any]) -> Any:
+        """Calls it. Reports an error of it with its traceback, once, and raises it. A supervisor ends all workers."""
         try:
             return act()
         except (CommError, ControlError):  # of a hook's collective: a worker, or the supervisor, is lost
             raise
         except Exception as error:
-            self._end(method, error)
-
-    def _end(self, method: str, error: Exception) -> NoReturn:
-        """Reports the error with its traceback, once, and raises it. A supervisor ends all workers."""
-        if error is self._reported:  # of kf.state_dict, which a hook has called
-            raise error
-        self._reported = error
-        name, step = self._name(method), self._progress.step
-        why = " ".join("".join(traceback.format_exception_only(error)).split())
-        told = f"kfuse: step {step}: the policy's {name} has raised an error; training ends"
-        frames = "".join(traceback.format_exception(error))
-        about = {"method": name, "why": why, "traceback": frames}
-        event = {"step": step, "kind": "policy_failed", "worker": self._session.worker, **about}
-        if self._session.elastic:
-            self._session.give_up(f"the policy's {name} has raised {why}", event, [told, *frames.splitlines()])
-            time.sleep(_KILLED_S)  # the supervisor has told it, and kills this process
-        else:
-            self._reporter.of_any_worker(event)
-            print(told, file=sys.stderr, flush=True)  # Python prints the traceback of what is raised here
-        raise error
+            if error is self._reported:  # of kf.state_dict, which a hook has called
+                raise
+            self._reported = error
+            name, step = self._name(method), self._progress.step
+            why = " ".join("".join(traceback.format_exception_only(error)).split())
+            told = f"kfuse: step {step}: the policy's {name} has raised an error; training ends"
+            frames = "".join(traceback.format_exception(error))
+            about = {"method": name, "why": why, "traceback": frames}
+            event = {"step": step, "kind": "policy_failed", "worker": self._session.worker, **about}
+            if self._session.elastic:
+                self._session.give_up(f"the policy's {name} has raised {why}", event, [told, *frames.splitlines()])
+                time.sleep(_KILLED_S)
+            else:
+                self._reporter.of_any_worker(event)
+                print(told, file=sys.stderr, flush=True)  # Python prints the traceback of what is raised here
+            raise
 
     def _name(self, method: str) -> str:
         return f"{type(self.policy).__name__}.{method}"
@@ -402,9 +380,8 @@ class PolicyCalls:
             decisions.workers_requested = decision.workers
             decision = replace(decision, workers=None)
         decision = self._clip(decision)
-        workers = decision.workers
-        if workers is not None and workers != decisions.workers_requested:
-            decisions.request(workers=workers)
+        if decision.workers != decisions.workers_requested:
+            decisions.request(workers=decision.workers)
         if (rank := decision.replace) is not None:
             granted = elastic and rank in range(size)
             refused = f"replace {rank}: must be a rank from 0 to {size - 1} of an elastic job"

@@ -57,8 +57,11 @@ class LearningRate:
                 return f"a learning rate of {rate} would become {scaled:.3g}, out of fp32's range, {FP32_RANGE}"
         return None
 
-    def refuse_out_of_reach(self, lr: float) -> None:
-        """Raises ValueError for a rate that no factor leads to."""
+    def reachable(self, lr: float) -> float:
+        """Returns the rate. Raises ValueError for one that no factor leads to.
+
+        The factor itself is computed where it is applied: a batch size may apply at the same step.
+        """
         why = None
         if not (math.isfinite(lr) and lr > 0):
             why = "must be a finite number above 0"
@@ -68,6 +71,7 @@ class LearningRate:
             why = f"must be {FP32_RANGE}, fp32's range"
         if why := why or self.refusal(lr / self.now * self._progress.lr_scale):
             raise ValueError(f"kf.set_lr({lr}): {why}")
+        return float(lr)
 
     def reach(self, lr: float) -> bool:
         """The coming step gets this rate, whatever its batch size is. Returns False where its rate is 0, which no

@@ -300,7 +300,7 @@ class Trainer:
             used = self._sampling.of_finished_step(stats, context) if self.settings.observe_ledger else None
             signals = self.calls.signals(stats, context)
             self._reporter.step(stats, context, signals, used)
-            self.calls.decide(signals)
+            self.calls.decide("decide", signals)
             self.decisions.apply_announced(stats, context)
 
     def _synchronise(self) -> None:
