@@ -21,8 +21,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from kfuse.comm.audit import AuditedGradient
 from kfuse.comm.group import Group
 from kfuse.data.fetching import random_key
 from kfuse.data.sources import IterableStream
+from kfuse.elastic.protocol import Member
 from kfuse.train.context import TrainContext
 from kfuse.train.loss import Forward
 from kfuse.train.step import Step, StepSamples, generators_restored
@@ -42,17 +42,13 @@ _AUDITING = 2**63 - 27
 """In the keys of choosing: sets them apart from the keys of a micro-batch's forward and of fetching."""
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The micro-batch of a step that is audited, and the ranks that run it, in order."""
+class Chosen(NamedTuple):
+    """The micro-batch of a step that is audited."""
 
     micro_batch: int
-    owner: int
-    """It has the micro-batch in the step."""
-    checker: int
-    """It runs it again. On one worker it is the owner itself."""
-    third: int | None
-    """It runs it where the two differ; None with fewer than three workers."""
+    ranks: tuple[int, ...]
+    """That run it, in order: its owner in the step, the checker (on one worker the owner itself), and where they differ
+    a third one, if there are so many workers."""
 
 
 def choose(step: int, every: int, samples: StepSamples, seed: int) -> Chosen | None:
@@ -66,7 +62,7 @@ def choose(step: int, every: int, samples: StepSamples, seed: int) -> Chosen | N
     owner = owners[step // every % len(owners)]
     mine, size = samples.range_of(owner), samples.workers
     micro_batch = mine[random_key(seed, _AUDITING, step) % len(mine)]
-    return Chosen(micro_batch, owner, (owner + 1) % size, (owner + 2) % size if size > 2 else None)
+    return Chosen(micro_batch, tuple((owner + place) % size for place in range(min(max(size, 2), 3))))
 
 
 class Audit:
@@ -130,27 +126,32 @@ class Audit:
             raise
 
     def _run(self, step: Step, chosen: Chosen) -> None:
+        owner, checker, *third = chosen.ranks
         rank = self._session.group.rank
-        first = self._audited.digest() if rank == chosen.owner else None
-        again = self._digest_again(step, chosen.micro_batch) if rank == chosen.checker else None
+        first = self._audited.digest() if rank == owner else None
+        again = self._digest_again(step, chosen.micro_batch) if rank == checker else None
         found = self._gather(first, again, "audit")
         if len({kind for _, _, kind in found}) > 1:
-            self._tell_of_unequal_workers()
+            self._unequal = self._session.group
+            if rank == 0:
+                _LOG.warning(
+                    "comm.audit_every=%d: no audits with these workers: they must have one kind of device, one number "
+                    "of CPU threads and one version of torch",
+                    self._every,
+                )
             return
-        digests = [found[chosen.owner][0], found[chosen.checker][1]]
-        ranks = [chosen.owner, chosen.checker]
+        digests = [found[owner][0], found[checker][1]]
         if digests[0] == digests[1]:
             return
-        if chosen.third is not None:
-            again = self._digest_again(step, chosen.micro_batch) if rank == chosen.third else None
-            digests.append(self._gather(None, again, "audit, third worker")[chosen.third][1])
-            ranks.append(chosen.third)
-        self._report(step.number, chosen.micro_batch, ranks, digests)
+        for judge in third:
+            again = self._digest_again(step, chosen.micro_batch) if rank == judge else None
+            digests.append(self._gather(None, again, "audit, third worker")[judge][1])
+        self._report(step.number, chosen.micro_batch, chosen.ranks[: len(digests)], digests)
 
     # -- the second run -------------------------------------------------------------------------------------------
 
     def _digest_again(self, step: Step, micro_batch: int) -> Tensor:
-        """Runs a micro-batch of the step, any worker's; returns the digest of its gradient. It changes nothing else."""
+        """Returns the digest of a micro-batch's gradient, of any worker's of the step. It changes nothing else."""
         engine = self._opt.engine
         with generators_restored(engine.group.device), self._gradients_set_aside(), self._buffers_before_the_step():
             loss = self._forward.run(step.batch_again(micro_batch)).loss
@@ -158,7 +159,6 @@ class Audit:
 
     @contextlib.contextmanager
     def _gradients_set_aside(self) -> Iterator[None]:
-        """Context: no parameter has a gradient. On exit each has the one that it had."""
         params = {id(p): p for p in (*self._model.parameters(), *self._opt.engine.params)}.values()
         grads = [p.grad for p in params]
         try:
@@ -171,7 +171,7 @@ class Audit:
 
     @contextlib.contextmanager
     def _buffers_before_the_step(self) -> Iterator[None]:
-        """Context: the buffers are as before the step, as for each of its micro-batches. On exit: as they were."""
+        """Context: the buffers are as for each of the step's micro-batches."""
         now = _buffers(self._model)
         try:
             _put_back(self._before)
@@ -193,39 +193,23 @@ class Audit:
         found: list[list[int]] = torch.stack(group.all_gather(mine, what)).tolist()
         return found
 
-    def _tell_of_unequal_workers(self) -> None:
-        """Warns once for each group."""
-        self._unequal = self._session.group
-        if self._session.group.rank == 0:
-            _LOG.warning(
-                "comm.audit_every=%d: no audits with these workers: they must have one kind of device, one number of "
-                "CPU threads and one version of torch",
-                self._every,
-            )
-
     def _report(self, step: int, micro_batch: int, ranks: Sequence[int], digests: Sequence[int]) -> None:
         """The runs differ: an event on each such audit, a warning once for the same workers."""
-        pairs = zip(ranks, digests, strict=True)
-        runs = [self._who(rank) | {"digest": f"{digest % 2**64:016x}"} for rank, digest in pairs]
-        wrong = culprit(digests)
+        session, at, wrong = self._session, self._progress, culprit(digests)
+        members = None if session.view is None else session.view.members
+        runs: list[dict[str, Any]] = []
+        for rank, digest in zip(ranks, digests, strict=True):
+            who = members[rank] if members else Member(0, os.getpid(), socket.gethostname())
+            runs.append({**vars(who), "rank": rank, "digest": f"{digest % 2**64:016x}"})
         named = {name: None if wrong is None else runs[wrong][name] for name in ("worker", "rank")}
         note = _note(micro_batch, runs, wrong)
         self._reporter.event(step, "corruption", micro_batch=micro_batch, **named, note=note, runs=runs)
-        at = self._progress
         if wrong is not None and runs[wrong]["worker"] not in at.corrupt:
             at.corrupt = (*at.corrupt, runs[wrong]["worker"])
         suspects = tuple(sorted(run["worker"] for run in (runs if wrong is None else [runs[wrong]])))
-        if suspects not in self._warned and self._session.group.rank == 0:
+        if suspects not in self._warned and session.group.rank == 0:
             _LOG.warning("step %d: audit: %s", step, note)
         self._warned.add(suspects)
-
-    def _who(self, rank: int) -> dict[str, Any]:
-        """The worker of this rank, for records."""
-        session = self._session
-        if session.view is None:
-            return {"worker": 0, "rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
-        member = session.view.members[rank]
-        return {"worker": member.worker, "rank": rank, "pid": member.pid, "host": member.host}
 
 
 _Buffer = tuple[nn.Module, str, Tensor | None, Tensor | None]
@@ -246,7 +230,6 @@ def _buffers(model: nn.Module) -> list[_Buffer]:
 
 @torch.no_grad()
 def _put_back(buffers: Sequence[_Buffer]) -> None:
-    """Makes each buffer the tensor that it was, with the value that it had."""
     for module, name, buffer, value in buffers:
         setattr(module, name, buffer)
         if buffer is not None and value is not None:
@@ -261,7 +244,6 @@ def culprit(digests: Sequence[int]) -> int | None:
 
 
 def _note(micro_batch: int, runs: Sequence[dict[str, Any]], wrong: int | None) -> str:
-    """What an audit found, in words."""
     names = [f"worker {run['worker']} (rank {run['rank']}, pid {run['pid']}, host {run['host']})" for run in runs]
     what = f"gradients of micro-batch {micro_batch}"
     if wrong is not None:
