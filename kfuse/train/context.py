@@ -171,7 +171,7 @@ class TrainContext:
             raise ValueError("scheduler_interval=epoch: must be step with data=stream (a stream has no epochs)")
         self.schedule = settings.schedule(self.samples_an_epoch)
         self.session = current()
-        if self.has_several_workers or self.session.comm.reproducible:
+        if self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible:
             _refuse_uneven_embeddings(self.model)
         inner = type(getattr(opt, "inner", opt)).__name__
         of_loop = "stepped in the loop's body" if has_scheduler(opt) else None
@@ -199,11 +199,6 @@ class TrainContext:
     def samples_an_epoch(self) -> int | None:
         """The samples of an epoch; None for a stream."""
         return self.sampler.length
-
-    @property
-    def has_several_workers(self) -> bool:
-        """Whether there are several workers, or can be."""
-        return self.session.elastic or self.session.group.size > 1
 
     def new_fetcher(self) -> Fetcher:
         """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""

@@ -242,11 +242,9 @@ class Decisions:
     def leave_view(self) -> None:
         """The workers have changed: a list of parents is dropped, and whether there is interference is unknown."""
         self._progress.interference = None
-        in_use, requested = isinstance(self.tree, list), isinstance(self._requested.get("tree"), list)
-        if requested:
-            del self._requested["tree"]
-        if in_use or requested:
-            self.tree = None if in_use else self.tree
+        requested = isinstance(self._requested.get("tree"), list) and self._requested.pop("tree")
+        if isinstance(self.tree, list) or requested:
+            self.tree = None if isinstance(self.tree, list) else self.tree
             self._report_change(tree=self.tree or self._session.comm.tree, why="the workers have changed")
 
     def measure_links(self) -> None:

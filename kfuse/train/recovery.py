@@ -275,7 +275,7 @@ class Recovery:
                     f"this worker was given other arguments than the one whose state it takes ({name} {own} here, "
                     f"{theirs[name]} there): all workers must be given the same"
                 )
-        self._state.restore_common(newest_state, keeps_shards=self._has_state)
+        self._state.restore(newest_state, keeps_shards=self._has_state)
         self._align_engine()
 
     def _make_room(self, structure: Any, begins: bool) -> list[Any] | None:

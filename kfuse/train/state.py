@@ -115,30 +115,24 @@ class TrainingState:
         own = [name for name, part in self._parts.items() if isinstance(part, kinds)]
         return self.capture(only=own, of_optimizer=_common_state)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], keeps_shards: bool | None = None) -> None:
         """Loads what `capture` returned, here or in another process, part by part, in the order of declaration.
 
         Sharded optimizer state stays whole on this worker; the others get their shards by its `regroup`.
+        keeps_shards: for what `capture_common` returned: the shards that this worker has are of the same step.
         Raises ValueError as `check` does, and for a part that does not take its state.
         """
-        self._restore(state, lambda opt, of_opt: opt.updates.load_state_dict(of_opt, whole=True))
-
-    def restore_common(self, state: Mapping[str, Any], keeps_shards: bool) -> None:
-        """Loads what `capture_common` returned, as `restore` does.
-
-        keeps_shards: those of sharded optimizer state that this worker has are of the same step.
-        """
-        self._restore(state, lambda opt, of_opt: opt.updates.load_common_state(of_opt, keeps_shards))
-
-    def _restore(self, state: Mapping[str, Any], load: Callable[[DistributedOptimizer, dict[str, Any]], None]) -> None:
         self.check(state)
         for name, part in self._parts.items():
             try:
-                if isinstance(part, DistributedOptimizer):
-                    load(part, state[name])
-                    part.load_statistics(state[name])
-                else:
+                if not isinstance(part, DistributedOptimizer):
                     part.load_state_dict(state[name])
+                    continue
+                if keeps_shards is None:
+                    part.updates.load_state_dict(state[name], whole=True)
+                else:
+                    part.updates.load_common_state(state[name], keeps_shards)
+                part.load_statistics(state[name])
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ValueError(f"another program's state: its {name} does not fit: {why}") from error
@@ -147,25 +141,6 @@ class TrainingState:
 def _common_state(opt: DistributedOptimizer) -> dict[str, Any]:
     """What all workers have alike. No collective."""
     return opt.with_statistics(opt.updates.common_state())
-
-
-def with_settings(state: Mapping[str, Any], batch_size: int, lr_scale: float, seed: int) -> dict[str, Any]:
-    """Returns a state, of a training without a scheduler, with other settings for the next step on; both share tensors.
-
-    Left out are the policy's state, and what the training had decided or was about to report.
-    """
-    silent: dict[str, Any] = {"in_flight": [], "unread": []}
-    at, optimizer = state["progress"], state["optimizer"]
-    settings = {"batch_size": batch_size, "lr_scale": lr_scale, "began_with": at["began_with"] | {"seed": seed}}
-    return {
-        **state,
-        "progress": {**at, **settings, "contexts": {}, "best": None},
-        "optimizer": {**optimizer, "kfuse": {**optimizer["kfuse"], **silent}},
-        "statistics": {**state["statistics"], **silent},
-        "decisions": {**state["decisions"], "workers_requested": 0, "requested": {}, "under_way": {}},
-        "policy": {},
-        "records": {"recent": [], "told_before": {}},
-    }
 
 
 @dataclass
@@ -244,6 +219,6 @@ class Snapshots:
         """
         if self.agree() < 0 or not self._complete:
             return False
-        self._state.restore_common(self._complete[-1].common, keeps_shards=False)
+        self._state.restore(self._complete[-1].common, keeps_shards=False)
         self._updates.take_shards(self._complete[-1].shards)
         return True

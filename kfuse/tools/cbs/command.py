@@ -34,7 +34,6 @@ from kfuse.tools.cbs.estimate import CriticalBatch, Plan, Trace, calibration, me
 from kfuse.tools.run_files import config_path, read_config, read_metrics
 from kfuse.train.context import Settings
 from kfuse.train.learning_rate import gain
-from kfuse.train.state import with_settings
 
 USAGE = """\
 kfuse cbs run=RUN_DIR [key=value ...]
@@ -303,7 +302,7 @@ class Start:
         start = folder / "start"
         failed: list[Mapping[str, Any]] = []
         writer = Checkpointer(start, 1, lambda event: failed.append(event) if event["kind"] != "checkpoint" else None)
-        writer.save(self.step, with_settings(self._state, batch_size, self._lr_scale, seed))
+        writer.save(self.step, _with_settings(self._state, batch_size, self._lr_scale, seed))
         writer.wait()
         if failed:
             raise BranchError(f"{start}: {failed[0]['why']}")
@@ -320,3 +319,22 @@ class Start:
             raise KeyboardInterrupt
         if status:
             raise BranchError(f"a branch with batches of {batch_size} has failed: {folder / 'output.log'}")
+
+
+def _with_settings(state: Mapping[str, Any], batch_size: int, lr_scale: float, seed: int) -> dict[str, Any]:
+    """Returns a state, of a training without a scheduler, with other settings for the next step on; both share tensors.
+
+    Left out are the policy's state, and what the training had decided or was about to report.
+    """
+    silent: dict[str, Any] = {"in_flight": [], "unread": []}
+    at, optimizer = state["progress"], state["optimizer"]
+    settings = {"batch_size": batch_size, "lr_scale": lr_scale, "began_with": at["began_with"] | {"seed": seed}}
+    return {
+        **state,
+        "progress": {**at, **settings, "contexts": {}, "best": None},
+        "optimizer": {**optimizer, "kfuse": {**optimizer["kfuse"], **silent}},
+        "statistics": {**state["statistics"], **silent},
+        "decisions": {**state["decisions"], "workers_requested": 0, "requested": {}, "under_way": {}},
+        "policy": {},
+        "records": {"recent": [], "told_before": {}},
+    }
