@@ -208,19 +208,6 @@ class Averages:
             model.update_parameters(net)  # type: ignore[operator]
 
 
-def averaged_weights(world: World) -> Outcome:
-    inner = mlp(world.seed)
-    opt = world.optimizer(inner.parameters())
-    net, averages, losses = world.wrap(inner), Averages(inner), list[float]()
-    for step in range(STEPS):
-        loss = F.mse_loss(net(samples(step)[0]), samples(step)[1])
-        loss.backward()
-        update(opt)
-        averages.update(inner)
-        losses.append(loss.item())
-    return [inner, *averages.models], [opt], losses, (None, kf.size())
-
-
 class Adapted(nn.Module):
     """Adapters over a frozen base."""
 
@@ -382,7 +369,6 @@ def scheduled(world: World, name: str) -> Outcome:
 
 SCRIPTS: list[Any] = [
     *((gan, loop) for loop in ("zero first", "generator first", "frozen")),
-    (averaged_weights,),
     *((adapters, everything) for everything in (False, True)),
     *((heads, shift) for shift in (0, 1)),
     *(
@@ -428,12 +414,11 @@ def from_rank_0(net: Any) -> Any:
 
 
 def step_of(step: Any, net: nn.Module) -> Iterator[tuple[Tensor, ...]]:
-    """The backwards of a loader's step: its micro-batches. Those of `Heads` say which head they are for."""
+    """The backwards of a loader's step: its micro-batches."""
     for x, y in step:
-        more = (int(x[0, 0] > 0),) if isinstance(net, Heads) else ()
-        step.loss = F.mse_loss(net(x, *more), y)
+        step.loss = F.mse_loss(net(x), y)
         step.loss.backward()
-        yield (x, y, *more)  # type: ignore[misc]
+        yield x, y
 
 
 def replay(
@@ -505,20 +490,6 @@ def averages_from_a_loader(theirs: Any, ours: Any, seed: int) -> None:
     assert_plausible(opt, 6, 5, 2)
 
 
-def heads_from_a_loader(theirs: Any, ours: Any, seed: int) -> None:
-    """Each micro-batch's data say which head it is for, so that one step may use several."""
-    net = Heads(seed)
-    twin = from_rank_0(net)
-    opt, seen = ours(net.parameters()), list[Any]()
-    for step in kf.DataLoader(samples(0, 40, rank=0), net, opt, batch_size=8, batch_micro=4, train_steps=STEPS):
-        seen.append(list(step_of(step, net)))
-        update(opt)
-    plain = theirs(twin.parameters())
-    replay(twin, plain, seen)
-    assert_same(net, twin)
-    assert_same_state(opt, plain)
-
-
 def scheduled_in_a_loader(theirs: Any, ours: Any, seed: int) -> None:
     """The loader steps a scheduler that it is given; else the loop's body does."""
     for name, given in (("one cycle", True), ("warm-up from 0", True), ("plateau", False)):
@@ -571,7 +542,6 @@ def one_loop_after_another(theirs: Any, ours: Any, seed: int) -> None:
 LOADED = [
     gan_from_a_loader,
     averages_from_a_loader,
-    heads_from_a_loader,
     scheduled_in_a_loader,
     one_loop_after_another,
 ]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.comm import chunks
-from kfuse.comm.chunks import cut, gather, memory, scatter
+from kfuse.comm.chunks import cut
 from kfuse.comm.group import Group
 from kfuse.session import current
 from kfuse.train.state import TrainingState
@@ -46,45 +46,6 @@ def test_chunks_hold_each_byte_once_and_are_bounded(sizes: list[int], limit: int
         assert [start for start, _ in parts] == [0, *(end for _, end in parts)][: len(parts)]
         assert (parts[-1][1] if parts else 0) == size
     assert cut(sizes, limit) == pieces
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(3, 4),
-        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.randn(3, 4).t(),
-        torch.tensor(2.5),
-        torch.randn(0, 3),
-        torch.tensor([True, False]),
-        torch.randn(5).bfloat16(),
-        torch.randn(3, dtype=torch.complex64),
-    ],
-)
-def test_memory_is_the_tensors_own(tensor: Tensor) -> None:
-    view = memory(tensor)
-    assert view is not None and view.shape == (tensor.nbytes,)
-    other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    place = memory(other)
-    assert place is not None
-    place.copy_(view)
-    assert torch.equal(other, tensor)
-
-
-def test_what_repeats_or_has_gaps_has_no_memory_of_its_own() -> None:
-    for tensor in (torch.zeros(1).expand(4), torch.zeros(8)[::2], torch.zeros(2, dtype=torch.complex64).conj()):
-        assert memory(tensor) is None
-
-
-def test_gathered_bytes_come_back() -> None:
-    sources = [torch.randn(n) for n in (3, 700, 1, 20)]
-    targets = [torch.zeros_like(t) for t in sources]
-    own, theirs = ([m for t in ts if (m := memory(t)) is not None] for ts in (sources, targets))
-    for chunk in cut([t.nbytes for t in sources], 512):
-        buffer = torch.empty(chunk.size, dtype=torch.uint8)
-        gather(own, chunk, buffer)
-        scatter(buffer, chunk, theirs)
-    assert all(torch.equal(a, b) for a, b in zip(sources, targets, strict=True))
 
 
 # -- what arrives --------------------------------------------------------------------------------------------------
@@ -113,6 +74,10 @@ def odd_state() -> dict[str, Any]:
         "repeats": torch.tensor([7.0]).expand(3),
         "gaps": torch.arange(8)[::2],
         "empty": torch.empty(0, 2),
+        "transposed": torch.randn(3, 4).t(),
+        "bools": torch.tensor([True, False]),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "conjugated": torch.randn(3, dtype=torch.complex64).conj(),
         "sparse": torch.eye(3).to_sparse(),
         "scalar": torch.tensor(5, dtype=torch.int64),
         "half": torch.randn(70).bfloat16(),
@@ -135,7 +100,7 @@ def test_every_kind_of_value_arrives() -> None:
     want = odd_state()
     assert list(got) == list(want) and got["plain"] == want["plain"]
     assert type(got["nested"]) is OrderedDict and got["nested"]._metadata == {"": {"version": 2}}
-    for name in ("repeats", "gaps", "empty", "scalar", "half"):
+    for name in want.keys() - {"plain", "nested", "sparse"}:
         assert got[name].dtype == want[name].dtype and torch.equal(got[name], want[name]), name
     assert torch.equal(got["sparse"].to_dense(), torch.eye(3))
     for name, value in want["nested"].items():
@@ -299,20 +264,16 @@ def kill(moment: str, rank: int, message: int, step: int = 31) -> dict[str, Any]
     return {"step": step, "moment": moment, "rank": rank, "how": "kill", "message": message, "workers": 2}
 
 
-def test_the_source_is_killed_in_the_middle_and_another_has_the_state(undisturbed: Job, tmp_path: Path) -> None:
-    """Rank 1 is an update behind. Rank 2 has made the update, perhaps not all that follows: it takes over."""
-    job = struck(tmp_path, 3, BEHIND, kill("sending", 0, 12))
-    assert_same_training(job, undisturbed)
-    assert len(job.of_kind("failure")) == 1 and not job.of_kind("resumed")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("message", [20])
-def test_the_only_one_with_the_newest_state_is_killed_in_the_middle(
-    message: int, undisturbed: Job, tmp_path: Path
-) -> None:
-    """Rank 1 keeps the state that it had until all of the newer one has arrived: it makes the update again."""
-    job = struck(tmp_path, 2, BEHIND, kill("sending", 0, message))
+@pytest.mark.parametrize(
+    ("workers", "moment", "rank"),
+    [
+        (3, "sending", 0),  # rank 2 has made the update, perhaps not all that follows: it takes over
+        pytest.param(3, "receiving", 1, marks=pytest.mark.full),
+        pytest.param(2, "sending", 0, marks=pytest.mark.full),  # rank 1 keeps its older state, and updates again
+    ],
+)
+def test_one_is_killed_in_the_middle(workers: int, moment: str, rank: int, undisturbed: Job, tmp_path: Path) -> None:
+    job = struck(tmp_path, workers, BEHIND, kill(moment, rank, 12))
     assert_same_training(job, undisturbed)
     assert len(job.of_kind("failure")) == 1 and not job.of_kind("resumed")
 
@@ -333,13 +294,6 @@ def test_half_of_a_newcomers_state_is_none(checkpoints: list[str], undisturbed: 
         return
     assert job.error == "no worker is left: the last one ended with exit status 1"
     assert any(line.startswith("RuntimeError: the training state is lost: the only worker") for line in job.lines)
-
-
-@pytest.mark.full
-def test_a_receiver_is_killed_in_the_middle(undisturbed: Job, tmp_path: Path) -> None:
-    job = struck(tmp_path, 3, BEHIND, kill("receiving", 1, 12))
-    assert_same_training(job, undisturbed)
-    assert len(job.of_kind("failure")) == 1 and not job.of_kind("resumed")
 
 
 @pytest.mark.full

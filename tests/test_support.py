@@ -1,7 +1,7 @@
 """Each combination of settings trains as plain torch does, or a rule refuses it.
 
-Quick tests: each two values of the supported combinations together. `full`: each three on 1 to 4 workers, and what all
-combinations are asked. `pytest -m long tests/test_support.py`: all of them train on 1 to 4 workers (some 5 minutes).
+Quick tests: each two values of the supported combinations together. `pytest -m long tests/test_support.py`: all of them
+train on 1 to 4 workers (some 5 minutes).
 """
 
 from __future__ import annotations
@@ -48,11 +48,6 @@ def values(case: Case) -> list[tuple[str, str]]:
 def pairs(case: Case) -> list[Any]:
     """Each two values of the combination, with their axes."""
     return list(itertools.combinations(values(case), 2))
-
-
-def triples(case: Case) -> list[Any]:
-    """Each three."""
-    return list(itertools.combinations(values(case), 3))
 
 
 def covering(cases: Iterable[Case], parts: Callable[[Case], Iterable[Any]] = pairs) -> list[Case]:
@@ -297,11 +292,6 @@ def test_each_two_values_train() -> None:
     chosen = covering(FIXED)
     assert_trained(chosen, (2,))
     assert_trained([case for case in chosen if case.reproducible == "yes"], (1, 3))
-
-
-@pytest.mark.long
-def test_each_three_values_train() -> None:
-    assert_trained(covering(FIXED, triples), COUNTS)
 
 
 @pytest.mark.long
