@@ -51,7 +51,6 @@ AXES: dict[str, tuple[str, ...]] = {
     "clip": ("none", "clip_norm", "GradScaler"),
     "optimizer": ("adamw", "sgd", "lamb", "torch"),
 }
-"""The values of each axis. `overrides`, `optimizer` and `train` have what gives them."""
 
 CASES = [Case(*values) for values in itertools.product(*AXES.values())]
 
@@ -140,19 +139,18 @@ SGD = {"lr": 0.5, "momentum": 0.9}
 
 
 def optimizer(case: Case, model: nn.Module) -> Any:
-    params = list(model.parameters())
-    match case.optimizer:
-        case "adamw":
-            return kf.FusedAdamW(params, **ADAMW)
-        case "sgd":
-            return kf.FusedSGD(params, **SGD)
-        case "lamb":
-            return kf.FusedLAMB(params, **LAMB)
-    return kf.Optimizer(torch.optim.AdamW(params, **ADAMW))  # type: ignore[arg-type]
+    params: Any = list(model.parameters())
+    makes: dict[str, Callable[[], Any]] = {
+        "adamw": lambda: kf.FusedAdamW(params, **ADAMW),
+        "sgd": lambda: kf.FusedSGD(params, **SGD),
+        "lamb": lambda: kf.FusedLAMB(params, **LAMB),
+        "torch": lambda: kf.Optimizer(torch.optim.AdamW(params, **ADAMW)),
+    }
+    return makes[case.optimizer]()
 
 
 class Refused(Exception):
-    """kfuse refuses the combination."""
+    """kfuse refuses the combination. Two with the same words are equal."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Refused) and str(other) == str(self)
@@ -171,26 +169,27 @@ def train(
 
     more: makes further arguments of kf.fit for an optimizer.
     """
-    try:
-        return _train(case, group, steps, batch, more)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise Refused(" ".join(str(error).split())) from error
-
-
-def _train(case: Case, group: Group, steps: int, batch: int, more: Callable[[Any], dict[str, Any]]) -> nn.Sequential:
     # As kf.init does it; but one group serves all trainings.
     supervised: Any = None if case.workers == "fixed" else Supervised()
-    session._current = joined = session.Session(group, options(case), supervised)
-    if joined.elastic:
-        joined.view = View(1, (Member(0, os.getpid(), "host"),), ("127.0.0.1", 1), "start")
-    model = net(case)
-    opt = optimizer(case, model)
     settings: dict[str, Any] = dict(batch_size=batch, batch_micro=MICRO, train_steps=steps, seed=SEED)
-    if case.clip != "GradScaler":
-        given = overrides(case)
-        settings |= {key.replace(".", "_"): given[key] for key in ("train.precision", "train.clip_norm")}
-        kf.fit(model, data(), opt, loss_fn=loss, **settings | more(opt))
-        return model
+    given = overrides(case)
+    settings |= {key.replace(".", "_"): given[key] for key in ("train.precision", "train.clip_norm")}
+    try:
+        session._current = joined = session.Session(group, options(case), supervised)
+        if joined.elastic:
+            joined.view = View(1, (Member(0, os.getpid(), "host"),), ("127.0.0.1", 1), "start")
+        model = net(case)
+        opt = optimizer(case, model)
+        if case.clip == "GradScaler":
+            _train_scaled(case, model, opt, {key: settings[key] for key in settings if key != "train_precision"})
+        else:
+            kf.fit(model, data(), opt, loss_fn=loss, **settings | more(opt))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise Refused(" ".join(str(error).split())) from error
+    return model
+
+
+def _train_scaled(case: Case, model: nn.Module, opt: Any, settings: dict[str, Any]) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in kf.DataLoader(data(), model, opt, **settings):
         for x, y in step:
@@ -198,7 +197,6 @@ def _train(case: Case, group: Group, steps: int, batch: int, more: Callable[[Any
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
-    return model
 
 
 def loss_of(case: Case, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import itertools
 import math
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ import kfuse as kf
 from kfuse.data.fetching import permutation
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.settings import rules
+from kfuse.train.evaluation import params_sha256
 
 COUNTS = (1, 2, 3, 4)
 SUPPORTED = support.supported()
@@ -221,27 +220,19 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor], start: Sequence[T
     return max(float((a.double() - b.double()).norm() / (b.double() - c.double()).norm()) for a, b, c in each)
 
 
-@dataclass
-class Trained:
-    """What one worker has after a training."""
-
-    digest: str
-    """Of the parameters' bits."""
-    error: float
-    """`distance` from the reference."""
-
-
-def trained(cases: Sequence[Case]) -> list[Trained | str]:
-    """For a worker: trains with one combination after the other. A text: why it failed."""
+def trained(cases: Sequence[Case]) -> list[tuple[str, float] | str]:
+    """For a worker: trains with one combination after the other. Returns of each the hash of the parameters' bits, and
+    their `distance` from the reference; a text: why it failed.
+    """
     gc.freeze()  # each first step looks for a DistributedDataParallel among all objects but the frozen ones
     group = kf.init().group
     alone: dict[str, Any] = dict(store=dist.HashStore(), rank=0, world_size=1) if group.size == 1 else {}
     dist.init_process_group("gloo", **alone)
     references: dict[Case, list[Tensor]] = {}
-    found: list[Trained | str] = []
+    found: list[tuple[str, float] | str] = []
     for case in cases:
         try:
-            params = [p.detach() for p in support.train(case, group).parameters()]
+            model = support.train(case, group)
         except Refused as refused:
             found.append(str(refused))
             continue
@@ -250,11 +241,8 @@ def trained(cases: Sequence[Case]) -> list[Trained | str]:
         plain = Case(sync=case.sync, precision=precision, clip=clip, optimizer=case.optimizer)
         if plain not in references:
             references[plain] = Reference(plain).train()
-        digest = hashlib.sha256()
-        for p in params:
-            digest.update(p.contiguous().view(torch.uint8).numpy().tobytes())
-        error = distance(params, references[plain], list(support.net(case).parameters()))
-        found.append(Trained(digest.hexdigest()[:16], error))
+        start = list(support.net(case).parameters())
+        found.append((params_sha256(model), distance(list(model.parameters()), references[plain], start)))
     return found
 
 
@@ -274,13 +262,14 @@ def assert_trained(cases: list[Case], counts: tuple[int, ...]) -> None:
             if len(done) < count:
                 failed.append(f"{name}: {results}")
                 continue
-            if len({result.digest for result in done}) > 1:
+            digests, errors = zip(*done, strict=True)
+            if len(set(digests)) > 1:
                 failed.append(f"{name}: the workers end with different models")
-            error = max(result.error for result in done)
+            error = max(errors)
             if not error <= tolerance(case):  # a NaN is no small number either
                 failed.append(f"{name}: {error} from torch's parameters")
             if case.reproducible == "yes":
-                bits[case.precision, case.clip, case.optimizer][done[0].digest].append(name)
+                bits[case.precision, case.clip, case.optimizer][digests[0]].append(name)
     failed += [f"not the same bits: {dict(found)}" for found in bits.values() if len(found) > 1]
     assert not failed, "\n".join(failed)
 
