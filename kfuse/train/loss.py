@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfuse.data.dataset import describe, map_leaves
-from kfuse.optim import DistributedOptimizer
 
 if TYPE_CHECKING:
+    from kfuse.train.context import TrainContext
     from kfuse.train.step import Step
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -67,26 +67,6 @@ class Outcome(NamedTuple):
     """The pair's target. The whole batch where the model computes the loss by itself."""
     figures: Mapping[str, Tensor | float] = {}
     """What a step function returned beside the loss."""
-
-    def scalars(self, names: tuple[str, ...]) -> list[Tensor | float]:
-        """The figures in the order of `names`, as scalars: of one that has several values, their mean.
-
-        Raises ValueError where they are not those of `names`, TypeError for one that is no number.
-        """
-        if self.figures.keys() != set(names):
-            raise ValueError(
-                f"step_fn returned the figures {sorted(self.figures)}, and {sorted(names)} before: must be the same"
-            )
-        scalars: list[Tensor | float] = []
-        for name in names:
-            value = self.figures[name]
-            if isinstance(value, Tensor):
-                scalars.append(value.detach() if value.ndim == 0 else value.detach().double().mean())
-            elif isinstance(value, (int, float)):
-                scalars.append(value)
-            else:
-                raise TypeError(f"step_fn's figure {name!r} is a {describe(value)}: must be a number")
-        return scalars
 
 
 class Objective:
@@ -202,25 +182,44 @@ def cast_parameters(model: nn.Module) -> None:
 class Forward:
     """Runs the model and the loss on each micro-batch of kf.fit and the command line."""
 
-    def __init__(self, model: nn.Module, objective: Objective, opt: DistributedOptimizer, precision: str) -> None:
-        self._model, self._objective, self._precision = model, objective, precision
+    def __init__(self, training: TrainContext) -> None:
+        opt, self._objective = training.opt, training.objective
+        self._model, self._precision = training.model, training.settings.train_precision
         self._device, self._statistics = opt.engine.group.device, opt.statistics
-        opt.carry_figures(MOST_FIGURES if objective.step_fn is not None else 0)
+        opt.carry_figures(MOST_FIGURES if self._objective.step_fn is not None else 0)
 
     def __call__(self, step: Step, batch: Any) -> Tensor:
-        """Returns the micro-batch's mean loss, and leaves what is to be averaged with it in `step`.
-
-        The first micro-batch decides the order of a step function's figures.
-        """
+        """Returns the micro-batch's mean loss, and leaves what is to be averaged with it in `step`."""
         done = self.run(batch)
         step.loss = done.loss
         if self._objective.step_fn is not None:
-            if self._statistics.figure_names is None:
-                if len(done.figures) > MOST_FIGURES:
-                    raise ValueError(f"step_fn returned {len(done.figures)} figures: must be at most {MOST_FIGURES}")
-                self._statistics.figure_names = tuple(sorted(done.figures))
-            step.figures = done.scalars(self._statistics.figure_names)
+            step.figures = self._scalars(done.figures)
         return done.loss
+
+    def _scalars(self, figures: Mapping[str, Tensor | float]) -> list[Tensor | float]:
+        """The figures as scalars, in the order of the first micro-batch's names: of several values their mean.
+
+        Raises ValueError for others than these, or too many, TypeError for one that is no number.
+        """
+        known = self._statistics.figure_names
+        names = tuple(sorted(figures)) if known is None else known
+        if len(names) > MOST_FIGURES:
+            raise ValueError(f"step_fn returned {len(names)} figures: must be at most {MOST_FIGURES}")
+        if figures.keys() != set(names):
+            raise ValueError(
+                f"step_fn returned the figures {sorted(figures)}, and {sorted(names)} before: must be the same"
+            )
+        self._statistics.figure_names = names
+        scalars: list[Tensor | float] = []
+        for name in names:
+            value = figures[name]
+            if isinstance(value, Tensor):
+                scalars.append(value.detach() if value.ndim == 0 else value.detach().double().mean())
+            elif isinstance(value, (int, float)):
+                scalars.append(value)
+            else:
+                raise TypeError(f"step_fn's figure {name!r} is a {describe(value)}: must be a number")
+        return scalars
 
     def run(self, batch: Any) -> Outcome:
         """Runs the model and the loss on a batch."""

@@ -14,7 +14,7 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ from kfuse.comm import devices, measurement
 from kfuse.comm.group import CommError
 from kfuse.data.dataset import tensors
 from kfuse.data.fetching import Fetcher, Task, TaskPlan, micro_batch_sizes, random_key, seed_host, worker_range
-from kfuse.optim import DistributedOptimizer
 from kfuse.statistics.figures import StepContext
 from kfuse.statistics.step_stats import StepStats
 
@@ -89,23 +88,14 @@ class Step:
     set `loss`, the mean loss of these samples, for the metrics.
     """
 
-    def __init__(
-        self,
-        number: int,
-        samples: StepSamples,
-        rank: int,
-        members: tuple[int, ...],
-        fetcher: Fetcher,
-        opt: DistributedOptimizer,
-        key_seed: int,
-        weigh: Callable[[Any, int], float] | None = None,
-        several_backwards: bool = False,
-    ) -> None:
-        """number: steps completed before this one. members: the workers' numbers, by rank. key_seed: the run's seed.
-
-        weigh(batch, samples): a micro-batch's weight; None: its samples. several_backwards: see opt.micro_batch.
-        """
-        self.number, self.samples, self.members, self.mine = number, samples, members, samples.range_of(rank)
+    def __init__(self, samples: StepSamples, fetcher: Fetcher, training: TrainContext) -> None:
+        """The coming step of the training."""
+        session, self._objective = training.session, training.objective
+        self.number = training.progress.step
+        """Steps completed before this one."""
+        self.samples, self.mine = samples, samples.range_of(session.group.rank)
+        self.members = tuple(session.workers)
+        """The workers' numbers, by rank."""
         self.loss: Tensor | float | None = None
         self.figures: Sequence[Tensor | float] = ()
         """Scalars that are averaged like the loss, in the order of `Statistics.figure_names`."""
@@ -115,8 +105,8 @@ class Step:
         """Bytes of the tensors in the batches so far."""
         self.error: Exception | None = None
         """The exception that ended the step's body early."""
-        self._fetcher, self._opt, self._seed = fetcher, opt, key_seed
-        self._weigh, self._several_backwards = weigh, several_backwards
+        self._fetcher, self._opt, self._seed = fetcher, training.opt, training.settings.seed
+        self._several_backwards = training.several_backwards
         self.began = time.perf_counter()
 
     def __len__(self) -> int:
@@ -136,7 +126,8 @@ class Step:
         key, device = random_key(self._seed, self.number, j), self._opt.engine.group.device
         started = time.perf_counter()
         fetched, samples = self._fetcher.fetch(self.samples.task(j)), self.samples.sizes[j]
-        weight = None if self._weigh is None else self._weigh(fetched, samples)  # before it is on a GPU: no wait
+        weighs = self._objective.weight_fn is not None
+        weight = self._objective.weight(fetched, samples) if weighs else None  # before it is on a GPU: no wait
         batch = self._fetcher.to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
         self.data_bytes += sum(tensor.nbytes for tensor in tensors(batch))

@@ -46,7 +46,7 @@ class Trainer:
         self._exits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if training.exits_are_errors:
             self._exits = exits_are_errors
-        self._forward = Forward(model, training.objective, opt, self.settings.train_precision)
+        self._forward = Forward(training)
         self._sampling = Sampling(training)
         self.decisions = Decisions(training)
         self._synchronisation = Synchronisation(training, self.decisions, self._agree)
@@ -181,15 +181,15 @@ class Trainer:
 
     def _next_step(self) -> Step:
         """Chooses the coming step's samples, sets its learning rate, and gives the optimizer the step's plan."""
-        at, rank, objective = self.progress, self.session.group.rank, self._training.objective
+        at, rank = self.progress, self.session.group.rank
         samples = self._sampling.of_next_step()
         mine = samples.count(samples.range_of(rank))
         self.decisions.rate.set()
         self._synchronisation.before_step()
-        weigh = None if objective.weight_fn is None else objective.weight
+        by_weight = self._training.objective.weight_fn is not None
         audited = None if self._audit is None else self._audit.before_step(samples)
         if self.session.apart:  # its engine has this worker alone
-            plan = StepPlan(mine, (range(len(samples.range_of(rank))),), mine, by_weight=weigh is not None)
+            plan = StepPlan(mine, (range(len(samples.range_of(rank))),), mine, by_weight=by_weight)
         else:
             local = mine if self.session.group.size > 1 and at.is_local else None
             plan = StepPlan(
@@ -199,14 +199,13 @@ class Trainer:
                 self.decisions.announce(),
                 self._sampling.times_before(),
                 self._fisher() if local is None else None,
-                by_weight=weigh is not None,
+                by_weight=by_weight,
                 audited=audited,
             )
         self.opt.begin(plan)
         epochs = self.settings.train_epochs
         self._fetcher.expect(samples.task_plan(rank, at.batch_size, self.samples_an_epoch, epochs))
-        members, several, seed = tuple(self.session.workers), self._training.several_backwards, self.settings.seed
-        self._newest = Step(at.step, samples, rank, members, self._fetcher, self.opt, seed, weigh, several)
+        self._newest = Step(samples, self._fetcher, self._training)
         return self._newest
 
     def _fisher(self) -> Tensor | None:
