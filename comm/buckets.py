@@ -20,7 +20,7 @@ ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte ali
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Which parameters (by index, in the order of their offsets) a bucket holds, and where each one starts."""
+    """Which parameters (by index, in the order of their offsets) a bucket holds, and where each starts."""
 
     params: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -30,11 +30,9 @@ class BucketLayout:
 
 
 def plan_buckets(numels: Sequence[int], kinds: Sequence[object], capacity: int) -> list[BucketLayout]:
-    """Cuts parameters into buckets of at most `capacity` elements, last parameter first.
+    """Cuts parameters into buckets of at most `capacity` elements; a larger parameter has a bucket of its own.
 
-    Backward produces gradients roughly in reverse order of definition, so the first bucket is complete early.
-    `kinds`: parameters of different kinds (parameter group) never share a bucket. A parameter larger than the capacity
-    has a bucket of its own.
+    The last parameter comes first, as in backward. Parameters of different kinds (parameter groups) share no bucket.
     """
     layouts: list[BucketLayout] = []
     places: dict[int, int] = {}  # of the bucket under way: each parameter's offset
@@ -52,24 +50,22 @@ def plan_buckets(numels: Sequence[int], kinds: Sequence[object], capacity: int) 
 
 
 def plan_parameters(params: Sequence[Tensor], kinds: Sequence[object], capacity: int) -> list[BucketLayout]:
-    """Cuts parameters as `plan_buckets` does, and each bucket's parameters have one dtype.
+    """Cuts the parameters of each dtype as `plan_buckets` does: dtypes that alternate do not cut buckets short.
 
-    Dtypes that alternate (16-bit matrices, fp32 normalisation) do not cut buckets short: each dtype has buckets of its
-    own. The buckets are in the order in which backward completes them.
+    The buckets are in the order in which backward completes them.
     """
     layouts: list[BucketLayout] = []
     for dtype in dict.fromkeys(p.dtype for p in params):
         mine = [index for index, p in enumerate(params) if p.dtype == dtype]
         for layout in plan_buckets([params[i].numel() for i in mine], [kinds[i] for i in mine], capacity):
             indices = tuple(mine[k] for k in layout.params)
-            strides = tuple(_unusual_strides(params[i]) for i in indices)
+            fresh = [torch.empty(params[i].shape, device="meta").stride() for i in indices]
+            strides = tuple(
+                None if params[i].stride() == usual else params[i].stride()
+                for i, usual in zip(indices, fresh, strict=True)
+            )
             layouts.append(replace(layout, params=indices, dtype=dtype, strides=strides))
     return sorted(layouts, key=lambda layout: -layout.params[-1])
-
-
-def _unusual_strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Returns its strides, None where a fresh tensor of its shape has the same ones in every dimension."""
-    return None if tensor.stride() == torch.empty(tensor.shape, device="meta").stride() else tensor.stride()
 
 
 def dense_order(tensor: Tensor) -> tuple[int, ...] | None:
@@ -82,50 +78,37 @@ def dense_order(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 class Bucket:
-    """One bucket's tensors on a device: gradients as they come, and the flat buffers ("slots") they are packed into.
+    """One bucket's tensors on a device: gradients as they come, and the flat fp32 buffers ("slots") that hold them.
 
-    Slot k is a flat fp32 buffer; with the canonical tree a worker may hold several partial sums, one a slot. After
-    the reduction `sum` holds the sum over all workers. `tail` extra elements follow the gradients in every one of them.
+    With the canonical tree a worker may hold several partial sums, one a slot. After the reduction `sum` holds the sum
+    over all workers. `tail` extra elements follow the gradients in every slot.
 
     A bucket of parameters holds each one's elements in the order of the parameter's memory, so that a view in the
     parameter's shape has its strides too (channels_last). One of averaged buffers holds them in logical order.
     """
 
-    orders: list[tuple[int, ...] | None]
-    """Each parameter's `dense_order`; None: the logical one."""
-    sum: Tensor
-    """fp32 [body + tail], slot 0."""
-    mean: Tensor
-    """fp32 [body], `sum` without the tail: after the reduction, the mean gradient."""
+    orders: list[tuple[int, ...] | None]  # each parameter's `dense_order`; None: the logical one
+    sum: Tensor  # fp32 [body + tail], slot 0
+    mean: Tensor  # fp32 [body], `sum` without the tail: after the reduction, the mean gradient
     visible: Tensor
     """[body], what each p.grad is a view of. `mean` itself for fp32 parameters, else `mean` rounded to their dtype."""
-    shard: slice
-    """The part of `mean` that this worker updates; all of it with replicated state."""
+    part: slice  # what this worker adds up and measures, where the program splits the bucket
+    shard: slice  # the part of `mean` that this worker updates; all of it with replicated state
     mirrored: slice
     """The shard of the worker before, whose updates this one repeats; empty where there is no mirror."""
-    own: Tensor
-    """`mean[shard]`."""
-    before: Tensor
-    """`mean[mirrored]`."""
+    own: Tensor  # `mean[shard]`
+    before: Tensor  # `mean[mirrored]`
     parameters: Tensor | None
     """[body], in the parameters' dtype: shared after each worker has updated its shard. The optimizer sets it."""
     views: Sequence[Tensor]
     """Each parameter's gradient, in its shape and with its strides: a view of `visible`, or with sharded state a
     `ShardedGradient`."""
-    unscale: Unscale | None
-    """With sharded state: what GradScaler's unscaling does. The optimizer sets it."""
+    unscale: Unscale | None  # With sharded state: what GradScaler's unscaling does. The optimizer sets it.
     added_to: bool
     """With sharded state: since the step's backward another one was to add to a `p.grad` of the bucket."""
 
-    def __init__(
-        self,
-        index: int,
-        layout: BucketLayout,
-        tensors: Sequence[Tensor],
-        name: str,
-        sharded: bool = False,
-    ) -> None:
-        """`tensors`: all tensors that the layout's indices refer to. There is no tail until `renew` gives one.
+    def __init__(self, index: int, layout: BucketLayout, tensors: Sequence[Tensor], name: str, sharded: bool) -> None:
+        """tensors: all that the layout's indices refer to. There is no tail until `renew` gives one.
 
         sharded: of the mean gradient only this worker's shard is computed.
         """
@@ -139,8 +122,7 @@ class Bucket:
             for shape, strides in zip(self.shapes, self._strides, strict=True)
         ]
         self.body, self.tail = layout.numel, 0
-        self.shard, self.mirrored, self.parameters = slice(0, self.body), slice(0, 0), None
-        self.unscale = None
+        self.part, self.mirrored, self.parameters, self.unscale = slice(0, self.body), slice(0, 0), None, None
         self.table = PackTable.build([t.numel() for t in mine], list(layout.offsets), self.device)
         self.renew()
         self.begin_micro_batch()
@@ -155,7 +137,7 @@ class Bucket:
         self.slots: list[Tensor] = []
         self.sum = self.slot(0)
         self.mean = self.sum[: self.body]
-        self.assign(self.shard, self.mirrored)
+        self.assign(self.part, self.mirrored)
         self.visible = self.mean
         if self.sharded:
             kinds = self.view(torch.empty(self.body, dtype=self.layout.dtype, device="meta"))
@@ -171,13 +153,14 @@ class Bucket:
         """fp32 [tail], the part of `sum` behind the gradients."""
         return self.sum[self.body :]
 
-    def assign(self, shard: slice, mirrored: slice) -> None:
+    def assign(self, part: slice, mirrored: slice) -> None:
         """Sets this worker's parts. Between steps."""
-        self.shard, self.mirrored = shard, mirrored
-        self.own, self.before = self.mean[shard], self.mean[mirrored]
+        self.part, self.mirrored = part, mirrored
+        self.shard = part if self.sharded else slice(0, self.body)
+        self.own, self.before = self.mean[self.shard], self.mean[mirrored]
 
     def slot(self, k: int) -> Tensor:
-        """Slot k, allocated (zeroed, so that padding stays zero) on first use."""
+        """Slot k, allocated (zeros, so that padding stays zero) on first use."""
         while len(self.slots) <= k:
             slot = self._new_slot(len(self.slots)) if self._new_slot is not None else None
             self.slots.append(torch.zeros(self.body + self.tail, device=self.device) if slot is None else slot)
@@ -206,7 +189,6 @@ class Bucket:
         return gradient if order is None else gradient.permute(order)
 
     def show_mean(self) -> None:
-        """`visible` shows the mean gradient."""
         if self.visible is not self.mean:
             self.visible.copy_(self.mean)
 
@@ -224,7 +206,7 @@ class Bucket:
         ]
 
     def put_back(self, which: Collection[int]) -> None:
-        """These of `views` are views again."""
+        """Makes these of `views` views again."""
         places = self.view(self.visible) if which else ()
         for k in which:
             self.views[k].data = places[k]
@@ -239,7 +221,6 @@ class Bucket:
             torch.where(same, self.mean, self.visible, out=self.mean)
 
     def begin_micro_batch(self) -> None:
-        """No gradient is there yet."""
         self.grads: list[Tensor | None] = [None] * len(self.shapes)
         self.missing = len(self.shapes)
         self.packed = self.added_to = False
@@ -251,24 +232,20 @@ class Bucket:
 
 
 def make_buckets(
-    layouts: Sequence[BucketLayout],
-    params: Sequence[Tensor],
-    others: Sequence[Tensor] | None,
-    sharded: bool = False,
+    layouts: Sequence[BucketLayout], params: Sequence[Tensor], others: Sequence[Tensor] | None, sharded: bool
 ) -> list[Bucket]:
     """A bucket for each layout of `params`, and where `others` are given (perhaps none) a last one for them.
 
     sharded: see `Bucket`; the last one is never sharded.
     """
-    pairs = [(layout, params, sharded) for layout in layouts]
+    given = [(layout, params, sharded) for layout in layouts]
     if others is not None or not layouts:
         others = others or ()
         apart = plan_buckets([tensor.numel() for tensor in others], [0] * len(others), 2**62)
-        pairs.append((apart[0] if apart else BucketLayout((), (), 0), others, False))
-    names = [f"bucket {i + 1} of {len(pairs)}" for i in range(len(pairs))]
+        given.append((apart[0] if apart else BucketLayout((), (), 0), others, False))
     return [
-        Bucket(i, layout, tensors, name, of_shards)
-        for i, ((layout, tensors, of_shards), name) in enumerate(zip(pairs, names, strict=True))
+        Bucket(i, layout, tensors, f"bucket {i + 1} of {len(given)}", of_shards)
+        for i, (layout, tensors, of_shards) in enumerate(given)
     ]
 
 

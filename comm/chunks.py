@@ -17,8 +17,7 @@ from torch import Tensor
 from kfuse.comm.buckets import dense_order
 from kfuse.comm.group import Group
 
-CHUNK_BYTES = 32 * 2**20
-"""Largest size of a chunk. At 32 MiB a message's or a copy's fixed cost (tens of microseconds) is below 1 %."""
+CHUNK_BYTES = 32 * 2**20  # of the largest chunk: a message's or a copy's fixed cost is below 1 %
 _ALIGN = 64  # bytes: any type of element may start there
 _TRANSFER = "state of the most advanced worker"
 _PLAIN = frozenset((type(None), bool, int, float, str))
@@ -48,8 +47,7 @@ class Chunk(NamedTuple):
 def cut(sizes: Sequence[int], limit: int | None = None) -> list[Chunk]:
     """The chunks of tensors of these sizes (bytes), first of the large tensors, then of the small ones.
 
-    A pure function, so that all workers cut alike. limit: the largest chunk; None: `CHUNK_BYTES`. A tensor of less than
-    a 32nd of it is small.
+    limit: the largest chunk; None: `CHUNK_BYTES`. A tensor of less than a 32nd of it is small.
     """
     limit = CHUNK_BYTES if limit is None else limit
     chunks: list[Chunk] = []
@@ -83,10 +81,7 @@ def _aligned(size: int) -> int:
 
 
 def memory(tensor: Tensor) -> Tensor | None:
-    """A view of the tensor's memory: uint8 [bytes], its elements in the order in which they lie there.
-
-    None where they do not lie side by side, each once: then there is no such view.
-    """
+    """A view of the tensor's memory, uint8 [bytes]; None where its elements do not lie side by side, each once."""
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return None
     tensor = tensor.detach()

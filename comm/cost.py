@@ -7,7 +7,8 @@
 The model of one message is Hockney's (1994), the counts of messages and bytes of the collectives are those of Thakur,
 Rabenseifner and Gropp (2005, "Optimization of Collective Communication Operations in MPICH"), for the ring all-reduce
 those of Patarasuk and Yuan (2009). alpha and beta are fitted for each kind of message by itself, since libraries send
-them at different speeds. All functions are pure: `probe` measures.
+them at different speeds. All functions are pure but for `probe`, by which rank 0 measures, at the start and after each
+change of the view, and sends the fitted constants to all: each rank computes the same choice.
 """
 
 from __future__ import annotations
@@ -24,20 +25,14 @@ from kfuse.comm import devices, transports
 from kfuse.comm.group import Group
 from kfuse.comm.schedule import GRADIENT, SHARD, Op, Program
 
-PROBED = ("all_reduce", "all_to_all", "share")
-"""The kinds of messages that are measured: methods of `Group`."""
+PROBED = ("all_reduce", "all_to_all", "share")  # the kinds of messages that are measured: methods of `Group`
 
-MARGIN = 0.1
-"""The part of the predicted time that a choice must save, for `auto` to leave its default. On a busy machine the fitted
-alpha and beta vary by about as much, and with the default nothing changes from run to run."""
-LEAST_S = 1e-3
-"""Seconds that a choice must save, too: a program of more messages has more threads that wake up, and more calls from
-Python, of which the model knows nothing."""
+MARGIN, LEAST_S = 0.1, 1e-3
+"""The part of the default's predicted time, and the seconds, that another choice must save. On a busy machine the
+fitted alpha and beta vary by a tenth; of the threads and calls of more messages the model knows nothing."""
 
 _PACK, _REDUCE, _MEASURE = 8, 4, 4  # bytes an element, fp32: read and written; of each row read, and the sum; read
-UPDATE = 28
-"""Bytes an element of an AdamW update in fp32: parameter, gradient and two moments read, all but the gradient written.
-SGD moves less; then a sharded update saves less than is predicted."""
+UPDATE = 28  # bytes an element of an AdamW update in fp32: four tensors read, all but the gradient written
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Costs:
-    """The fitted constants of a group: alpha and beta by kind of message (`PROBED`)."""
+    """A group's fitted constants: alpha and beta by kind of message (`PROBED`)."""
 
     alpha: Mapping[str, float]
     beta: Mapping[str, float]
@@ -77,8 +72,7 @@ class Line:
     messages: float
     wire_bytes: float
     memory_bytes: float
-    seconds: float
-    """Its own time, whatever runs beside it."""
+    seconds: float  # its own time, whatever runs beside it
 
 
 @dataclass(frozen=True)
@@ -86,8 +80,7 @@ class Price:
     """What a program costs a job, a step."""
 
     lines: tuple[Line, ...]
-    seconds: float
-    """From the end of backward to the end of the update, if backward hides none of it."""
+    seconds: float  # from the end of backward to the end of the update, if backward hides none of it
 
     @property
     def wire_bytes(self) -> float:
@@ -142,21 +135,18 @@ def price(program: Program, job: Job, costs: Costs) -> Price:
     """What `program` costs `job` a step."""
     copies = 2 if program.has("mirror") and job.workers > 1 else 1
     rows = [[_line(op, elements, job, costs, copies) for op in program.ops] for elements in job.buckets]
-    lines = tuple(_sum([row[k] for row in rows]) for k in range(len(program.ops)))
-    return Price(lines, _finish(rows))
-
-
-def _sum(lines: Sequence[Line]) -> Line:
-    figures = ((line.messages, line.wire_bytes, line.memory_bytes, line.seconds) for line in lines)
-    return Line(lines[0].op, *map(sum, zip(*figures, strict=True)))
+    lines = []
+    for each in zip(*rows, strict=True):  # one operation, of all buckets
+        figures = ((line.messages, line.wire_bytes, line.memory_bytes, line.seconds) for line in each)
+        lines.append(Line(each[0].op, *map(sum, zip(*figures, strict=True))))
+    return Price(tuple(lines), _finish(rows))
 
 
 def _finish(rows: Sequence[Sequence[Line]]) -> float:
     """When the last bucket has gone through all of its operations. rows: those of each bucket.
 
-    Each stream does one operation at a time, the first that is ready. A bucket's operations follow one another. Behind
-    the program's barrier nothing begins until all buckets have come there; then the last one goes first, which the next
-    forward needs first.
+    Each stream does one operation at a time, the first that is ready. Behind the barrier, where all buckets meet, the
+    last one goes first.
     """
     ops = [line.op for line in rows[0]]
     free = dict.fromkeys((op.stream for op in ops), 0.0)
@@ -204,21 +194,15 @@ def choose(seconds: Mapping[str, float], default: str) -> str:
     return best if seconds[best] < min((1 - MARGIN) * most, most - LEAST_S) else default
 
 
-BUDGET_S = 0.12
-"""How long a probe should take. It never begins messages that are expected to take longer than what is left."""
-AGAIN_S = 0.05
-"""The same for a later view: workers wait for it, perhaps after a loss, and the model's program is running already."""
-SMALL = 2**10
-"""Elements of the small messages: latency is most of their time."""
-_MOST_ROUNDS = 15  # of a size; the shortest is fitted: others wait for a core, on a busy machine twenty times as long
-_LEAST_ROUNDS = 3  # of the largest size
+BUDGET_S, AGAIN_S = 0.12, 0.05
+"""How long a probe should take, at the start and in a later view, where workers wait for it. It never begins messages
+that are expected to take longer than what is left."""
+SMALL = 2**10  # elements of the small messages: latency is most of their time
+_MOST_ROUNDS, _LEAST_ROUNDS = 15, 3  # of a size; the shortest is fitted: others wait for a core of a busy machine
 _GROWTH = 16  # a larger message may be slower by more than its bytes: caches
 
-Rounds = dict[int, list[dict[str, float]]]
-"""By elements of a message: the seconds of each kind, round by round."""
-SCHEDULES = ("allreduce", "all_to_all")
-"""What `comm.schedule=auto` chooses from, its default first. A tree sends more bytes: it is for networks that its user
-knows."""
+Rounds = dict[int, list[dict[str, float]]]  # by elements of a message: the seconds of each kind, round by round
+SCHEDULES = ("allreduce", "all_to_all")  # what `comm.schedule=auto` chooses from, its default first
 _LARGER = 8
 """A bucket may be so many times as large as the largest message that was measured; else nothing is predicted of it.
 Short messages lie in a link's queue as they are sent: they tell nothing of its rate."""
@@ -228,8 +212,7 @@ Short messages lie in a link's queue as they are sent: they tell nothing of its 
 class Choice:
     """The schedule that is taken by measured messages, and why."""
 
-    schedule: str
-    """A name in `SCHEDULES`."""
+    schedule: str  # a name in `SCHEDULES`
     workers: int
     predicted_s: Mapping[str, float]
     """Of each candidate, by name: seconds a step for communication and update, if backward hides nothing of it."""
@@ -238,10 +221,10 @@ class Choice:
 
 
 def choose_in(group: Group, buckets: Sequence[int], again: bool) -> Choice:
-    """Returns what measured messages choose for buckets of so many elements. Raises CommError.
+    """Returns what measured messages choose for buckets of so many elements. again: not for the first time.
 
-    again: not for the first time. A worker that joins does not know yet what the others' decisions chose. So these do
-    not matter here: all workers of a view must come to the same messages.
+    All workers of a view must come to the same messages, so decisions, which a joining worker does not know yet, do not
+    matter here. Raises CommError.
     """
     if group.costs is None:
         group.costs = probe(group, max(buckets), AGAIN_S if again else BUDGET_S)
@@ -249,7 +232,7 @@ def choose_in(group: Group, buckets: Sequence[int], again: bool) -> Choice:
 
 
 def choose_program(costs: Costs, workers: int, buckets: Sequence[int]) -> Choice:
-    """A pure function of what a probe found: every rank computes the same. buckets: elements of each."""
+    """buckets: elements of each."""
     job, default = Job(tuple(buckets), workers), SCHEDULES[0]
     predicted = {name: price(transports.program(name, sharded=False), job, costs).seconds for name in SCHEDULES}
     if 4 * max(buckets) > _LARGER * costs.largest_bytes:
@@ -263,9 +246,9 @@ def choose_program(costs: Costs, workers: int, buckets: Sequence[int]) -> Choice
 
 
 def probe(group: Group, elements: int, budget_s: float = BUDGET_S) -> Costs:
-    """Measures the messages of a group of several workers: called on every rank at the same point.
+    """Measures a group's messages, of at most so many elements: called on every rank at the same point.
 
-    elements: of the largest bucket; no larger message is sent. Raises CommError if a worker is lost.
+    Raises CommError if a worker is lost.
     """
     started = time.perf_counter()
     rounds: Rounds = defaultdict(list)
@@ -301,10 +284,8 @@ def orders(
 ) -> Iterator[tuple[int, int]]:
     """Yields which messages come next, as elements and rounds; these are in `rounds` when it goes on.
 
-    1) One round of small messages, which is dropped: connections and caches are cold.
-    2) Small ones, in a fifth of the time.
-    3) One round of ever larger ones, up to the largest, or to what fits several times into the time left.
-    4) More rounds of that size.
+    One round of small messages is dropped, as connections and caches are cold. Small ones follow, in a fifth of the
+    time; then a round of ever larger ones, up to what fits several times into the time left; then more of that size.
     """
     size, end = SMALL, clock() + budget_s
 
@@ -330,7 +311,7 @@ def orders(
 
 
 class _Messages:
-    """Buffers of zeros, and messages of them. The host waits for each."""
+    """Buffers of zeros, and messages of them."""
 
     def __init__(self, group: Group) -> None:
         self._group, self._device = group, devices.of(group.device)
@@ -344,7 +325,7 @@ class _Messages:
             self._received = torch.empty(max(elements, most * self._group.size), device=self._group.device).fill_(0)
 
     def seconds(self, kind: str, elements: int) -> float:
-        """Sends one message of this kind. Returns the seconds until it has arrived."""
+        """Sends a message of this kind: the seconds until it has arrived."""
         started, group, flat = time.perf_counter(), self._group, self._flat[:elements]
         if kind == "all_reduce":
             group.all_reduce(flat, "probe (all_reduce)").wait()

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from kfuse.comm import devices, gradients, transports
 from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_parameters
-from kfuse.comm.executor import Executor, shard_unit
+from kfuse.comm.executor import Executor
 from kfuse.comm.gradients import STILL_THERE, GradientHooks
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
@@ -32,14 +32,12 @@ _LOG = logging.getLogger("kfuse")
 
 
 class Engine:
-    """Reduces the gradients of `groups` (lists of parameters that may share a bucket) over a `group` of workers."""
+    """Reduces the gradients of `groups` (parameters that may share a bucket) over a `group` of workers."""
 
-    group: Group
-    """The lane of the view's group that this engine uses."""
-    device: torch.device
-    """Where the parameters and buckets lie."""
-    buckets: list[Bucket]
-    """All of them. The last one carries the tail."""
+    group: Group  # the lane of the view's group that this engine uses
+    device: torch.device  # where the parameters and buckets lie
+    buckets: list[Bucket]  # All of them. The last one carries the tail.
+    now: Step  # the coming step, or the one under way
     gradient_buckets: list[Bucket]
     """The buckets that hold gradients: all, or all but the last one, which then holds averaged buffers and the tail."""
 
@@ -71,25 +69,20 @@ class Engine:
         self.audited: AuditedGradient | None = None  # where steps may have an audit
         self.parts = 1
         """Bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)."""
-        self.figures = 0
-        """Slots of the tail for a step function's figures."""
+        self.figures = 0  # slots of the tail for a step function's figures
         # What decisions and measured messages have chosen.
-        self.topology: str | None = None
-        """The transport that a decision chose; None: the configured one."""
+        self.topology: str | None = None  # the transport that a decision chose; None: the configured one
         self.tree: str | tuple[int, ...] | None = None
         """The shape that a decision chose for the transport `tree`; None: the configured one. A list of parents counts
         for the present group only."""
         self.choice: Choice | None = None
         """What `comm.schedule=auto` chose by measured messages; None where it was not asked, or has no choice."""
         # How far it is.
-        self.step = 0
-        """Steps completed."""
-        self.reduced: Reduced | None = None
-        """The last step's result, until the optimizer takes it."""
+        self.step = 0  # steps completed
+        self.reduced: Reduced | None = None  # the last step's result, until the optimizer takes it
         self.kept: KeptStep | None = None
         """With sharded state: the last step whose gradients were all reduced, until the next one is begun."""
-        self.superseded = False
-        """A newer engine has taken over some of the parameters."""
+        self.superseded = False  # a newer engine has taken over some of the parameters
         self._warned = set[str]()
         self.group = group
         self._layouts = plan_parameters(self.params, kinds, options.bucket_elements)
@@ -124,15 +117,11 @@ class Engine:
         self.streams = devices.StreamOrder(devices.of(self.device))
         self.measurement = Measurement(self.gradient_buckets, len(self.params), self.device)
         gradients.take_over(self.params, self)
-        wanted, full = self._wants_gradients, lambda bucket: self._now.pack(bucket)
-        self._hooks = GradientHooks(self.params, self.names, self.gradient_buckets, wanted, full)
+        self._hooks = GradientHooks(self)
         self._gradients_set = False  # whether `p.grad` may have the gradients of the last step
 
     def use_transport(self, topology: str | None, tree: str | tuple[int, ...] | None) -> None:
-        """Goes on with another transport or tree (None: the configured one). Between steps.
-
-        Where nothing changes nothing happens: a step that another training has begun goes on.
-        """
+        """Goes on with another transport or tree (None: the configured one), if it is another. Between steps."""
         if (topology, tree) != (self.topology, self.tree):
             self.topology, self.tree = topology, tree
             self.set_group(self.group)
@@ -155,18 +144,13 @@ class Engine:
             self.buckets[-1].renew(numel)
         program, apart = transports.make_programs(options, self.transport_name, self.group.adds_up, self.mirrors)
         programs = [program if bucket in self.gradient_buckets else apart for bucket in self.buckets]
-        self.shard_unit = unit = shard_unit(programs)
-        made = {
-            name: transports.make(name, self.group, self.tree or options.tree, unit)
-            for name in dict.fromkeys(each.transport for each in programs)
-        }
-        self.executor = Executor(self.buckets, self.group, made, programs, options.dtype, unit)
+        self.executor = Executor(self.buckets, self.group, programs, options.dtype, self.tree or options.tree)
         self.bf16_sums = options.dtype == "bf16" and not self.executor.programs[0].has("reduce")
         """Whether bf16 messages are added up in bf16, by the library or the transport."""
-        self._now = Step(self)
+        self.now = Step(self)
 
     def _choose(self, group: Group, again: bool) -> Choice | None:
-        """Returns what measured messages choose, None where there is no choice. again: not for the first time."""
+        """Returns what measured messages choose, if there is a choice. again: not for the first time."""
         if group.size == 1 or not self.options.leaves_choice:
             return None
         from kfuse.comm import cost  # not before it is needed: `import kfuse` is quick
@@ -179,7 +163,7 @@ class Engine:
         """Announces the coming step. Without it each worker's micro-batches are counted as they come."""
         self.kept = None
         self.abort()
-        self._now.follow(plan)
+        self.now.follow(plan)
 
     def open_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Gradients that arrive from now on belong to this micro-batch.
@@ -191,13 +175,13 @@ class Engine:
             raise self.executor.failed
         if micro_batch.several_backwards and self._still_there():
             raise RuntimeError(STILL_THERE)
-        self._now.open(micro_batch)
+        self.now.open(micro_batch)
 
-    def _wants_gradients(self) -> bool:
-        """Whether the gradient that has just arrived is this engine's to take. A bare backward opens a micro-batch."""
+    def wants_gradient(self) -> bool:
+        """Whether to take the gradient that has just arrived. A bare backward opens a micro-batch."""
         if self.audited is not None and self.audited.repeats:
             return False
-        if (current := self._now.current) is None:
+        if (current := self.now.current) is None:
             if self.reduced is None and self._still_there():
                 return False  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
             self._begin_implicit()
@@ -211,15 +195,14 @@ class Engine:
 
     def _begin_implicit(self) -> None:
         """A bare `loss.backward()`, or gradients set by hand: this worker's next micro-batch of the step's `parts`."""
-        now = self._now
+        now = self.now
         if (now.done and not now.implicit) or now.plan is not None:
             raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
         now.implicit, now.parts = True, self.parts
         self.open_micro_batch(MicroBatch(self, 1.0, last=now.done + 1 == now.parts))
 
     def _close_implicit(self) -> None:
-        """Backward is over."""
-        current = self._now.current
+        current = self.now.current
         if current is None:
             return  # the backward failed, and was aborted before its callback ran
         if current.last:
@@ -228,9 +211,8 @@ class Engine:
             self.close_micro_batch()
 
     def take_gradients(self) -> None:
-        """The gradients that are there without a backward, set by hand: this worker's only micro-batch of the step.
-
-        Raises RuntimeError if the last step's are among them.
+        """Makes gradients that were set by hand this worker's only micro-batch of the step. Raises RuntimeError if the
+        last step's are among them.
         """
         if self._still_there():
             raise RuntimeError(STILL_THERE)
@@ -238,8 +220,8 @@ class Engine:
         self.close_micro_batch()
 
     def close_micro_batch(self, then_wait: bool = True) -> None:
-        """The micro-batch's backward is over: packs what is left, writes the tail, launches if it was the last."""
-        now = self._now
+        """Packs what is left after the micro-batch's backward, writes the tail, launches if it was the last."""
+        now = self.now
         if now.current is None:
             return
         self.streams.go_on_here()
@@ -253,7 +235,7 @@ class Engine:
     def digest(self) -> Tensor | None:
         """Returns the digest of what must be equal on all ranks, in a step where they compare it; else None."""
         every = self.options.check_every
-        compared = every is not None and self.step % every == 0 and not self._now.is_local and self.group.size > 1
+        compared = every is not None and self.step % every == 0 and not self.now.is_local and self.group.size > 1
         if not compared:
             return None
         tensors, salt = self.compared()
@@ -267,7 +249,7 @@ class Engine:
 
         Raises CommError, and RuntimeError if the step's last micro-batch has not been run, or is being run.
         """
-        now = self._now
+        now = self.now
         if not now.end():
             return
         kept = now.reduce()
@@ -277,10 +259,10 @@ class Engine:
         self.executor.share_sums(self.measurement.norms)
         self._take(kept, self.measurement.record(self.buckets[-1].tail_sum, now))
         self.step += 1
-        self._now = Step(self)
+        self.now = Step(self)
 
     def _take(self, kept: KeptStep, record: Tensor) -> None:
-        """The step's result is complete: as `reduced`, and in the averaged buffers."""
+        """Takes the step's complete result: to `reduced`, and to the averaged buffers."""
         now = kept.now
         if self.averaged.tensors:
             self.averaged.apply(self.buckets[-1].layout.params, kept.changes, kept.total_weight)
@@ -320,10 +302,6 @@ class Engine:
             self.reduced, self._gradients_set = self.kept.reduced, True
         self.kept.resumed = True
 
-    def share_sums(self, sums: Tensor, what: str) -> None:
-        """See `Executor.share_sums`."""
-        self.executor.share_sums(sums, what)
-
     def warn_once(self, message: str, *values: object) -> None:
         """Logs a message, the first time that it comes."""
         if message not in self._warned:
@@ -333,19 +311,9 @@ class Engine:
     # -- where the step stands ------------------------------------------------------------------------------------
 
     @property
-    def plan(self) -> StepPlan | None:
-        """What was announced for the coming step."""
-        return self._now.plan
-
-    @property
-    def begun(self) -> bool:
-        """A micro-batch of the coming step has been run, or is being run."""
-        return self._now.begun
-
-    @property
     def interrupted(self) -> bool:
         """A bare backward began, and its reduction did not finish: something raised."""
-        return self._now.implicit and (self._now.current is not None or self._now.closed)
+        return self.now.implicit and (self.now.current is not None or self.now.closed)
 
     def drop(self) -> None:
         """Drops gradients that arrived since the last step, but not a micro-batch under way, nor a planned step.
@@ -356,14 +324,14 @@ class Engine:
             self.reduced = None
             self.step -= 1  # it was no step: the next one has its number, and the check that was due
         self._gradients_set = False
-        now = self._now
+        now = self.now
         unfinished = now.plan is None and now.done > 0 and now.current is None and not now.closed
         if now.implicit or unfinished:
             self.abort()
 
     def abort(self) -> None:
         """Drops the step under way, and unless it is `kept` its gradients. After a finished step: prepares the next."""
-        now = self._now
+        now = self.now
         self.streams.go_on_here()  # buffers may be dropped, and the next step writes those that stay
         if now.begun and not now.implicit:
             self.averaged.put_back()
@@ -375,7 +343,7 @@ class Engine:
         if is_kept:
             self.measurement.renew()
         self.reduced = None
-        self._now = Step(self)
+        self.now = Step(self)
 
     def close(self) -> None:
         """Removes the hooks: gradients stay in `p.grad`. Those of a step that the optimizer has made are dropped."""

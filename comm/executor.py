@@ -10,21 +10,20 @@ followed by what comes next for the bucket before it. Streams order the work:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from kfuse.comm import devices
+from kfuse.comm import devices, transports
 from kfuse.comm.buckets import ALIGN, Bucket
 from kfuse.comm.group import CommError, Group, Pending
-from kfuse.comm.measurement import Measured
 from kfuse.comm.schedule import GRADIENT, SHARD, Op, Program
 from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import RangePlan, plan_merges, plan_range
-from kfuse.comm.transports import BringsContributions, HoldsSlots, Transport
+from kfuse.comm.transports import BringsContributions
 from kfuse.kernels import BLOCK, block_sumsq, num_blocks
 
 AT_ONCE = 2
@@ -37,14 +36,10 @@ class _Run:
 
     bucket: Bucket
     program: Program
-    at: int
-    """The number of the operation that comes next."""
-    sum: Tensor
-    """Where the sum goes: the bucket's `sum`, or its tail."""
-    flat: Tensor | None = None
-    """What travels: the same, or a copy of it in bf16."""
-    shared: Pending | None = None
-    """The share under way."""
+    at: int  # the number of the operation that comes next
+    sum: Tensor  # where the sum goes: the bucket's `sum`, or its tail
+    flat: Tensor | None = None  # what travels: the same, or a copy of it in bf16
+    shared: Pending | None = None  # the share under way
 
     @property
     def next(self) -> Op:
@@ -56,11 +51,6 @@ class _Run:
         return self.at < self.program.pause
 
 
-def shard_unit(programs: Sequence[Program]) -> int:
-    """What the length of a shard is a multiple of: where shards are measured they are of whole blocks."""
-    return BLOCK if any(program.measures_shards for program in programs) else ALIGN
-
-
 class Executor:
     """Starts each bucket's program once it is complete and no earlier one is incomplete, and runs it to its end.
 
@@ -68,50 +58,45 @@ class Executor:
     after a failure it starts no more messages.
     """
 
-    measured: dict[int, Measured]
-    """By a bucket's index, what was measured of its shard as this step added it up."""
-    failed: CommError | None = None
-    """Why this worker cannot continue with the others."""
+    measured: dict[int, Tensor]
+    """By a bucket's index: fp32, the sum of squares of each block of its `part`, as this step has added it up."""
+    failed: CommError | None = None  # why this worker cannot continue with the others
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         group: Group,
-        transports: Mapping[str, Transport],
         programs: Sequence[Program],
         dtype: str,
-        unit: int,
+        tree: str | Sequence[int],
     ) -> None:
-        """transports: by the names that the programs use. programs: of each bucket. dtype: of gradients in messages,
-        fp32 or bf16; the last bucket, with the tail, is always sent in fp32. unit: see `shard_unit`. Raises CommError.
+        """programs: of each bucket. dtype: of gradients in messages, fp32 or bf16; the last bucket, with the tail, is
+        always sent in fp32. tree: see `transports.make`. Raises CommError.
         """
         self._buckets, self._group, self.programs = buckets, group, programs
-        self._transports = list(transports.values())
-        self._transport_of = [transports[program.transport] for program in programs]
+        # What the length of a shard is a multiple of: where shards are measured they are of whole blocks.
+        self.unit = BLOCK if any(program.measures_shards for program in programs) else ALIGN
+        names = dict.fromkeys(program.transport for program in programs)
+        made = {name: transports.make(name, group, tree, self.unit) for name in names}
+        self._transports, self._transport_of = list(made.values()), [made[program.transport] for program in programs]
         self._sharded = any(program.sharded for program in programs)
-        self._unit = unit
         self._wire = {} if dtype == "fp32" else {b.index: torch.empty(0) for b in buckets[:-1]}
         self._device = devices.of(group.device)
         self._side = self._device.new_stream()
         on_shards = any(program.ops[program.index("exchange")].place == SHARD for program in programs)
         self._polls = on_shards and group.size > 1 and not self._device.asynchronous
         self._canonical, self._step = True, 0
-        self._measures: list[Measured] = []  # of each bucket, used again in each step
+        self._sumsq: list[Tensor] = []  # of each bucket, for `measured`; used again in each step
         for bucket, program in zip(buckets, programs, strict=True):
-            shards = group.shards(bucket.body, self._unit)
+            shards = group.shards(bucket.body, self.unit)
             shard = shards[group.rank]
             mirrors = program.has("mirror") and group.size > 1
-            bucket.assign(
-                shard if program.sharded else slice(0, bucket.body),
-                shards[group.rank - 1] if mirrors else slice(0, 0),
-            )
+            bucket.assign(shard, shards[group.rank - 1] if mirrors else slice(0, 0))
             blocks = num_blocks(shard.stop - shard.start) if program.measures_shards else 0
-            sums = torch.zeros(blocks, device=group.device)
-            self._measures.append(Measured(shard, sums, rounded=not program.sharded))
+            self._sumsq.append(torch.zeros(blocks, device=group.device))
         for transport in self._transports:
-            if isinstance(transport, HoldsSlots):
-                pairs = zip(buckets, self._transport_of, strict=True)
-                transport.hold([bucket for bucket, of_bucket in pairs if of_bucket is transport])
+            if (hold := getattr(transport, "hold", None)) is not None:
+                hold([bucket for bucket in buckets if self._transport_of[bucket.index] is transport])
         self.reset()
 
     # -- before a step --------------------------------------------------------------------------------------------
@@ -144,12 +129,10 @@ class Executor:
         """`complete` have this worker's whole sum: starts each bucket whose predecessors are complete too.
 
         Where the messages of several optimizers need one order on all ranks, `wait` starts them: backward may reach
-        the optimizers' parameters in another order on another rank. local: gradients stay with their worker; only the
-        tail is reduced.
+        the optimizers' parameters in another order on another rank. local: only the tail is reduced.
 
-        Where the group may change it raises no CommError, which would leave the user's loop through its
-        `loss.backward()`: the backward under way goes on to its end, and `wait` raises it. In a fixed group the job
-        ends, and the error is raised at once: a GPU may be lost with the message, and with it what follows.
+        Where the group may change `wait` raises what fails here, so that no CommError leaves the user's
+        `loss.backward()`. In a fixed group it is raised at once: a GPU may be lost with the message.
         """
         for bucket in complete:
             self._complete[bucket.index] = True
@@ -193,9 +176,8 @@ class Executor:
         return [slot[bucket.body :] for slot in slots] if local else slots
 
     def _exchange(self, run: _Run, outgoing: list[Tensor]) -> None:
-        """Starts the messages: behind the side stream's work if that adds up what they bring.
-
-        The receive buffer may be an earlier bucket's, which the side stream still reads.
+        """Starts the messages: behind the side stream's work if that adds up what they bring, as it may still read an
+        earlier bucket in the receive buffer.
         """
         stream = self._device.current_stream()
         if run.next.place == SHARD:
@@ -207,7 +189,7 @@ class Executor:
         run.at += 1
 
     def _run_arrived(self) -> None:
-        """Runs the buckets whose messages have arrived to their pause, with gloo. Does not wait."""
+        """Runs the buckets whose messages have arrived to their pause. Does not wait."""
         for run in self._runs:
             if run.before_pause:
                 if not self._contributions(run.bucket).arrived(run.bucket.index):
@@ -255,12 +237,11 @@ class Executor:
     # -- the update -----------------------------------------------------------------------------------------------
 
     def updates(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
-        """Runs the programs of the buckets that hold gradients to their end. Yields each bucket, or this worker's shard
-        of it, for the caller to update.
+        """Runs the programs of the buckets that hold gradients to their end. Yields each for the caller to update.
 
-        Buckets come in the order in which the next forward reads them: the last one has the first layers. When all
-        shares are here, for work on the current stream, the iteration ends. Raises CommError, after the last bucket: of
-        this worker's part all or nothing is updated.
+        The last bucket comes first: it has the first layers, which the next forward needs first. The iteration ends
+        when all shares are here, for work on the current stream. Raises CommError, after the last bucket: of this
+        worker's part all or nothing is updated.
         """
         runs: list[_Run] = []
         failed: CommError | None = None
@@ -283,7 +264,7 @@ class Executor:
     def _execute(self, run: _Run) -> None:
         """Executes the next operation on a bucket. What an abort may drop meanwhile is kept for the stream."""
         op, bucket = run.next, run.bucket
-        mine = self._measures[bucket.index]
+        sumsq = self._sumsq[bucket.index]
         match op.kind:
             case "wait" if run.shared is not None:
                 run.shared.wait_on_stream()
@@ -296,17 +277,17 @@ class Executor:
                 what = f"{self._name(bucket)} (mirror of the gradient)"
                 run.shared = self._group.pass_on(bucket.before, bucket.own, what)
             case "reduce+measure":
-                self._contributions(bucket).reduce(bucket.index, run.sum, mine.sumsq)
-                self.measured[bucket.index] = mine
+                self._contributions(bucket).reduce(bucket.index, run.sum, sumsq)
+                self.measured[bucket.index] = sumsq
             case "measure":  # of a sum that the library has added up
-                self._device.keep([run.sum, mine.sumsq], self._device.current_stream())
-                if mine.sumsq.numel():
-                    block_sumsq(run.sum[mine.shard], mine.sumsq)
-                self.measured[bucket.index] = mine
+                self._device.keep([run.sum, sumsq], self._device.current_stream())
+                if sumsq.numel():
+                    block_sumsq(run.sum[bucket.part], sumsq)
+                self.measured[bucket.index] = sumsq
             case "share":
                 flat = self._rounded_shard(run) if op.what == GRADIENT else bucket.parameters
                 assert flat is not None, "only optimizers with flat parameters have sharded state"
-                run.shared = self._group.share(flat, f"{self._name(bucket)} (share of the {op.what})", self._unit)
+                run.shared = self._group.share(flat, f"{self._name(bucket)} (share of the {op.what})", self.unit)
             case _:
                 raise AssertionError(f"{op.kind} is no operation of messages")
         run.at += 1
@@ -318,7 +299,7 @@ class Executor:
         """What travels, with this worker's shard of the sum in it."""
         assert run.flat is not None
         if run.flat is not run.sum:
-            shard = self._group.shards(run.flat.numel(), self._unit)[self._group.rank]
+            shard = self._group.shards(run.flat.numel(), self.unit)[self._group.rank]
             self._device.keep([run.flat], self._device.current_stream())  # the sum is kept by `reduce`
             run.flat[shard].copy_(run.sum[shard])
         return run.flat
@@ -329,10 +310,9 @@ class Executor:
     # -- a failure ------------------------------------------------------------------------------------------------
 
     def abandon(self, reduced: bool) -> None:
-        """Aborts the step. Where messages may be under way, the executor has `failed`.
+        """Aborts the step. Where messages may be under way the executor has `failed`, and the buckets get new buffers.
 
-        These may still write to their buffers at any time, so the buckets get new ones. reduced: all buckets have come
-        to their barriers, so no message writes there any more.
+        reduced: all buckets have come to their barriers, so no message writes to the old ones any more.
         """
         if not self._runs or self._group.size == 1:
             return

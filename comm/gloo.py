@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from kfuse.comm.topology import Links
 
 _SLICE = timedelta(seconds=SLICE_S)
-_LARGE = 2**18
-"""Bytes. A smaller message of two workers is one all-to-all: two broadcasts would take twice the calls for no gain."""
+_LARGE = 2**18  # bytes; for a smaller message of two workers two broadcasts in place of one call gain nothing
 _EXCHANGE = 1  # the tag of messages between two ranks
 
 
@@ -110,9 +109,8 @@ class GlooGroup(Group):
         super().retire()
 
     def close(self, timeout_s: float) -> bool:
-        """As `Group.close`: a thread of gloo that frees a tensor after the interpreter has ended aborts the process.
-
-        If messages are still under way after the timeout, nothing is ended, since that would block.
+        """As `Group.close`: a thread of gloo that frees a tensor after the interpreter has ended aborts the process. To
+        end anything while messages are under way would block.
         """
         deadline = time.monotonic() + timeout_s
         closed = [each.close(max(0.0, deadline - time.monotonic())) for each in (*self._further, *self._parts.values())]
@@ -141,9 +139,8 @@ class GlooGroup(Group):
         return self._share([flat[shard] for shard in self.shards(flat.numel(), unit)], what)
 
     def _share(self, parts: Sequence[Tensor], what: str) -> Pending:
-        """Broadcasts, over connections of their own: gloo's all-gather takes almost twice as long.
-
-        Messages of one process group must be started in the same order on all ranks, and these are not.
+        """Broadcasts: gloo's all-gather takes almost twice as long. They have connections of their own: messages of a
+        process group must be started in the same order on all ranks, and these are not.
         """
         large = max(part.nbytes for part in parts) >= _LARGE
         over = self._share_from if large else [self._share_pg] * self.size  # fewer threads wake up
@@ -171,10 +168,8 @@ class GlooGroup(Group):
         return GlooPending(self, what, [(work, source if self.rank != source else None)])
 
     def sum_among(self, flat: Tensor, ranks: Sequence[int], what: str) -> Iterator[Pending]:
-        """By the library's all-reduce, over connections of these ranks alone, which the first sum makes.
-
-        In gloo's all-to-all each rank waits for a message from every other one, be it empty; an empty one that shares
-        a link with a large one takes as long.
+        """By the library's all-reduce, over connections of these ranks alone, which the first sum makes: in gloo's
+        all-to-all each rank waits for every other one's message, be it empty.
         """
         if self.rank in ranks:
             key = tuple(ranks)
@@ -206,7 +201,7 @@ class GlooGroup(Group):
 
 
 def process_group(store: Store, rank: int, size: int, timeout_s: float, hostname: str | None) -> Any:
-    """A process group for kfuse alone, beside any that the user has. It is not registered in torch.distributed."""
+    """A process group that is not registered in torch.distributed, beside any that the user has."""
     backend: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
     gloo = backend._Options()
     gloo._devices = [backend.create_device(hostname=hostname) if hostname else backend.create_default_device()]

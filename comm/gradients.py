@@ -22,31 +22,16 @@ STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() a
 
 
 class GradientHooks:
-    """Post-accumulate hooks on the parameters of some buckets.
+    """Post-accumulate hooks: each moves its parameter's new `.grad` into the bucket's `grads`, and sets it to None."""
 
-    A hook moves its parameter's new `.grad` into the bucket's `grads` and sets `.grad` to None.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[Parameter],
-        names: Sequence[str],
-        buckets: Sequence[Bucket],
-        wanted: Callable[[], bool],
-        full: Callable[[Bucket], None],
-    ) -> None:
-        """names: of the parameters, for error messages. buckets: their layouts are indices into `params`.
-
-        wanted: called for each gradient that arrives; if it returns False the gradient stays with its parameter.
-        full: called with a bucket that has the gradients of all of its parameters.
-        """
-        self._params, self._names, self._buckets = params, names, buckets
-        self._wanted, self._full = wanted, full
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._params, self._names = engine, engine.params, engine.names
+        self._buckets = engine.gradient_buckets
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         try:
-            for bucket in buckets:
+            for bucket in self._buckets:
                 for k, index in enumerate(bucket.layout.params):
-                    register = params[index].register_post_accumulate_grad_hook
+                    register = self._params[index].register_post_accumulate_grad_hook
                     self._handles.append(register(self._hook(bucket, k)))  # type: ignore[no-untyped-call]
         except BaseException:  # by Ctrl-C: nobody has these hooks to remove them
             self.close(drop=False)
@@ -54,23 +39,20 @@ class GradientHooks:
 
     def _hook(self, bucket: Bucket, k: int) -> Callable[[Tensor], None]:
         def on_gradient(param: Tensor) -> None:
-            if not self._wanted():
-                return
+            if not self._engine.wants_gradient():
+                return  # it stays with its parameter
             if _is_of_a_step(param.grad, bucket, k):
                 raise RuntimeError(STILL_THERE)
             if bucket.packed or bucket.grads[k] is not None:
                 raise RuntimeError(f"{self._names[bucket.layout.params[k]]} received a second gradient: {REMEDY}")
             self._collect(bucket, k)
             if bucket.missing == 0:
-                self._full(bucket)
+                self._engine.now.pack(bucket)
 
         return on_gradient
 
     def _collect(self, bucket: Bucket, k: int) -> None:
-        """Takes the gradient of the bucket's k-th parameter.
-
-        Raises RuntimeError for one that is not dense, or whose parameter has another dtype than it had.
-        """
+        """Takes the gradient of the bucket's k-th parameter. Raises RuntimeError for one that cannot be packed."""
         index = bucket.layout.params[k]
         param = self._params[index]
         grad = param.grad
@@ -89,10 +71,7 @@ class GradientHooks:
         bucket.missing -= 1
 
     def collect_set_by_hand(self, bucket: Bucket) -> None:
-        """Takes the gradients of the bucket's parameters that backward did not reach.
-
-        Raises RuntimeError if one of them is the last step's.
-        """
+        """Takes gradients that backward did not bring. Raises RuntimeError if one of them is the last step's."""
         for k, index in enumerate(bucket.layout.params):
             if bucket.grads[k] is None and (grad := self._params[index].grad) is not None:
                 if _is_of_a_step(grad, bucket, k):
@@ -127,7 +106,7 @@ _OWNERS = WeakTensorKeyDictionary()
 
 
 def owner(parameter: Parameter) -> Engine | None:
-    """The engine that collects the parameter's gradients; None if there is none."""
+    """The engine that collects the parameter's gradients, if there is one."""
     reference = _OWNERS.get(parameter)  # type: ignore[no-untyped-call]
     found: Engine | None = reference() if reference is not None else None
     return found

@@ -26,14 +26,9 @@ if TYPE_CHECKING:
     from kfuse.comm.topology import Links
 
 SLICE_S = 0.02  # between two looks of a wait
-GRACE_S = 5.0
-"""How long a rank that timed out waits for others to say so too: ranks that wait for one rank time out together."""
-REDUCE_OPS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
+GRACE_S = 5.0  # for others to say that they timed out too: ranks that wait for one rank time out together
+_OPS = dist.ReduceOp
+REDUCE_OPS: dict[str, Any] = {"sum": _OPS.SUM, "avg": _OPS.SUM, "min": _OPS.MIN, "max": _OPS.MAX}
 """Of `Group.all_reduce`, as torch has them; "avg" sums."""
 
 Made = TypeVar("Made")
@@ -61,7 +56,7 @@ class Pending:
     def wait_on_stream(self) -> None:
         """Later work on the device's current stream begins when all messages have completed. Raises CommError.
 
-        With gloo this is `wait`. With NCCL the host does not wait, and `Group.settle` tells of a later failure.
+        With gloo the host waits. With NCCL it does not, and `Group.settle` tells of a later failure.
         """
         self.wait()
 
@@ -69,16 +64,11 @@ class Pending:
 class Group:
     """A fixed set of workers: collectives on one device, for one generation of the view. This class: one worker."""
 
-    links: Links | None = None
-    """The latency and throughput between the workers; None where they have not been measured (`latency.measure`)."""
-    waits_each_step: bool = False
-    """NCCL: whether `settle` blocks the host until all messages have ended. With gloo it has waited for them."""
-    costs: Costs | None = None
-    """What its messages cost, once a probe has measured them (`comm.schedule=auto`)."""
-    in_one_order: bool = False
-    """Whether the messages of all optimizers must be started in one order on all ranks."""
-    adds_up: bool = False
-    """Whether it has `reduce_scatter`."""
+    links: Links | None = None  # between the workers, once they have been measured (`topology.measure`)
+    waits_each_step: bool = False  # whether `settle` blocks the host until all messages have ended (NCCL)
+    costs: Costs | None = None  # what its messages cost, once a probe has measured them (`comm.schedule=auto`)
+    in_one_order: bool = False  # whether messages of all optimizers must be started in one order on all ranks
+    adds_up: bool = False  # whether it has `reduce_scatter`
 
     def __init__(
         self,
@@ -97,12 +87,9 @@ class Group:
         self.hosts = [""] * size if hosts is None else list(hosts)
         self.device = device or torch.device("cpu")
         self.check = check or (lambda: None)
-        self.fixed = check is None
-        """Whether the workers stay the same until the job ends."""
-        self.under_way: dict[Pending, None] = {}
-        """The messages that have not been waited for, in the order in which they were started."""
-        self.numbers: Sequence[int] = range(size)
-        """What messages call each rank: in a part of another group, its rank there."""
+        self.fixed = check is None  # whether the workers stay the same until the job ends
+        self.under_way: dict[Pending, None] = {}  # what has not been waited for, in the order of the starts
+        self.numbers: Sequence[int] = range(size)  # what errors call each rank: in a part of a group, its rank there
         self._store = store
         self._meetings = Counter[str]()
 
@@ -126,8 +113,7 @@ class Group:
         """What `act` returns. It runs in a thread, since nothing can interrupt it while it waits for a lost worker.
 
         drop: called with what `act` has made after this method gave up. what: it does, and late: what the others did
-        not do in time, for messages. Raises CommError if `act` fails or takes longer than the timeout, and what `check`
-        raises.
+        not do in time, for errors. Raises CommError if `act` fails or is late, and what `check` raises.
         """
         outcome: Future[Made] = Future()
 
@@ -158,8 +144,8 @@ class Group:
     def lane(self, number: int) -> Group:
         """The same workers over further connections: messages of different lanes may be started in any order.
 
-        Lane 0 is this group itself. The others are connected as they are first asked for, which every rank must do at
-        the same point. With NCCL all lanes are one, and `in_one_order` is set. Raises CommError.
+        Lane 0 is this group. The others are connected as they are first asked for, by every rank at the same point.
+        With NCCL all lanes are one, and `in_one_order` is set. Raises CommError.
         """
         return self
 
@@ -167,8 +153,8 @@ class Group:
         """All lanes that any rank's `count` asks for, on every rank at the same point. Raises CommError."""
 
     def finish(self) -> None:
-        """Before a planned change of the view, on every rank at the same step boundary: no message follows.
-        Returns when what this rank sent has arrived. Raises CommError if a worker is lost meanwhile.
+        """Before a planned change of the view, on every rank at the same step boundary: returns when all that this rank
+        sent has arrived. No message follows. Raises CommError.
         """
 
     def abort(self) -> None:
@@ -180,19 +166,16 @@ class Group:
         drop_retired()
 
     def close(self, timeout_s: float) -> bool:
-        """Before the process ends: ends the group's threads and connections.
-
-        False if messages are still under way after the timeout.
-        """
+        """Ends threads and connections before the process ends. False if messages are still under way in the end."""
         return True
 
     # -- messages -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """At the end of a step's reduction, before its sums are used. Raises CommError if a message has failed.
+        """Before a step's sums are used: raises CommError if a message has failed.
 
-        With NCCL the host waits here, once for all messages, where the group may change: else parameters could be
-        updated with an incomplete sum that a lost worker left.
+        With NCCL the host waits here for all messages, where the group may change: else parameters could be updated
+        with an incomplete sum that a lost worker left.
         """
 
     def follow(self, what: str, enqueue: Callable[[], None]) -> Pending:
@@ -265,7 +248,7 @@ class Group:
         return [tensor.to(self.device, copy=True)]
 
     def in_pairs(self, act: Callable[[], None], what: str) -> None:
-        """Runs `act`, whose messages are those of `exchange`. Raises CommError after the group's timeout."""
+        """Runs `act`, whose messages are those of `exchange`. Raises CommError."""
         act()
 
     def exchange(self, sent: Tensor, received: Tensor, peer: int, what: str) -> None:
@@ -284,9 +267,7 @@ class Group:
 
     def meet(self, what: str) -> None:
         """Returns when every rank has called it with this `what`; it sends no message. Before a collective of the
-        user's code: a rank that starts one alone would get the others' messages as its own.
-
-        Raises CommError after the timeout, and where the store is gone: the supervisor opens another after a loss.
+        user's code: a rank that starts one alone would get the others' messages as its own. Raises CommError.
         """
         if self._store is None or self.size == 1:
             return

@@ -28,29 +28,14 @@ from kfuse.comm.tail import (
 )
 from kfuse.kernels import BLOCK, block_sumsq, num_blocks, sum_partials
 
-_LAPS = 8
-"""Steps that a host may be ahead of its GPU, before the time of a micro-batch is unknown."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a worker has measured of a bucket's sum as it added it up."""
-
-    shard: slice
-    """Of the bucket: it starts at a block, or is empty."""
-    sumsq: Tensor
-    """fp32: the sum of squares of each block of the shard."""
-    rounded: bool
-    """The bucket holds rounded values of the sum afterwards: it cannot be measured again."""
+_LAPS = 8  # steps that a host may be ahead of its GPU, before the time of a micro-batch is unknown
 
 
 class Measurement:
     """Measures the gradients in an engine's buckets; writes each micro-batch's tail, and reads the step's record."""
 
-    tail: Tail
-    """The tail's layout for the present group."""
-    norms: Tensor
-    """fp32: sums of squares of the mean gradient, one for each block of each bucket."""
+    tail: Tail  # the tail's layout for the present group
+    norms: Tensor  # fp32: sums of squares of the mean gradient, one for each block of each bucket
 
     def __init__(self, gradient_buckets: Sequence[Bucket], params: int, device: torch.device) -> None:
         """params: how many parameters the engine has."""
@@ -109,7 +94,7 @@ class Measurement:
             self._waiting.stop(1)
 
     def total_weight(self, tail: Tensor, now: Step) -> Tensor | None:
-        """float64 scalar: what the reduced buckets are to be divided by. None: they hold means already."""
+        """float64 scalar: what the reduced buckets are to be divided by; None if they hold means."""
         if now.weights_are_known:
             return None
         if now.is_local:  # the buckets hold this worker's own sums
@@ -120,11 +105,10 @@ class Measurement:
         """A message under way may still write to `norms`: takes another one."""
         self._set_norms(torch.zeros_like(self.norms))
 
-    def measure(self, total_weight: Tensor | None, measured: Mapping[int, Measured]) -> None:
-        """Once all buckets are reduced: they hold the mean gradient afterwards, and `norms` its sums of squares.
+    def measure(self, total_weight: Tensor | None, measured: Mapping[int, Tensor]) -> None:
+        """Has the reduced buckets hold the mean gradient, and `norms` its sums of squares; 0 of other workers' shards.
 
-        Of each bucket only this worker's shard is measured; elsewhere `norms` is 0. measured: by a bucket's index, what
-        was measured of its sum, which is the mean where the total weight was known before.
+        measured: see `Executor.measured`; of a sum, which is the mean where the total weight was known before.
         """
         share = None
         if total_weight is not None:
@@ -135,13 +119,13 @@ class Measurement:
                     bucket.before.mul_(share)
         for bucket, norms in zip(self._buckets, self._norms_of, strict=True):
             mine = measured.get(bucket.index)
-            shard = bucket.shard if mine is None else mine.shard
+            shard = bucket.shard if mine is None else bucket.part
             if shard.stop - shard.start < bucket.body:
                 norms.zero_()  # the other workers' sums of the last step lie there
                 first = shard.start // BLOCK
                 norms = norms[first : first + num_blocks(shard.stop - shard.start)]
-            if mine is not None and (share is None or mine.rounded):
-                norms.copy_(mine.sumsq)
+            if mine is not None and (share is None or not bucket.sharded):  # else it may hold rounded values
+                norms.copy_(mine)
                 if share is not None:
                     norms.mul_(share * share)
             elif norms.numel():
@@ -150,9 +134,8 @@ class Measurement:
     def record(self, tail: Tensor, now: Step) -> Tensor:
         """The step's record (see `Tail.record`), once `norms` has the sums of squares of all shards.
 
-        Where micro-batches weigh otherwise than by their samples, the record is put into units of samples, which are
-        those of a batch size: with W the sum of the weights w_j and B the step's samples, w_j becomes w_j B / W. S is
-        then unbiased where the variance of a micro-batch's gradient goes as 1 / w_j.
+        Weights that are no numbers of samples are put into units of samples: with W the sum of the weights w_j and B
+        the step's samples, w_j becomes w_j B / W. S is then unbiased where a micro-batch's variance goes as 1 / w_j.
         """
         sum_partials(self.norms, self._totals[0])
         record = self.tail.record(tail, self._totals)
@@ -170,18 +153,13 @@ class Measurement:
 class _Lap:
     began: Event
     ended: Event
-    micro_batches: int = 0
-    """How many it had; 0 where none was timed."""
+    micro_batches: int = 0  # how many it had; 0 where none was timed
 
 
 class Stopwatch:
-    """Times a step from its first micro-batch's forward to its last one's backward, before it waits for other workers.
+    """Times a part of each step. On a GPU it times the stream without a wait: the newest finished step counts."""
 
-    On a GPU it times the stream, and never waits for it: of the last few steps the newest that is finished counts.
-    """
-
-    seconds_before: float = 0.0
-    """Seconds a micro-batch of the newest finished step before this one; 0.0 while there is none."""
+    seconds_before: float = 0.0  # a micro-batch, of the newest finished step before this one; 0.0: none
 
     def __init__(self, device: torch.device) -> None:
         self._device = devices.of(device)
@@ -205,7 +183,7 @@ class Stopwatch:
         return 0.0
 
     def forget(self) -> None:
-        """The last step had no micro-batch for this worker."""
+        """The last step is not timed."""
         for lap in self._laps:
             lap.micro_batches = 0
 
@@ -216,8 +194,7 @@ SLOW, RECOVERED = 0.8, 0.9  # of the reference's throughput
 WINDOW, REFERENCE = 16, 64  # steps
 EVERY = 4  # steps between votes: sorting the times costs as much as a small kernel
 _LEAST = 16  # steps of a reference
-UNKNOWN, AS_BEFORE, SLOWER = 0.0, 1.0, 2.0
-"""Votes, as the tail has them."""
+UNKNOWN, AS_BEFORE, SLOWER = 0.0, 1.0, 2.0  # votes, as the tail has them
 
 
 class Voter:
@@ -232,8 +209,7 @@ class Voter:
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=WINDOW + REFERENCE)
         self._steps = 0
-        self.vote = UNKNOWN
-        """UNKNOWN during the first steps, then AS_BEFORE or SLOWER."""
+        self.vote = UNKNOWN  # UNKNOWN during the first steps, then AS_BEFORE or SLOWER
 
     def forget(self) -> None:
         self._seconds.clear()

@@ -15,14 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-ALL, SHARD = "all", "shard"
-"""Places: the whole bucket, or this worker's part of it."""
+ALL, SHARD = "all", "shard"  # places: the whole bucket, or this worker's part of it
 
-PULLED = "symmetric"
-"""The transport whose exchange is no message: contributions stay where they are, and `reduce` reads them there."""
+PULLED = "symmetric"  # the transport whose exchange is no message: `reduce` reads contributions where they are
 
-GRADIENT, PARAMETER = "gradient", "parameter"
-"""What is shared."""
+GRADIENT, PARAMETER = "gradient", "parameter"  # what is shared
 
 
 @dataclass(frozen=True)
@@ -38,10 +35,8 @@ class Op:
     barrier: until all buckets have come here, on this worker; for sharded state the workers' sums of squares are shared
     there. update: by the optimizer.
     """
-    place: str = ALL
-    """What it leaves, works on or waits for."""
-    what: str = ""
-    """exchange: the transport's name. share: gradient | parameter."""
+    place: str = ALL  # what it leaves, works on or waits for
+    what: str = ""  # exchange: the transport's name. share: gradient | parameter.
 
     @property
     def kinds(self) -> tuple[str, ...]:

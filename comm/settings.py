@@ -16,24 +16,20 @@ from kfuse.comm.sync import Sync
 
 @dataclass(frozen=True)
 class Setting:
-    """Declares one setting in a TypedDict: `batch_size: Annotated[int, Setting(32, "samples ...", at_least=1)]`.
+    """Declares a setting in a TypedDict: `batch_size: Annotated[int, Setting(32, "samples ...", at_least=1)]`.
 
     The annotated type says what kind of value it takes, and whether `null` is allowed.
     """
 
     default: Any
-    help: str
-    """What it is, its unit, and what special values mean."""
+    help: str  # what it is, its unit, and what special values mean
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
     below: float | None = None
-    choices: tuple[str, ...] = ()
-    """If not empty: the values that are allowed."""
-    pattern: str = ""
-    """A regular expression. With `choices`: of further values that are allowed; else of all."""
-    form: str = ""
-    """The pattern in words."""
+    choices: tuple[str, ...] = ()  # if not empty: the values that are allowed
+    pattern: str = ""  # A regular expression. With `choices`: of further values that are allowed; else of all.
+    form: str = ""  # the pattern in words
 
     def is_in_range(self, value: Any) -> bool:
         """Returns whether a value of the right type is allowed. NaN and infinity never are."""
@@ -195,8 +191,7 @@ PROPERTIES = {
     "symmetric": Properties(True, True),
 }
 TRANSPORT_NAMES = tuple(PROPERTIES)
-TREES = ("binary", "star", "host", "latency")
-"""The shapes that the transport `tree` knows by name."""
+TREES = ("binary", "star", "host", "latency")  # the shapes that the transport `tree` knows by name
 
 
 @dataclass(frozen=True)
@@ -237,10 +232,9 @@ class CommOptions:
         return Sync.parse(self.sync)
 
     def transport(self, schedule: str | None = None) -> str:
-        """Returns the transport's name for `schedule`; None: for the configured one.
+        """Returns the transport's name for `schedule`, or the configured one; for `auto` that is its default.
 
-        For `auto` that is the default where messages have not been measured. Reproducible sums need every contribution
-        at hand, and only all_to_all adds up bf16 messages in fp32.
+        Reproducible sums need every contribution at hand, and only all_to_all adds up bf16 messages in fp32.
         """
         name = schedule or self.schedule
         if name != "auto":
@@ -260,27 +254,20 @@ class CommOptions:
         return max(1, int(self.bucket_mb * 2**20 / 4))
 
     def has_bucket_apart(self, buffers: Sequence[object]) -> bool:
-        """Whether the last bucket has no gradients: only these buffers, whose changes are averaged, and the tail. They
-        need fp32, and all workers need all of them.
-        """
+        """Whether the last bucket has only these buffers and the tail: all workers need all of them, in fp32."""
         return bool(buffers) or self.dtype != "fp32" or self.sharded
 
     @property
     def has_outer_step(self) -> bool:
-        """Whether averages of local SGD are followed by an outer step; without one they are the new model."""
+        """Whether averages of local SGD are followed by an outer step."""
         return (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
 
     @property
     def leaves_choice(self) -> bool:
-        """Whether measured messages choose the schedule: where that does not change what was promised.
-
-        Reproducible sums and bf16 messages need all_to_all, sharded state its own program; with pair averaging nobody
-        waits for another worker.
-        """
+        """Whether measured messages choose the schedule: where that does not change what was promised."""
         fixed = self.reproducible or self.sharded or self.dtype != "fp32" or self.synchronisation.mode == "pair"
         return self.schedule == "auto" and not fixed
 
     @property
     def sharded(self) -> bool:
-        """Whether optimizer state is sharded."""
         return self.state == "sharded"

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kfuse.comm.buckets import Bucket
 
 _REFUSED = (
     "{op} of a p.grad: with comm.state=sharded each worker has the mean gradient of its shard only, and p.grad has no "
@@ -36,35 +39,21 @@ Unscale = Callable[[Sequence[int], Tensor, Tensor], None]
 multiplies this worker's shards of the buckets' gradients by inv_scale."""
 
 
-class Whose(Protocol):
-    """The bucket that a gradient is a part of."""
-
-    index: int
-    device: torch.device
-    unscale: Unscale | None
-    views: Sequence[Tensor]
-    """Of its parameters, the gradients that the last step was made with."""
-    added_to: bool
-    """A backward was to add to one of them."""
-
-
 class ShardedGradient(Tensor):
     """A parameter's gradient of which this worker has a shard, or nothing. Any operation on it raises RuntimeError."""
 
-    _bucket: weakref.ref[Whose]
-    """Not a strong reference, since the bucket has one to this."""
-    _k: int
-    """Which of the bucket's views it is."""
+    _bucket: weakref.ref[Bucket]  # not a strong reference, since the bucket has one to this
+    _k: int  # which of the bucket's views it is
 
     @staticmethod
-    def __new__(cls, bucket: Whose, k: int, like: Tensor) -> ShardedGradient:
+    def __new__(cls, bucket: Bucket, k: int, like: Tensor) -> ShardedGradient:
         """The bucket's k-th. like: on any device, with the shape, strides and dtype that it is to have."""
         make: Any = torch.Tensor._make_wrapper_subclass
         made: ShardedGradient = make(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=bucket.device)
         made._bucket, made._k = weakref.ref(bucket), k
         return made
 
-    def __init__(self, bucket: Whose, k: int, like: Tensor) -> None:
+    def __init__(self, bucket: Bucket, k: int, like: Tensor) -> None:
         """See `__new__`."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

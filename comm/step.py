@@ -34,25 +34,19 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step as its training loop knows it before the first forward: total samples, each worker's micro-batches."""
+    """A step as its training loop knows it before the first forward."""
 
     samples: int
-    ranges: tuple[range, ...]
-    """By rank, the micro-batches that the worker is to run."""
+    ranges: tuple[range, ...]  # by rank, the micro-batches that the worker is to run
     local: int | None = None
     """This worker's own samples, if each worker is to update with its own mean gradient (local SGD)."""
-    decision: int = 0
-    """The number of the decision that this worker announces with the step; 0: none. Only rank 0's is sent."""
+    decision: int = 0  # the number of the decision that is announced; 0: none. This and the next two: only rank 0's
     times: tuple[float, float] = (0.0, 0.0)
-    """Seconds that the step before took this worker, and the part of them that it waited for data; 0.0: unknown. Only
-    rank 0's are sent."""
+    """Seconds that the step before took this worker, and the part of them that it waited for data; 0.0: unknown."""
     fisher: Tensor | None = None
-    """fp32 [2] on the device: trace and largest entry of the diagonal Fisher information by this worker's optimizer
-    state; None: not in this step. Only rank 0's is sent."""
-    by_weight: bool = False
-    """Micro-batches weigh otherwise than by their samples; the sum of the weights is known once the step is reduced."""
-    audited: int | None = None
-    """The micro-batch of the step whose gradient's digest its worker takes (`AuditedGradient`); None: none."""
+    """fp32 [2] on the device: trace and largest entry of the diagonal Fisher information by the optimizer's state."""
+    by_weight: bool = False  # micro-batches weigh otherwise than by samples: the sum is known after the reduction
+    audited: int | None = None  # the micro-batch whose gradient's digest its worker takes (`AuditedGradient`)
 
     @property
     def micro_batches(self) -> int:
@@ -67,18 +61,12 @@ class Reduced:
     record: Tensor
     """float64 [RECORD_SLOTS + workers * RANK_SLOTS], the step's figures: see `kfuse.comm.tail.Tail.record`."""
     used: Tensor | None
-    """fp32 [parameters]: micro-batches (over all workers) that gave the parameter a gradient. None: this worker's gave
-    every parameter one."""
-    unused: frozenset[int]
-    """Parameters that none of this worker's micro-batches gave a gradient: what the host knows without the device."""
-    implicit: bool
-    """From bare backwards: no sample counts were given."""
-    local: bool
-    """Gradients, and so |gbar|^2, are this worker's own."""
-    planned: bool
-    """A training loop had announced the step."""
-    idle: bool
-    """This worker had no micro-batch in the step."""
+    """fp32 [parameters]: micro-batches of all workers that gave it a gradient. None: this worker's gave each one."""
+    unused: frozenset[int]  # parameters that none of this worker's micro-batches gave a gradient
+    implicit: bool  # from bare backwards: no sample counts were given
+    local: bool  # gradients, and so |gbar|^2, are this worker's own
+    planned: bool  # a training loop had announced the step
+    idle: bool  # this worker had no micro-batch in the step
 
 
 class MicroBatch:
@@ -109,38 +97,24 @@ _LOG = logging.getLogger("kfuse")
 
 
 class Step:
-    """The step under way. The engine calls `follow` if it has a plan, then `open`, `pack` and `close` by turns.
-
-    Without a plan each worker's micro-batches are counted as they come.
-    """
+    """The step under way. The engine calls `follow` if it has a plan, then `open`, `pack` and `close` by turns."""
 
     plan: StepPlan | None = None
-    expected: int | None = None
-    """Micro-batches that this worker has in the plan."""
-    implicit: bool = False
-    """A bare backward, outside opt.micro_batch."""
-    parts: int = 1
-    """Bare backwards in the step, each of a loss divided by their number."""
+    expected: int | None = None  # micro-batches that this worker has in the plan
+    implicit: bool = False  # a bare backward, outside opt.micro_batch
+    parts: int = 1  # bare backwards in the step, each of a loss divided by their number
     current: MicroBatch | None = None
-    leaf: LeafStep = WRITE
-    """What this worker does with the current micro-batch's gradients."""
-    scale: float = 1.0
-    """By which they are multiplied."""
-    done: int = 0
-    """Micro-batches finished."""
-    told: bool = False
-    """The tail has what only this rank writes."""
-    weight: float = 0.0
-    """Sum of the finished ones' weights."""
-    closed: bool = False
-    """The last one is finished, or under way with all of its buckets packed."""
+    leaf: LeafStep = WRITE  # what this worker does with the current micro-batch's gradients
+    scale: float = 1.0  # by which they are multiplied
+    done: int = 0  # micro-batches finished
+    told: bool = False  # the tail has what only this rank writes
+    weight: float = 0.0  # sum of the finished ones' weights
+    closed: bool = False  # the last one is finished, or under way with all of its buckets packed
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.missed = set[int]()
-        """Parameters that the current micro-batch gave no gradient."""
-        self.unused = set[int]()
-        """Parameters that none of the finished micro-batches gave a gradient."""
+        self.missed = set[int]()  # parameters that the current micro-batch gave no gradient
+        self.unused = set[int]()  # parameters that none of the finished micro-batches gave a gradient
         self._leaves: Sequence[LeafStep] | None = None  # with the canonical tree: how this worker sums its own
         self._audited: int | None = None  # which of this worker's, from 0, has the digest of its gradient taken
         engine.executor.reset()
@@ -163,7 +137,6 @@ class Step:
     # -- micro-batches --------------------------------------------------------------------------------------------
 
     def follow(self, plan: StepPlan) -> None:
-        """Has this worker's micro-batches as the plan says."""
         mine = plan.ranges[self._engine.group.rank]
         self.plan, self.expected = plan, len(mine)
         if plan.audited is not None and plan.audited in mine:
@@ -172,7 +145,6 @@ class Step:
             self._leaves = self._engine.executor.plan_sums(plan).steps
 
     def open(self, micro_batch: MicroBatch) -> None:
-        """Gradients that arrive from now on belong to this micro-batch. Raises RuntimeError where none may begin."""
         self._refuse_to_open()
         engine, self.current = self._engine, micro_batch
         self.leaf = self._leaves[self.done] if self._leaves is not None else ADD if self.done else WRITE
@@ -216,7 +188,7 @@ class Step:
             raise RuntimeError(f"the plan has {self.expected} micro-batches for this worker: one more was begun")
 
     def pack(self, bucket: Bucket) -> None:
-        """All gradients of this micro-batch that the bucket gets are there: into its flat buffer with them."""
+        """Moves this micro-batch's gradients, which are all there, into the bucket's flat buffer."""
         engine = self._engine
         engine.streams.go_on_here(reads=bucket.grads)
         if bucket.missing:
@@ -231,8 +203,7 @@ class Step:
             self._complete(bucket)
 
     def close(self) -> bool:
-        """All buckets are packed: writes the tail, and completes the last bucket. Returns whether it was this worker's
-        last micro-batch.
+        """Writes the tail, once all buckets are packed. Returns whether it was this worker's last micro-batch.
 
         Raises RuntimeError if the plan has more than were run.
         """
@@ -264,7 +235,7 @@ class Step:
         return current.last
 
     def _complete(self, bucket: Bucket) -> None:
-        """The bucket has this micro-batch: merges partial sums; after the last one, launches what is due."""
+        """Merges the bucket's partial sums; after the last micro-batch, launches what is due."""
         assert self.current is not None
         bucket.merge(self.leaf)
         if self.current.last:
@@ -291,9 +262,7 @@ class Step:
         return self.closed
 
     def _contribute_nothing(self) -> None:
-        """Sends zeros where the transport takes one contribution from each worker, with the digest. With reproducible
-        sums there is no slot to write to.
-        """
+        """Sends zeros, with the digest; with reproducible sums there is no slot to write to."""
         engine = self._engine
         engine.measurement.own_part_ends()
         engine.averaged.begin_step()
@@ -321,22 +290,13 @@ class Step:
 
 @dataclass
 class KeptStep:
-    """The last step's reduced gradients, kept until the next step begins. If a worker is lost during the update, the
-    survivors finish it from these (`Engine.resume`).
-    """
+    """The last step's reduced gradients, from which survivors finish an update that a loss interrupts."""
 
-    step: int
-    """Its number."""
+    step: int  # its number
     now: Step
-    used: Tensor | None
-    """As `Reduced.used`."""
-    changes: Sequence[Tensor]
-    """The averaged buffers' summed changes, in the order of their bucket."""
-    total_weight: Tensor | None
-    """What these sums are to be divided by; None: they are means."""
-    reduced: Reduced | None = None
-    """None: not known here, as some worker's sums of squares have not arrived."""
-    updated: bool = False
-    """The optimizer has updated this worker's part."""
-    resumed: bool = False
-    """It is being ended in another group: what is updated is not shared."""
+    used: Tensor | None  # as `Reduced.used`
+    changes: Sequence[Tensor]  # the averaged buffers' summed changes, in the order of their bucket
+    total_weight: Tensor | None  # what these sums are to be divided by; None: they are means
+    reduced: Reduced | None = None  # None: not known here, as some worker's sums of squares have not arrived
+    updated: bool = False  # the optimizer has updated this worker's part
+    resumed: bool = False  # it is being ended in another group: what is updated is not shared

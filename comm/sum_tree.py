@@ -31,8 +31,7 @@ class LeafStep:
     merges: tuple[Merge, ...]
 
 
-WRITE, ADD = LeafStep(0, False, ()), LeafStep(0, True, ())
-"""Without the canonical tree: what a worker does with its first micro-batch, and with each further one."""
+WRITE, ADD = LeafStep(0, False, ()), LeafStep(0, True, ())  # without the tree: the first micro-batch, and the others
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ class RangePlan:
     """How one worker sums its leaves. After the last step, slot k holds the sum of node pieces[k]."""
 
     steps: tuple[LeafStep, ...]
-    pieces: tuple[Node, ...]
-    """Left to right."""
+    pieces: tuple[Node, ...]  # left to right
     slots: int
 
 
@@ -73,9 +71,9 @@ def _piece_sizes(first: int, stop: int, total: int) -> list[int]:
 def aligned_ranges(total: int, workers: int) -> tuple[range, ...]:
     """The ranges of all workers, in rank order, for `total` micro-batches: at least one for each worker.
 
-    For M <= 4 n shares are equal: the largest is ceil(M / n). Else the largest is at most 1.25 M / n, or ceil(M / n),
-    and among cuts at multiples of a power of two those with the most even shares are taken that save about 20 % of the
-    bytes; where none do, those with the fewest bytes. Raises ValueError for fewer micro-batches than workers.
+    The largest is at most ceil(M / n), or 1.25 M / n where M > 4 n. Among cuts at multiples of a power of two those
+    with the most even shares are taken that save about 20 % of the bytes; where none do, those with the fewest bytes.
+    Raises ValueError for fewer micro-batches than workers.
     """
     if not 1 <= workers <= total:
         raise ValueError(f"{total} micro-batches for {workers} workers: at least one each is needed")
@@ -116,9 +114,7 @@ def _parent(node: Node, total: int) -> Node:
 def plan_range(first: int, count: int, total: int) -> RangePlan:
     """The order in which a worker sums leaves first..first+count-1 of `total`, as a binary counter does.
 
-    The slots are a stack of finished subtrees, left to right. A subtree of 2^d leaves needs d slots (at least one),
-    beside those of the finished pieces to its left: a leaf on the right is added to its sibling in place.
-
+    The slots are a stack of finished subtrees, left to right; a leaf on the right is added to its sibling in place.
     Raises ValueError if the range does not lie inside the tree.
     """
     if not (first >= 0 and count >= 0 and first + count <= total):

@@ -1,12 +1,10 @@
 """The tail: a few fp32 numbers at the end of the last bucket, which are summed with the gradients in one message.
 
 First one flag per parameter (how many micro-batches gave it a gradient), then the slots named below, then RANK_SLOTS
-for each rank. Only that rank writes them: its seconds for a micro-batch of the step before, in some steps the digest of
-its parameters, and its vote on interference. The leader alone writes the number of its decision, how long the step
-before took it, and in some steps what its optimizer's state tells of the Fisher information. Last come the figures of a
-step function, if there is one, each times the micro-batch's samples.
+for each rank, which only that rank writes. Last come the figures of a step function, if there is one, each times the
+micro-batch's samples.
 
-Sums over all micro-batches come out of the same reduction as the gradients. Where the leader alone writes, the sum is
+Sums over all micro-batches come out of the same reduction as the gradients. Where one rank alone writes, the sum is
 what it wrote: integers up to 2^24, and all fp32 values, stay exact when zeros are added.
 """
 
@@ -126,10 +124,9 @@ class Tail:
 def digest(tensors: Sequence[Tensor], salt: int = 0) -> Tensor:
     """A number that is computed from the tensors' bits and their order: int64 scalar on their device, without a wait.
 
-    It changes where an element differs, and where two swap places, but for a chance of about 2^-64. Differences that
-    cancel in each row and each column of `_ROW` elements leave it as it is (see `_words`).
-    tensors: on one device, of elements of 1, 2, 4 or 8 bytes. Read in logical order, whatever the strides are. salt:
-    added, for values on the host.
+    It changes where an element differs, and where two swap places, but for a chance of about 2^-64, and for differences
+    that cancel in each row and column of `_words`.
+    tensors: on one device, of elements of 1, 2, 4 or 8 bytes, read in logical order. salt: added to it.
     """
     words = [word for tensor in tensors for word in _words(tensor.detach())]
     if not words:
@@ -143,17 +140,14 @@ def digest(tensors: Sequence[Tensor], salt: int = 0) -> Tensor:
 
 
 def _shifted(words: Tensor, count: int) -> Tensor:
-    """Shifts right with zeros from the left, where torch's shift repeats the sign: a word and its complement would mix
-    to the same value.
-    """
+    """Shifts right with zeros from the left: torch's shift repeats the sign."""
     return (words >> count) & ((1 << (64 - count)) - 1)
 
 
 def _words(tensor: Tensor) -> list[Tensor]:
     """The tensor's bits as integers, added up in rows of `_ROW` elements and in columns of such rows, modulo 2^32.
 
-    Two sums of 4 bytes an element each: no copy of the tensor in 64 bits is made. What does not fill a row stays as it
-    is. An element in other places changes other sums.
+    What does not fill a row stays as it is. No copy of the tensor in 64 bits is made.
     """
     bits = tensor.reshape(-1)
     bits = bits.view({1: torch.int8, 2: torch.int16}.get(bits.element_size(), torch.int32))
@@ -164,7 +158,7 @@ def _words(tensor: Tensor) -> list[Tensor]:
 
 
 def digest_slots(value: Tensor) -> Tensor:
-    """A digest as three fp32 numbers that survive a sum with zeros exactly."""
+    """Returns a digest as three fp32 numbers, which stay exact when zeros are added."""
     parts = [value & _LOW, (value >> 24) & _MIDDLE, ((value >> 48) & _HIGH) | _PRESENT]
     return torch.stack(parts).to(torch.float32)
 

@@ -726,7 +726,7 @@ def test_a_new_layout_keeps_the_decided_topology_and_the_coming_steps_plan() -> 
     plan = StepPlan(6, (range(2),))
     opt.begin(plan)
     opt.add_param_group({"params": nn.Linear(4, 2).parameters()})
-    assert opt.engine.transport_name == decided and opt.engine.plan is plan
+    assert opt.engine.transport_name == decided and opt.engine.now.plan is plan
 
 
 @pytest.mark.full

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from kfuse.comm import devices, schedule
-from kfuse.comm.buckets import ALIGN, Bucket
+from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.schedule import Program
 from kfuse.comm.settings import PROPERTIES, TREES, CommOptions
@@ -26,6 +26,8 @@ class Transport(Protocol):
 
     On a GPU the messages must be started in one order on all ranks: by `launch` and `wait` alone, never by how far
     others have come. `Pending.wait_on_stream` orders the device's work after a message without blocking the host.
+
+    Where there is a method `hold(buckets)`, it has these buckets take fresh slots in the transport's own memory.
     """
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
@@ -62,19 +64,10 @@ class BringsContributions(Transport, Protocol):
         """
 
 
-@runtime_checkable
-class HoldsSlots(Protocol):
-    """A transport that has the slots lie in memory of its own."""
-
-    def hold(self, buckets: Sequence[Bucket]) -> None:
-        """Has these buckets, which it exchanges, take fresh slots. Between steps, on every rank. Raises CommError."""
-
-
 def resolve(name: str, adds_up: bool, dtype: str) -> str:
-    """The transport that runs where this one is named.
+    """The transport that runs where this one is named: `all_to_all` for `reduce_scatter`, unless the group `adds_up`.
 
-    `reduce_scatter` is the library's where the group `adds_up`, but not for bf16 messages (dtype), whose sums it would
-    round. Elsewhere it is `all_to_all`, of as many bytes: gloo's own reduce-scatter takes several times as long.
+    It sends as many bytes: gloo's own reduce-scatter takes several times as long, and bf16 sums would be rounded.
     """
     return "all_to_all" if name == "reduce_scatter" and not (adds_up and dtype == "fp32") else name
 
@@ -96,8 +89,7 @@ def program(name: str, sharded: bool, dtype: str = "fp32") -> Program:
 def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool) -> tuple[Program, Program]:
     """What a step does with a bucket of gradients, and with a last bucket that has none: buffers and the tail.
 
-    name: of the transport. adds_up: of the group. mirrors: with sharded state, the next worker gets each worker's shard
-    of the mean gradient too. Raises ValueError unless both are valid.
+    name: of the transport. adds_up: of the group. mirrors: see `Engine`. Raises ValueError unless both are valid.
     """
     running = resolve(name, adds_up, options.dtype)
     whole = program(running, options.sharded, options.dtype)
@@ -121,10 +113,10 @@ _CLASSES = {  # imported when used: `import kfuse` is quick
 
 
 def make(name: str, group: Group, tree: str | Sequence[int] = TREES[0], unit: int = ALIGN) -> Transport:
-    """The transport of this name, which is resolved, over `group`.
+    """The transport of this name, which is resolved, or of the user's own class, over `group`.
 
     tree: the shape that `tree` takes: a name, or each rank's parent. unit: what the length of a shard is a multiple of.
-    A class of the user's own is called with the group. Raises ImportError or AttributeError where there is none.
+    Raises ImportError or AttributeError where there is no such class.
     """
     if name == "all_to_all" and group.size == 2 and not devices.of(group.device).asynchronous:
         name = "all_to_all, two workers"
@@ -134,7 +126,7 @@ def make(name: str, group: Group, tree: str | Sequence[int] = TREES[0], unit: in
 
 
 class AllReduce:
-    """The transport `allreduce`."""
+    """The transport `allreduce`: the library's own collective, in a summation order of its choice."""
 
     _name = "allreduce"
 
@@ -156,11 +148,7 @@ class AllReduce:
 
 
 class ReduceScatter(AllReduce):
-    """The transport `reduce_scatter` of a group that has one: slot 0 receives this rank's shard of the sum.
-
-    It reads no contributions from memory, and sends half the bytes of an all-reduce. Only NCCL's is fast: over gloo the
-    transport of this name is `AllToAll`, which sends the same bytes.
-    """
+    """The transport `reduce_scatter` of a group that has one: slot 0 receives this rank's shard of the sum."""
 
     _name = "reduce_scatter"
 

@@ -2,6 +2,11 @@
 
 kfuse sets the order of additions, so the bits do not depend on the number of workers. With the share of the sums that
 follows in the program it sends as many bytes as a ring all-reduce.
+
+Between two workers on CPUs neither copies its own contributions (`TwoWorkers`). The other's come in parts, each to
+memory of its own, which is dropped as soon as the part is added up. That is memory that backward's gradients have just
+left: receive buffers that stay would be half of the gradients again, and large ones are given back to the system, and
+taken from it again, in each step.
 """
 
 from __future__ import annotations
@@ -93,8 +98,7 @@ class AllToAll:
         return torch.empty(numel, dtype=dtype, device=self._group.device)
 
 
-PART = 2**20
-"""Elements, whole blocks of the sums of squares: 4 MiB of fp32."""
+PART = 2**20  # elements, whole blocks of the sums of squares: 4 MiB of fp32
 
 
 @dataclass

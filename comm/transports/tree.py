@@ -75,7 +75,7 @@ class Tree:
         """Nothing to prepare: each worker contributes one slot."""
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
-        """Sends nothing: the first sum connects the hosts, and a hook of backward must not wait for that."""
+        """Sends nothing: the first sum connects the hosts, for which no hook of backward must wait."""
         shape = self._shape or self._measured(slots[0].nbytes)
         self._launched[key] = self._messages(slots[0], shape, what)
 
@@ -103,7 +103,7 @@ class Tree:
         a rank has at most one chunk for each of its neighbours in a round, and all levels are busy at once.
         """
         rank, parent, depth, levels = self._group.rank, shape.parents, shape.depths, shape.levels
-        several = len(shape.roots) > 1
+        several, between = len(shape.roots) > 1, f"{what} (tree, between hosts)"
         count = 1 if several else chunks(flat.nbytes)
         ends = [flat.numel() * k // count for k in range(count + 1)]
 
@@ -112,7 +112,7 @@ class Tree:
 
         for step in range(count + 2 * levels - 1 if levels else 0):
             if several and step == levels:
-                yield from self._group.sum_among(flat, shape.roots, f"{what} (tree, between hosts)")
+                yield from self._group.sum_among(flat, shape.roots, between)
             up, down = chunk(step - levels + depth[rank]), chunk(step - levels - depth[rank])
             children, above = chunk(step - levels + depth[rank] + 1), chunk(step - levels - depth[rank] + 1)
             sends, brings = [flat[:0]] * self._group.size, [flat[:0]] * self._group.size
@@ -128,7 +128,7 @@ class Tree:
             yield self._group.all_to_all(received, into, sent, cut, f"{what} (tree)")
             self._take(received, brings, parent[rank])
         if several and not levels:
-            yield from self._group.sum_among(flat, shape.roots, f"{what} (tree, between hosts)")
+            yield from self._group.sum_among(flat, shape.roots, between)
 
     def _take(self, received: Tensor, places: Sequence[Tensor], parent: int) -> None:
         """Adds each child's chunk to its place in the buffer; the parent's is the sum already. By rank."""

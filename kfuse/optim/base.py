@@ -194,12 +194,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"opt.accumulate({engine.parts}) is for bare backwards of loss / {engine.parts}: in opt.micro_batch "
                 "the loss is the mean, undivided; call opt.accumulate(1) before"
             )
-        if (weight is not None) != (engine.plan is not None and engine.plan.by_weight):
+        if (weight is not None) != (engine.now.plan is not None and engine.now.plan.by_weight):
             raise ValueError("opt.micro_batch(weight=...): kf.fit and kf.DataLoader pass it, where weight_fn= is given")
         if samples is not None and samples < 1:
             raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
         unit = "micro-batches" if samples is None else "samples"
-        if engine.begun and unit != self.reducer.unit:
+        if engine.now.begun and unit != self.reducer.unit:
             raise ValueError("opt.micro_batch: give the sample counts of all of a step's micro-batches, or of none")
         self.reducer.unit = unit
         counted = 1.0 if samples is None else float(samples)
@@ -222,7 +222,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if not isinstance(backwards, int) or backwards < 1:
             raise ValueError(f"opt.accumulate({backwards!r}): must be a whole number, at least 1")
-        if self.engine.begun or self.engine.plan is not None:
+        if self.engine.now.begun or self.engine.now.plan is not None:
             raise RuntimeError(
                 f"opt.accumulate({backwards}): call it between steps of a loop of bare backwards; kf.fit and "
                 "kf.DataLoader cut a batch into micro-batches themselves"

@@ -79,7 +79,7 @@ class Reducer:
     def rebuild(self) -> None:
         """Parameters were added, frozen or unfrozen: lays the buckets out again. State of parameters is kept."""
         old = self.engine
-        if old.reduced is not None or (old.begun and not old.interrupted):
+        if old.reduced is not None or (old.now.begun and not old.interrupted):
             raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
         with self._updates.shards_shown():
             engine = self._new_engine(old.lane)
@@ -88,8 +88,8 @@ class Reducer:
             engine.step, engine.parts, engine.compared = old.step, old.parts, old.compared
             engine.carry_figures(old.figures)
             self._attach(engine)
-        if old.plan is not None:
-            engine.begin(old.plan)
+        if old.now.plan is not None:
+            engine.begin(old.now.plan)
 
     def refuse_changed(self) -> None:
         """Raises RuntimeError if parameters were frozen, unfrozen or moved to another group since."""
@@ -163,7 +163,7 @@ class Reducer:
         return reduced
 
     def _take_gradients_set_by_hand(self, uses_scaler: bool) -> None:
-        if self.engine.begun:
+        if self.engine.now.begun:
             return
         refuse_sharded(named_parameters(self._updates.opt.param_groups))
         if self._session.group.size > 1 and uses_scaler:

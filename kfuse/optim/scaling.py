@@ -114,7 +114,7 @@ def squared_norm_exactly(engine: Engine) -> Tensor:
         of_bucket[first : first + norms.numel()] = norms.square_()
         sums.append(of_bucket)
     every = torch.cat(sums)
-    engine.share_sums(every, "sums of squares in float64")
+    engine.executor.share_sums(every, "sums of squares in float64")
     return every.cumsum(0)[-1]
 
 
