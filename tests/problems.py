@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.train.output import Reporter
 
 
 def problem(count: int = 64) -> tuple[Tensor, Tensor]:
@@ -80,3 +81,16 @@ class Seen(kf.BasePolicy):
     def decide(self, signals: kf.Signals) -> kf.Decision | None:
         self.signals.append(signals)
         return self.decisions.get(signals.step)
+
+
+def recorded_events() -> list[dict[str, Any]]:
+    """What this process's trainings tell from now on, as rank 0 writes it to events.jsonl."""
+    events: list[dict[str, Any]] = []
+    plain = Reporter.event
+
+    def event(self: Reporter, step: int, kind: str, **fields: Any) -> None:
+        events.append({"step": step, "kind": kind, **fields})
+        plain(self, step, kind, **fields)
+
+    Reporter.event = event  # type: ignore[method-assign]
+    return events

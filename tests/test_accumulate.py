@@ -26,18 +26,6 @@ def share(rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x.split(BATCH), y.split(BATCH), strict=True))[rank::size]
 
 
-def accumulated(model: nn.Module, opt: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> list[Any]:
-    """What people write; returns kfuse's statistics, where there are any."""
-    stats = []
-    for i, (x, y) in enumerate(batches):
-        (F.cross_entropy(model(x), y) / ACC).backward()
-        if (i + 1) % ACC == 0:
-            opt.step()
-            opt.zero_grad()
-            stats.append(getattr(opt, "stats", None))
-    return stats
-
-
 def expected_moments(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> tuple[float | None, float | None]:
     """S and G2 of one step over these micro-batches, in units of micro-batches, in float64."""
     model = copy.deepcopy(model).double()
@@ -49,47 +37,36 @@ def expected_moments(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> 
     return moments(sum(float(g @ g) for g in grads), float(mean @ mean), len(grads), len(grads))
 
 
-def test_the_division_is_undone_in_the_statistics() -> None:
-    model = network()
-    opt = kf.FusedSGD(model.parameters(), lr=0.0)
-    opt.accumulate(ACC)
-    stats = accumulated(model, opt, share(0, 1))
-    for step, found in enumerate(stats):
-        variance, grad_sq = expected_moments(model, share(0, 1)[step * ACC : (step + 1) * ACC])
-        assert (found.micro_batches, found.samples, found.unit) == (ACC, ACC, "micro-batches")
-        assert found.grad_variance == pytest.approx(variance, rel=1e-4)
-        assert found.grad_sq == pytest.approx(grad_sq, rel=1e-3)
-
-
-def against_ddp(_: int) -> tuple[list[Any], list[Tensor], list[Tensor]]:
+def against_ddp() -> tuple[list[Any], list[Tensor], list[Tensor]]:
     """kfuse's statistics and parameters, and DDP's, with no_sync where people use it."""
     ours, theirs = network(), network()
-    opt = kf.Optimizer(torch.optim.SGD(ours.parameters(), lr=0.5))
-    batches = share(kf.rank(), kf.size())
+    opt, plain = kf.Optimizer(torch.optim.SGD(ours.parameters(), lr=0.5)), torch.optim.SGD(theirs.parameters(), lr=0.5)
     opt.accumulate(ACC)
-    stats = accumulated(ours, opt, batches)
     dist.init_process_group("gloo")
     wrapped = DistributedDataParallel(theirs)
     KEPT.append(wrapped)
-    plain = torch.optim.SGD(theirs.parameters(), lr=0.5)
-    for i, (x, y) in enumerate(batches):
-        wrapped.require_backward_grad_sync = (i + 1) % ACC == 0
-        (F.cross_entropy(wrapped(x), y) / ACC).backward()
-        if (i + 1) % ACC == 0:
-            plain.step()
-            plain.zero_grad()
-    figures = [(s.micro_batches, s.samples, s.grad_variance, s.noise_scale) for s in stats]
+    figures = []
+    for i, (x, y) in enumerate(share(kf.rank(), kf.size())):
+        ends = (i + 1) % ACC == 0
+        wrapped.require_backward_grad_sync = ends
+        for model, each in ((ours, opt), (wrapped, plain)):
+            (F.cross_entropy(model(x), y) / ACC).backward()
+            if ends:
+                each.step()
+                each.zero_grad()
+        if ends:
+            s = opt.stats
+            figures.append((s.unit, s.micro_batches, s.samples, s.grad_variance, s.grad_sq))
     return figures, [p.detach() for p in ours.parameters()], [p.detach() for p in theirs.parameters()]
 
 
-@pytest.mark.full
-def test_accumulate_on_two_workers_is_ddp() -> None:
-    for figures, ours, theirs in run_workers(2, against_ddp, 0):
-        for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        assert [figure[:2] for figure in figures] == [(2 * ACC, 2 * ACC)] * STEPS
-        variance, _ = expected_moments(network(), share(0, 2)[:ACC] + share(1, 2)[:ACC])
-        assert figures[0][2] == pytest.approx(variance, rel=1e-4)
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_accumulate_is_ddp_and_the_division_is_undone_in_the_statistics(workers: int) -> None:
+    batches = [batch for rank in range(workers) for batch in share(rank, workers)[:ACC]]
+    for figures, ours, theirs in run_workers(workers, against_ddp):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert [figure[:3] for figure in figures] == [("micro-batches", workers * ACC, workers * ACC)] * STEPS
+        assert figures[0][3:] == pytest.approx(expected_moments(network(), batches), rel=1e-3)
 
 
 def test_batch_norm_is_averaged_over_the_accumulated_micro_batches() -> None:
@@ -108,8 +85,9 @@ def test_batch_norm_is_averaged_over_the_accumulated_micro_batches() -> None:
                 with opt.micro_batch(samples=BATCH, last=j == ACC - 1):
                     F.cross_entropy(model(part), target).backward()
         opt.step()
-    for a, b in zip(by_word.state_dict().values(), by_context.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        [*by_word.state_dict().values()], [*by_context.state_dict().values()], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_what_does_not_fit_is_refused_in_one_line() -> None:
@@ -183,8 +161,7 @@ def trained(apart: bool) -> tuple[list[Any], list[Tensor]]:
 def test_several_backwards_are_the_sum_of_their_losses_on_one_worker_and_two() -> None:
     expected, params = trained(False)
     for figures, found in (trained(True), *run_workers(2, trained, True)):
-        for a, b in zip(found, params, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, params, rtol=1e-5, atol=1e-6)
         for pair, other in zip(figures, expected, strict=True):
             assert pair == pytest.approx(other, rel=1e-3)
 
@@ -209,8 +186,7 @@ def test_an_aborted_micro_batch_of_several_backwards_leaves_no_gradient() -> Non
                 loss.backward()
     opt.step()
     plain.step()
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close([*model.parameters()], [*twin.parameters()], rtol=1e-6, atol=1e-7)
     with pytest.raises(RuntimeError, match="the last step's gradients are still there"):  # noqa: SIM117
         with opt.micro_batch(samples=8, several_backwards=True):
             losses(model, x, y)[0].backward()

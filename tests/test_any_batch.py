@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +45,15 @@ class Labelled(nn.Module):
         return {"loss": loss, "logits": logits} if self.as_dict else namedtuple("Output", "loss logits")(loss, logits)
 
 
-def plain_torch(model: nn.Module, loss: Any, steps: int = 4) -> list[Tensor]:
-    """The parameters after full-batch steps."""
+def assert_as_plain_torch(params: Iterable[Tensor]) -> None:
+    """After four full-batch steps over `problem()`."""
+    model, (x, y) = network(), problem()
     opt = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(steps):
+    for _ in range(4):
         opt.zero_grad()
-        loss(model).backward()
+        F.cross_entropy(model(x), y).backward()
         opt.step()
-    return list(model.parameters())
+    torch.testing.assert_close([*params], [*model.parameters()], rtol=1e-5, atol=1e-6)
 
 
 def fit(model: nn.Module, data: Any, **arguments: Any) -> dict[str, Any]:
@@ -61,17 +63,12 @@ def fit(model: nn.Module, data: Any, **arguments: Any) -> dict[str, Any]:
     return summary
 
 
-def same(ours: nn.Module, theirs: list[Tensor]) -> None:
-    for a, b in zip(ours.parameters(), theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("as_dict", [True, False])
 def test_a_model_may_compute_the_loss_itself(as_dict: bool) -> None:
     x, y = problem()
-    ours, theirs = Labelled(as_dict), Labelled(as_dict)
+    ours = Labelled(as_dict)
     summary = fit(ours, {"inputs": x, "labels": y}, heldout={"inputs": x, "labels": y})
-    same(ours, plain_torch(theirs, lambda model: F.cross_entropy(model.net(x), y)))
+    assert_as_plain_torch(ours.parameters())
     assert summary["eval_loss"] == pytest.approx(F.cross_entropy(ours.net(x), y).item(), rel=1e-5)
     assert summary["eval_accuracy"] is None
 
@@ -79,14 +76,12 @@ def test_a_model_may_compute_the_loss_itself(as_dict: bool) -> None:
 class Rows:
     """A map-style data set of dictionaries, as datasets of Hugging Face have."""
 
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
     def __len__(self) -> int:
-        return len(self.x)
+        return 64
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"inputs": self.x[i], "labels": int(self.y[i]), "name": f"row {i}"}
+        x, y = problem()
+        return {"inputs": x[i], "labels": int(y[i]), "name": f"row {i}"}
 
 
 def step_of_rows(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -94,46 +89,39 @@ def step_of_rows(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return F.cross_entropy(model(batch["inputs"]), batch["labels"])
 
 
-def fit_rows(_: int = 0) -> list[Tensor]:
-    x, y = problem()
+def fit_rows() -> list[Tensor]:
     model = network()
-    fit(model, Rows(x, y), step_fn=step_of_rows, heldout=Rows(x, y))
+    fit(model, Rows(), step_fn=step_of_rows, heldout=Rows())
     return [p.detach() for p in model.parameters()]
 
 
 def test_dictionaries_with_other_values_go_to_a_step_function_on_one_worker_and_two() -> None:
-    x, y = problem()
-    theirs = plain_torch(network(), lambda model: F.cross_entropy(model(x), y))
-    for params in (fit_rows(), *run_workers(2, fit_rows, 0)):
-        for a, b in zip(params, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for params in (fit_rows(), *run_workers(2, fit_rows)):
+        assert_as_plain_torch(params)
 
 
 class Structs:
     """A data set of kfuse's kind, whose batches are dataclasses."""
 
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
     def __len__(self) -> int:
-        return len(self.x)
+        return 64
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> Sample:
-        return Sample(self.x[indices], self.y[indices])
+        x, y = problem()
+        return Sample(x[indices], y[indices])
 
 
-@pytest.mark.parametrize("wrap", [Structs, lambda x, y: {"image": x, "label": y}])
-def test_the_loader_yields_the_structure_of_the_data_set(wrap: Any) -> None:
-    x, y = problem()
+@pytest.mark.parametrize("data", [Structs(), dict(zip(("image", "label"), problem(), strict=True))])
+def test_the_loader_yields_the_structure_of_the_data_set(data: Any) -> None:
     ours = network()
     opt = kf.FusedSGD(ours.parameters(), lr=0.5)
-    for step in kf.DataLoader(wrap(x, y), ours, opt, batch_size=64, batch_micro=10, train_epochs=4):
+    for step in kf.DataLoader(data, ours, opt, batch_size=64, batch_micro=10, train_epochs=4):
         for batch in step:
             got = vars(batch) if isinstance(batch, Sample) else batch
             F.cross_entropy(ours(got["image"]), got["label"]).backward()
         opt.step()
         opt.zero_grad()
-    same(ours, plain_torch(network(), lambda model: F.cross_entropy(model(x), y)))
+    assert_as_plain_torch(ours.parameters())
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm.gloo import GlooGroup
 from kfuse.comm.group import Pending
 from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import StepPlan
@@ -22,11 +22,6 @@ from kfuse.membership import Session
 STATES = ["replicated", "sharded"]
 SHAPES = [(BLOCK,), (3, 700), (2 * BLOCK + 65,), (1,), (9,)]
 """With small buckets: several blocks, a ragged one, and shards that are empty."""
-
-# -- which program, and where it is allowed ----------------------------------------------------------------------------
-
-
-# -- values and bits ---------------------------------------------------------------------------------------------------
 
 
 class Bag(nn.Module):
@@ -71,7 +66,8 @@ def _one_step(session: Session, name: str, state: str, bucket_mb: float, planned
     assert opt.stats is not None
     opt.engine.close()
     flat = torch.cat([p.detach().reshape(-1) for p in bag.tensors])
-    return {"mean": flat.numpy(), "norm": opt.stats.grad_norm, "name": opt.engine.transport_name}
+    transport = opt.engine.transport_name, opt.statistics.bf16_sums
+    return {"mean": flat.numpy(), "norm": opt.stats.grad_norm, "transport": transport}
 
 
 def exact_mean(size: int, planned: bool) -> Tensor:
@@ -100,64 +96,48 @@ def test_contributions_are_added_in_fp32(name: str, workers: int) -> None:
         for of_rank in results:
             assert np.array_equal(of_rank[k]["mean"], expected.numpy()), WAYS[k]
             assert of_rank[k]["norm"] == pytest.approx(norm, rel=1e-5), WAYS[k]
-            assert of_rank[k]["name"] == (name if name != "auto" else "all_to_all")
+            assert of_rank[k]["transport"] == ("all_to_all", False), "sums are formed in fp32"
 
 
 # -- bytes on the wire -------------------------------------------------------------------------------------------------
 
 
-def sent_bytes(name: str, state: str) -> int:
-    """Bytes of gradients and parameters that this worker gives to the group in a step, the tail left out."""
-    kf.init(comm_schedule=name, comm_dtype="bf16", comm_state=state)
+def sent_bytes(name: str, state: str) -> tuple[int, bool]:
+    """Bytes of gradients and parameters that this worker gives to the group in a step, the tail left out; and whether
+    sums are formed in bf16 once a decision has chosen the library's all-reduce.
+    """
+    group = kf.init(comm_schedule=name, comm_dtype="bf16", comm_state=state).group
     sent = 0
-    exchange, share = GlooGroup.all_to_all, GlooGroup.share
 
-    def counted_exchange(self: GlooGroup, out: Tensor, into: Any, tensor: Tensor, cut: Any, what: str) -> Pending:
-        nonlocal sent
-        if "bucket 1" in what:
-            sent += (sum(cut) - cut[self.rank]) * tensor.element_size()
-        return exchange(self, out, into, tensor, cut, what)
+    def counted(method: str) -> Any:
+        send = getattr(group, method)
 
-    def counted_share(self: GlooGroup, flat: Tensor, what: str, unit: int) -> Pending:
-        nonlocal sent
-        if "bucket 1" in what:
-            shard = self.shards(flat.numel(), unit)[self.rank]
-            sent += (self.size - 1) * (shard.stop - shard.start) * flat.element_size()
-        return share(self, flat, what, unit)
+        def count(*args: Any) -> Pending:
+            nonlocal sent
+            if method == "all_to_all" and "bucket 1" in args[4]:
+                sent += (sum(args[3]) - args[3][group.rank]) * args[2].element_size()
+            elif method == "share" and "bucket 1" in args[1]:
+                shard = group.shards(args[0].numel(), args[2])[group.rank]
+                sent += (group.size - 1) * (shard.stop - shard.start) * args[0].element_size()
+            return send(*args)
 
-    GlooGroup.all_to_all, GlooGroup.share = counted_exchange, counted_share  # type: ignore[method-assign, assignment]
+        return count
+
     p = nn.Parameter(torch.zeros(4 * BLOCK))
     opt = kf.FusedSGD([p], lr=0.1)
+    with patch.multiple(group, all_to_all=counted("all_to_all"), share=counted("share")):
+        p.sum().backward()
+        opt.step()
+    if state == "sharded":
+        return sent, True
+    opt.engine.use_transport("allreduce", None)
+    opt.zero_grad()
     p.sum().backward()
     opt.step()
-    return sent
+    return sent, opt.statistics.bf16_sums
 
 
 @pytest.mark.parametrize(("state", "bytes_each"), [("replicated", 4), ("sharded", 6)])
 def test_bytes_a_parameter(state: str, bytes_each: int) -> None:
     """bytes_each * (n - 1) / n a parameter. With sharded state the gradient travels in bf16, the parameter in fp32."""
-    for sent in run_workers(2, sent_bytes, "all_to_all", state):
-        expected = bytes_each * 4 * BLOCK // 2
-        assert sent == expected
-
-
-# -- statistics --------------------------------------------------------------------------------------------------------
-
-
-def bounds(name: str) -> tuple[bool, bool]:
-    kf.init(comm_schedule=name, comm_dtype="bf16")
-    p = nn.Parameter(torch.zeros(5))
-    opt = kf.FusedSGD([p], lr=0.0)
-    p.sum().backward()
-    opt.step()
-    before = opt.statistics.bf16_sums
-    opt.engine.use_transport("allreduce", None)  # as a decision does
-    opt.zero_grad()
-    p.sum().backward()
-    opt.step()
-    return before, opt.statistics.bf16_sums
-
-
-def test_the_statistics_know_where_sums_are_formed() -> None:
-    assert run_workers(2, bounds, "all_to_all") == [(False, True)] * 2
-    assert run_workers(2, bounds, "allreduce") == [(True, True)] * 2
+    assert run_workers(2, sent_bytes, "all_to_all", state) == [(bytes_each * 4 * BLOCK // 2, True)] * 2

@@ -257,19 +257,6 @@ def test_an_engine_runs_valid_programs_only(monkeypatch: pytest.MonkeyPatch) -> 
         kf.FusedSGD([nn.Parameter(torch.zeros(3))], lr=0.1)
 
 
-def test_where_a_gpu_does_it() -> None:
-    streams = {op.kind: op.stream for op in PROGRAMS["fused"].ops}
-    assert streams == {
-        "pack": "compute",
-        "exchange": "messages",
-        "wait": "compute",  # the last one; the first waits on the side stream
-        "reduce+measure": "side",
-        "barrier": "compute",
-        "update": "compute",
-        "share": "messages",
-    }
-
-
 # -- real workers ----------------------------------------------------------------------------------------------------
 
 

@@ -86,7 +86,9 @@ def counted_bytes(ranges: tuple[range, ...]) -> float:
     return 12 + 4 * max(plan.slots for plan in plans) + 4 * received
 
 
-def check(total: int, workers: int) -> None:
+@given(st.integers(1, 300).flatmap(lambda workers: st.tuples(st.integers(workers, 5000), st.just(workers))))
+def test_loads_are_even_and_bytes_bounded(step: tuple[int, int]) -> None:
+    total, workers = step
     ranges = aligned_ranges(total, workers)
     assert len(ranges) == workers and all(ranges), "a worker has nothing to do"
     assert list(itertools.chain.from_iterable(ranges)) == list(range(total))
@@ -94,18 +96,6 @@ def check(total: int, workers: int) -> None:
     assert largest <= (equal if total <= 4 * workers else max(equal, 5 * total // (4 * workers)))
     assert counted_bytes(ranges) == pytest.approx(bytes_a_parameter(ranges))
     assert bytes_a_parameter(ranges) <= bound(total, workers) or workers == 1
-
-
-@given(st.integers(1, 300).flatmap(lambda workers: st.tuples(st.integers(workers, 5000), st.just(workers))))
-def test_loads_are_even_and_bytes_bounded(step: tuple[int, int]) -> None:
-    check(*step)
-
-
-@pytest.mark.long
-def test_so_they_are_for_all_small_steps() -> None:
-    for workers in range(2, 65):
-        for total in range(workers, 257):
-            check(total, workers)
 
 
 def test_fewer_bytes_than_with_equal_shares() -> None:

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from distributed import WorkersFailed, run_workers
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import network, problem
+from problems import network, problem, recorded_events
 from scipy.sparse.csgraph import minimum_spanning_tree
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kfuse as kf
 from kfuse.comm import transports
@@ -41,7 +42,6 @@ from kfuse.comm.topology import (
     spanning_tree,
 )
 from kfuse.observe.run_dir import RunDirectory
-from kfuse.train.output import Reporter
 
 Times = list[list[float]]
 
@@ -142,21 +142,16 @@ def test_each_list_that_is_a_tree_is_taken(parents: list[int]) -> None:
 
 
 def test_measured_links_are_series_of_tensorboard(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     directory = RunDirectory(tmp_path)
-    for step, size in ((0, 3), (7, 2)):
-        matrix = [[None if a == b else float(10 * a + b) for b in range(size)] for a in range(size)]
-        seconds = [[each or 0.0 for each in row] for row in matrix]
-        directory.event({"kind": "links", "step": step, "latency_s": seconds, "bytes_per_s": matrix})
+    matrix = [[None if a == b else 10.0 * min(a, b) + max(a, b) for b in range(3)] for a in range(3)]
+    directory.event({"kind": "links", "step": 7, "latency_s": matrix, "bytes_per_s": matrix})
     directory.close()
     board = EventAccumulator(str(tmp_path / "tb"))
     board.Reload()
-    pairs = ["0-1", "0-2", "1-2"]
-    names = [f"links/{figure}/{pair}" for figure in ("latency_s", "bytes_per_s") for pair in pairs]
-    assert sorted(board.Tags()["scalars"]) == sorted(names)
-    assert [(e.step, e.value) for e in board.Scalars("links/bytes_per_s/0-1")] == [(0, 1.0), (7, 1.0)]
-    assert [(e.step, e.value) for e in board.Scalars("links/latency_s/1-2")] == [(0, 12.0)]
+    found = {name: [(each.step, each.value) for each in board.Scalars(name)] for name in board.Tags()["scalars"]}
+    values = {"0-1": 1.0, "0-2": 2.0, "1-2": 12.0}
+    figures = ("latency_s", "bytes_per_s")
+    assert found == {f"links/{figure}/{pair}": [(7, value)] for figure in figures for pair, value in values.items()}
 
 
 # -- real workers ---------------------------------------------------------------------------------------------------
@@ -185,58 +180,37 @@ def test_all_workers_measure_the_same_links(workers: int) -> None:
         assert again == results[0][2], "measured anew, the same on all workers"
 
 
-def measure_without_one(dies: bool) -> str:
-    """Rank 2 dies, or says nothing. What the others say."""
-    group = kf.init().group
-    if group.rank == 2:
-        if dies:
-            os._exit(1)
-        time.sleep(6)
-        return "silent"
-    group.timeout_s = 60 if dies else 2  # to connect may take longer
-    try:
-        measure(group)
-    except kf.CommError as error:
-        Path(os.environ["SAID"], str(group.rank)).write_text(str(error))
-    return "over"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dies", [True, False])
-def test_a_lost_worker_ends_the_measurement(dies: bool, tmp_path: Path) -> None:
-    with pytest.raises(WorkersFailed, match="1 of 3 workers") if dies else contextlib.nullcontext():
-        run_workers(3, measure_without_one, dies, env={"SAID": str(tmp_path)})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
-    assert all("measuring links" in path.read_text() for path in tmp_path.iterdir())
-
-
-def sum_between_hosts_as_one_dies() -> str:
-    """Ranks 0, 1 and 3 are the first of their hosts; rank 3 dies between two sums. What rank 0 and 1 say."""
+def without_one(what: str, said: str) -> None:
+    """Rank 2 says nothing, or dies: while links are measured, or between two sums over the first rank of each host."""
     group = kf.init(comm_timeout_s=10).group
-    group.hosts = ["a", "b", "b", "c"]
+    group.hosts = ["a", "b", "c"]
     transport = transports.make("tree", group, "host")
     transport.plan([1] * group.size, ())
-    for step in range(2):
-        if step == 1 and group.rank == 3:
-            os._exit(1)
-        flat = torch.ones(8)
-        try:
-            transport.launch(0, [flat], f"step {step}, bucket 1 of 1")
-            transport.wait(0)
-        except kf.CommError as error:
-            Path(os.environ["SAID"], str(group.rank)).write_text(str(error))
-            break
-        assert float(flat[0]) == 4.0
-    return "over"
+    try:
+        for step in range(2):
+            if group.rank == 2 and (step == 1 or "sum" not in what):
+                if "dies" in what:
+                    os._exit(1)
+                time.sleep(6)
+                return
+            if "sum" in what:
+                transport.launch(0, [torch.ones(8)], f"step {step}, bucket 1 of 1")
+                transport.wait(0)
+            else:
+                group.timeout_s = 60 if "dies" in what else 2  # to connect may take longer
+                measure(group)
+    except kf.CommError as error:
+        Path(said, str(group.rank)).write_text(str(error))
 
 
 @pytest.mark.full
-def test_a_lost_host_ends_the_sum_between_hosts(tmp_path: Path) -> None:
-    with pytest.raises(WorkersFailed, match="1 of 4 workers"):
-        run_workers(4, sum_between_hosts_as_one_dies, env={"SAID": str(tmp_path)})
-    said = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert {"0", "1"} <= set(said)
-    assert all("step 1, bucket 1 of 1 (tree" in text for text in said.values()), said
+@pytest.mark.parametrize("what", ["measure, dies", "measure", "sum, dies"])
+def test_a_lost_worker_ends_the_measurement_and_the_sum_between_hosts(what: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkersFailed, match="1 of 3 workers") if "dies" in what else contextlib.nullcontext():
+        run_workers(3, without_one, what, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    words = "step 1, bucket 1 of 1 (tree" if "sum" in what else "measuring links"
+    assert all(words in path.read_text() for path in tmp_path.iterdir())
 
 
 class Trees(kf.BasePolicy):
@@ -252,6 +226,8 @@ class Trees(kf.BasePolicy):
         if self.step == 2 and kf.rank() == 0:
             kf.set_topology("tree")
             kf.set_tree([1, 1, 1])
+            with pytest.raises(ValueError, match="must have one parent for each of the 3 workers"):
+                kf.set_tree([0, 0])
         if self.step == 12:
             self.rows.append(kf.peer_latencies())
 
@@ -265,15 +241,7 @@ class Trees(kf.BasePolicy):
 def train_along_lists() -> tuple[list[object], list[kf.Signals], list[list[float]], list[tuple[str, object]], str]:
     """The tree of each step, the signals, the latencies, the events, and a digest of the parameters."""
     kf.init()
-    events: list[tuple[str, object]] = []
-    plain = Reporter.event
-
-    def event(self: Reporter, step: int, kind: str, **fields: object) -> None:
-        events.append((kind, fields.get("tree", fields.get("note"))))
-        plain(self, step, kind, **fields)
-
-    Reporter.event = event  # type: ignore[assignment, method-assign]
-    net, policy, trees = network(), Trees(), []
+    events, net, policy, trees = recorded_events(), network(), Trees(), []
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     for step in kf.DataLoader(problem(240), net, opt, batch_size=12, batch_micro=4, policy=policy, train_epochs=1):
         for x, y in step:
@@ -282,7 +250,8 @@ def train_along_lists() -> tuple[list[object], list[kf.Signals], list[list[float
         opt.zero_grad()
         trees.append(opt.engine.tree)
     digest = hashlib.sha256(torch.cat([p.detach().flatten() for p in net.parameters()]).numpy().tobytes())
-    return trees, policy.seen, policy.rows, events, digest.hexdigest()
+    told = [(event["kind"], event.get("tree", event.get("note"))) for event in events]
+    return trees, policy.seen, policy.rows, told, digest.hexdigest()
 
 
 def test_a_list_of_parents_applies_on_all_workers_at_one_step_and_policies_see_measured_links() -> None:
@@ -304,22 +273,6 @@ def test_a_list_of_parents_applies_on_all_workers_at_one_step_and_policies_see_m
     throughputs = seen[first].link_throughputs
     assert throughputs is not None and throughputs[1][1] is None and (throughputs[0][2] or 0) > 0
     assert [kind for kind, _ in events].count("links") == 1
-
-
-def test_a_list_for_other_workers_is_refused() -> None:
-    net = network()
-    for tree, words in (([0, 0], "tree [0, 0]: must have one parent"), ([0.0], "tree [0.0]: must be one of binary")):
-        with pytest.raises((ValueError, TypeError)) as refused:
-            kf.fit(net, problem(), kf.FusedSGD(net.parameters()), kf.Hook(SetsTree(tree)), batch_size=8)
-        assert words in str(refused.value)
-
-
-class SetsTree(kf.BasePolicy):
-    def __init__(self, tree: list[int] | list[float]) -> None:
-        self.tree = tree
-
-    def after_step(self) -> None:
-        kf.set_tree(self.tree)  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 64), st.integers(0, 2**24))

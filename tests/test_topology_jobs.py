@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 from chaos import Chaos
@@ -16,27 +17,30 @@ TRAINING = words(
 
 
 class Lists(Chaos):
-    """Chaos, and a list of parents at step 10."""
+    """Chaos, and a list of parents at step 24."""
 
     def decide(self, signals: kf.Signals) -> kf.Decision | None:
         decision = super().decide(signals) or kf.Decision()
-        if signals.step == 10:
+        if signals.step == 24:
             decision = decision.merged(kf.Decision(tree=[2, 2, 2]))
         return None if decision.is_empty else decision
 
 
-def test_a_list_is_dropped_and_the_links_are_measured_when_a_worker_is_lost(tmp_path: Path) -> None:
+def test_each_view_is_measured_and_a_list_is_dropped_when_a_worker_is_lost(tmp_path: Path) -> None:
+    """Two workers, three, two. A joiner comes to the same messages as those who are there."""
     arguments = {
         "adaptive": False,
-        "topologies": [{"step": 4, "topology": "tree"}],
+        "topologies": [{"step": 14, "topology": "tree"}],
+        "phases": [{"step": 2, "workers": 3}],
+        "gates": [{"step": 12, "workers": 3}],
         "events": [{"step": 40, "moment": "between_reduction_and_update", "rank": 1, "how": "kill", "workers": 3}],
     }
     policy = [word.replace("chaos.Chaos", "test_topology_jobs.Lists") for word in chaos(tmp_path, **arguments)]
-    job = run_job(tmp_path / "run", [*TRAINING, "workers.count=3", "workers.min=2", *policy])
+    job = run_job(tmp_path / "run", [*TRAINING, "workers.count=2", "workers.min=2", *policy])
     assert_exact(job)
     views = [(view["reason"], len(view["workers"])) for view in job.views]
-    assert views[:2] == [("start", 3), ("failure", 2)], job.told()
-    lost = job.views[1]["step"]
+    assert views[0] == ("start", 2) and views[1][1] == 3 and views[2] == ("failure", 2), job.told()
+    lost = job.views[2]["step"]
     trees = [(event["tree"], event.get("why")) for event in job.of_kind("decision") if "tree" in event]
     assert trees == [([2, 2, 2], None), ("latency", "the workers have changed")]
     [*_, dropped] = [event["step"] for event in job.of_kind("decision") if "tree" in event]
@@ -44,8 +48,9 @@ def test_a_list_is_dropped_and_the_links_are_measured_when_a_worker_is_lost(tmp_
     measured = job.of_kind("links")
     assert [len(event["latency_s"]) for event in measured] == [len(view["workers"]) for view in job.views]
     for event in measured:
-        size = len(event["latency_s"])
-        for a in range(size):
-            for b in range(size):
-                known = event["bytes_per_s"][a][b]
-                assert (known is None and event["latency_s"][a][b] == 0) if a == b else known > 0
+        for a, b in product(range(len(event["latency_s"])), repeat=2):
+            known = event["bytes_per_s"][a][b]
+            assert (known is None and event["latency_s"][a][b] == 0) if a == b else known > 0
+    chosen = job.of_kind("schedule")
+    assert [event["workers"] for event in chosen] == [len(view["workers"]) for view in job.views]
+    assert all(event["schedule"] in event["predicted_s"] and event["probe_s"] > 0 for event in chosen)
