@@ -44,7 +44,7 @@ from soak_job import MOST, START, Recorder, Sample, Soak  # noqa: E402
 from test_checkpoint_fuzz import fuzz  # noqa: E402
 from warm import WarmLauncher  # noqa: E402
 
-from kfuse.comm.settings import PROPERTIES  # noqa: E402
+from kfuse.comm.settings import CONTRIBUTIONS  # noqa: E402
 from kfuse.elastic.supervisor import Elasticity, Supervisor  # noqa: E402
 from kfuse.settings.tree import flat  # noqa: E402
 
@@ -118,7 +118,7 @@ def soak(args: argparse.Namespace, console: Console) -> int:
             "requests": requests,
             "events": args.events,
             "spare_from": spare_from,
-            "topologies": [name for name, of in PROPERTIES.items() if of.contributions],
+            "topologies": [*CONTRIBUTIONS],
             "chance": random.Random(args.seed),
             "done": lambda kind: bar.update(task, advance=1, description=f"events ({kind})"),
         }

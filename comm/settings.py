@@ -173,24 +173,11 @@ def declared(group: type) -> dict[str, tuple[Any, Setting]]:
 DEFAULTS = {name: setting.default for name, (_, setting) in declared(CommSettings).items()}
 
 
-@dataclass(frozen=True)
-class Properties:
-    """What a transport of kfuse does with a bucket."""
-
-    to_shards: bool
-    """Its exchange leaves each worker its shard of the sum, as `comm.state=sharded` needs it; else the whole sum."""
-    contributions: bool
-    """It brings all contributions, and kfuse adds them up in one order, as `comm.reproducible=true` needs it."""
-
-
-PROPERTIES = {
-    "allreduce": Properties(False, False),
-    "all_to_all": Properties(True, True),
-    "reduce_scatter": Properties(True, False),
-    "tree": Properties(False, False),
-    "symmetric": Properties(True, True),
-}
-TRANSPORT_NAMES = tuple(PROPERTIES)
+TRANSPORT_NAMES = ("allreduce", "all_to_all", "reduce_scatter", "tree", "symmetric")
+TO_SHARDS = ("all_to_all", "reduce_scatter", "symmetric")
+"""Transports whose exchange leaves each worker its shard of the sum, as `comm.state=sharded` needs it."""
+CONTRIBUTIONS = ("all_to_all", "symmetric")
+"""Transports that bring all contributions, which kfuse adds up in one order, as `comm.reproducible=true` needs it."""
 TREES = ("binary", "star", "host", "latency")  # the shapes that the transport `tree` knows by name
 
 

@@ -52,5 +52,5 @@ def test_each_view_is_measured_and_a_list_is_dropped_when_a_worker_is_lost(tmp_p
             known = event["bytes_per_s"][a][b]
             assert (known is None and event["latency_s"][a][b] == 0) if a == b else known > 0
     chosen = job.of_kind("schedule")
-    assert [event["workers"] for event in chosen] == [len(view["workers"]) for view in job.views]
+    assert [event["workers"] for event in chosen] == [2, 3], "later the tree is decided upon"
     assert all(event["schedule"] in event["predicted_s"] and event["probe_s"] > 0 for event in chosen)

@@ -12,7 +12,7 @@ from kfuse.comm import devices, schedule
 from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.schedule import Program
-from kfuse.comm.settings import PROPERTIES, TREES, CommOptions
+from kfuse.comm.settings import CONTRIBUTIONS, TO_SHARDS, TREES, CommOptions
 from kfuse.comm.sum_tree import Merge
 
 
@@ -64,20 +64,12 @@ class BringsContributions(Transport, Protocol):
         """
 
 
-def resolve(name: str, adds_up: bool, dtype: str) -> str:
-    """The transport that runs where this one is named: `all_to_all` for `reduce_scatter`, unless the group `adds_up`.
-
-    It sends as many bytes: gloo's own reduce-scatter takes several times as long, and bf16 sums would be rounded.
-    """
-    return "all_to_all" if name == "reduce_scatter" and not (adds_up and dtype == "fp32") else name
-
-
 def program(name: str, sharded: bool, dtype: str = "fp32") -> Program:
     """What a step does with a bucket over the transport of this name, which is resolved. dtype: of its messages."""
     plain = schedule.all_reduce(name)
-    if name not in PROPERTIES or not PROPERTIES[name].to_shards:
+    if name not in TO_SHARDS:
         return plain
-    reduces = PROPERTIES[name].contributions
+    reduces = name in CONTRIBUTIONS
     shared = schedule.split(plain, name, reduces)
     if sharded:
         shared = schedule.reorder(shared)
@@ -91,12 +83,13 @@ def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool)
 
     name: of the transport. adds_up: of the group. mirrors: see `Engine`. Raises ValueError unless both are valid.
     """
-    running = resolve(name, adds_up, options.dtype)
+    # gloo's own reduce-scatter takes several times as long for the same bytes, and bf16 sums would be rounded.
+    replaced = name == "reduce_scatter" and not (adds_up and options.dtype == "fp32")
+    running = "all_to_all" if replaced else name
     whole = program(running, options.sharded, options.dtype)
     whole = schedule.mirror(whole) if mirrors and options.sharded else whole
     # One message, where the order of additions is free: these are few numbers, and a message costs more than its bytes.
-    to_shards = running in PROPERTIES and PROPERTIES[running].to_shards
-    apart = program(("all_to_all" if options.reproducible else "allreduce") if to_shards else running, False)
+    apart = program(("all_to_all" if options.reproducible else "allreduce") if running in TO_SHARDS else running, False)
     for each in (whole, apart):
         schedule.validate(each)
     return whole, apart
