@@ -94,8 +94,7 @@ class Bucket:
     """[body], what each p.grad is a view of. `mean` itself for fp32 parameters, else `mean` rounded to their dtype."""
     part: slice  # what this worker adds up and measures, where the program splits the bucket
     shard: slice  # the part of `mean` that this worker updates; all of it with replicated state
-    mirrored: slice
-    """The shard of the worker before, whose updates this one repeats; empty where there is no mirror."""
+    mirrored: slice  # the shard of the worker before, whose updates this one repeats; empty where there is no mirror
     own: Tensor  # `mean[shard]`
     before: Tensor  # `mean[mirrored]`
     parameters: Tensor | None
@@ -104,8 +103,7 @@ class Bucket:
     """Each parameter's gradient, in its shape and with its strides: a view of `visible`, or with sharded state a
     `ShardedGradient`."""
     unscale: Unscale | None  # With sharded state: what GradScaler's unscaling does. The optimizer sets it.
-    added_to: bool
-    """With sharded state: since the step's backward another one was to add to a `p.grad` of the bucket."""
+    added_to: bool  # with sharded state: since the step's backward another one was to add to a `p.grad` of the bucket
 
     def __init__(self, index: int, layout: BucketLayout, tensors: Sequence[Tensor], name: str, sharded: bool) -> None:
         """tensors: all that the layout's indices refer to. There is no tail until `renew` gives one.

@@ -50,8 +50,7 @@ class Costs:
     alpha: Mapping[str, float]
     beta: Mapping[str, float]
     gamma: float
-    largest_bytes: float = float("inf")
-    """Of the messages that were measured: nothing is known of much larger ones."""
+    largest_bytes: float = float("inf")  # of the messages that were measured: nothing is known of much larger ones
     probe_s: float = 0.0
 
 

@@ -67,8 +67,7 @@ class Engine:
         """What else than parameters must be equal on all ranks: tensors on the device, and the `salt` of `tail.digest`.
         Called in the steps in which the ranks compare."""
         self.audited: AuditedGradient | None = None  # where steps may have an audit
-        self.parts = 1
-        """Bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)."""
+        self.parts = 1  # bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)
         self.figures = 0  # slots of the tail for a step function's figures
         # What decisions and measured messages have chosen.
         self.topology: str | None = None  # the transport that a decision chose; None: the configured one
