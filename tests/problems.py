@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,17 @@ class Net(nn.Module):
     def forward(self, x: Tensor, sometimes: bool = True) -> Tensor:
         out = self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
         return out + self.sometimes(x) if sometimes else out
+
+
+class Bag(nn.Module):
+    """Parameters of given shapes, zeros; the gradient of each is whatever one asks for."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+
+    def backward(self, gradients: Sequence[Tensor]) -> None:
+        torch.stack([(p * g).sum() for p, g in zip(self.tensors, gradients, strict=True)]).sum().backward()
 
 
 def gradients(net: nn.Module) -> list[Tensor | None]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import run_workers
+from problems import Bag
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -22,17 +23,6 @@ from kfuse.membership import Session
 STATES = ["replicated", "sharded"]
 SHAPES = [(BLOCK,), (3, 700), (2 * BLOCK + 65,), (1,), (9,)]
 """With small buckets: several blocks, a ragged one, and shards that are empty."""
-
-
-class Bag(nn.Module):
-    """The gradient of each parameter is whatever one asks for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
-
-    def backward(self, gradients: list[Tensor]) -> None:
-        torch.stack([(p * g).sum() for p, g in zip(self.tensors, gradients, strict=True)]).sum().backward()
 
 
 def gradients(rank: int) -> list[Tensor]:
@@ -52,7 +42,7 @@ def one_step(name: str) -> list[dict[str, Any]]:
 
 def _one_step(session: Session, name: str, state: str, bucket_mb: float, planned: bool) -> dict[str, Any]:
     session.comm = CommOptions(schedule=name, dtype="bf16", state=state, bucket_mb=bucket_mb)
-    bag, size = Bag(), kf.size()
+    bag, size = Bag(SHAPES), kf.size()
     opt = kf.FusedSGD(bag.parameters(), lr=1.0, maximize=True)
     for _ in range(2):  # the second time all buffers are used again
         for p in bag.tensors:

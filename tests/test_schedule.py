@@ -39,7 +39,8 @@ from kfuse.comm.schedule import (
 )
 from kfuse.comm.settings import TRANSPORT_NAMES, CommOptions
 from kfuse.comm.step import StepPlan
-from kfuse.comm.transports import make_programs
+from kfuse.comm.transports import all_to_all, make_programs
+from kfuse.kernels import BLOCK
 from kfuse.settings import rules
 
 PLAIN = all_reduce("allreduce")
@@ -262,6 +263,7 @@ def test_an_engine_runs_valid_programs_only(monkeypatch: pytest.MonkeyPatch) -> 
 
 def train(schedule: str, state: str, reproducible: bool) -> dict[str, Any]:
     """A few planned, clipped steps; each micro-batch's random numbers are its own. The last bucket has small parts."""
+    all_to_all.PART = 2 * BLOCK  # two workers receive a bucket's contributions in several parts
     options = CommOptions(schedule=schedule, state=state, reproducible=reproducible, bucket_mb=0.2)
     group = kf.init(**options.named()).group
     torch.manual_seed(3)
@@ -270,6 +272,10 @@ def train(schedule: str, state: str, reproducible: bool) -> dict[str, Any]:
     norms = []
     for step in range(4):
         ends = [8 * (r + 1) // group.size for r in range(group.size)]
+        if step == 1:  # several partial sums of a worker, and with two workers none of the first
+            ends[:-1] = [end - 1 for end in ends[:-1]]
+        elif step == 3:
+            ends[0] = 0 if group.size == 2 and reproducible else ends[0]
         ranges = tuple(range(a, b) for a, b in zip([0, *ends], ends, strict=False))
         weights = step == 2  # then the means are known only when all buckets are here
         opt.begin(StepPlan(16, ranges, by_weight=weights))

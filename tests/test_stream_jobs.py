@@ -39,10 +39,9 @@ def undisturbed(seekable: str, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-@pytest.mark.parametrize("loaders", [False, True], ids=["no-loaders", "loaders"])
-def test_a_loss_and_resizes(undisturbed: Job, seekable: str, loaders: bool, tmp_path: Path) -> None:
-    """With loader processes: 2 of each worker where the source can seek, else 1."""
-    count = (2 if seekable == "true" else 1) * loaders
+def test_a_loss_and_resizes(undisturbed: Job, seekable: str, tmp_path: Path) -> None:
+    """Where the source can seek with two loader processes of each worker, else without."""
+    count = 2 if seekable == "true" else 0
     phases = [{"step": s, "workers": n} for s, n in ((5, 3), (40, 1), (60, 2))]
     gates = [{"step": 20, "workers": 3}, {"step": 55, "workers": 1}, {"step": 75, "workers": 2}]
     events = [

@@ -15,6 +15,7 @@ import torch
 from distributed import run_workers
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import Bag
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -28,18 +29,6 @@ from kfuse.comm.transports.tree import parents
 from kfuse.session import current
 
 TENSORS = [[(1,)], [(5,), (3, 50), (64,)], [(0,), (4097,), (2, 2, 2), (300, 41)]]
-
-
-class Bag(nn.Module):
-    """Parameters of given shapes; the gradient of each is whatever one asks for."""
-
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.tensors = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
-
-    def backward(self, gradients: list[Tensor]) -> None:
-        products = [(p * g).sum() for p, g in zip(self.tensors, gradients, strict=True)]
-        torch.stack(products).sum().backward()
 
 
 def wanted(shapes: list[tuple[int, ...]], rank: int, j: int) -> list[Tensor]:
