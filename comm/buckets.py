@@ -224,7 +224,6 @@ class Bucket:
         self.packed = self.added_to = False
 
     def merge(self, leaf: LeafStep) -> None:
-        """After the leaf was written: adds up partial sums."""
         for destination, source in leaf.merges:
             self.slot(destination).add_(self.slot(source))
 

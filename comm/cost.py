@@ -131,7 +131,6 @@ def _line(op: Op, elements: int, job: Job, costs: Costs, copies: int) -> Line:
 
 
 def price(program: Program, job: Job, costs: Costs) -> Price:
-    """What `program` costs `job` a step."""
     copies = 2 if program.has("mirror") and job.workers > 1 else 1
     rows = [[_line(op, elements, job, costs, copies) for op in program.ops] for elements in job.buckets]
     lines = []
@@ -324,7 +323,6 @@ class _Messages:
             self._received = torch.empty(max(elements, most * self._group.size), device=self._group.device).fill_(0)
 
     def seconds(self, kind: str, elements: int) -> float:
-        """Sends a message of this kind: the seconds until it has arrived."""
         started, group, flat = time.perf_counter(), self._group, self._flat[:elements]
         if kind == "all_reduce":
             group.all_reduce(flat, "probe (all_reduce)").wait()

@@ -261,7 +261,6 @@ class Engine:
         self.now = Step(self)
 
     def _take(self, kept: KeptStep, record: Tensor) -> None:
-        """Takes the step's complete result: to `reduced`, and to the averaged buffers."""
         now = kept.now
         if self.averaged.tensors:
             self.averaged.apply(self.buckets[-1].layout.params, kept.changes, kept.total_weight)
@@ -302,7 +301,6 @@ class Engine:
         self.kept.resumed = True
 
     def warn_once(self, message: str, *values: object) -> None:
-        """Logs a message, the first time that it comes."""
         if message not in self._warned:
             self._warned.add(message)
             _LOG.warning(message, *values)

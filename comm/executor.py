@@ -26,8 +26,7 @@ from kfuse.comm.sum_tree import RangePlan, plan_merges, plan_range
 from kfuse.comm.transports import BringsContributions
 from kfuse.kernels import BLOCK, block_sumsq, num_blocks
 
-AT_ONCE = 2
-"""Buckets whose contributions may be under way at a time over gloo: they take memory until they are added up."""
+AT_ONCE = 2  # buckets whose contributions may be under way over gloo: they take memory until they are added up
 
 
 @dataclass
@@ -150,7 +149,6 @@ class Executor:
                 raise
 
     def _start_complete(self, local: bool) -> None:
-        """Starts the messages of the complete buckets, in index order."""
         while len(self._runs) < len(self._buckets) and self._complete[len(self._runs)]:
             if self._polls and sum(run.before_pause for run in self._runs) >= AT_ONCE:
                 break
@@ -167,7 +165,6 @@ class Executor:
             self._runs.append(run)
 
     def _outgoing(self, bucket: Bucket, local: bool) -> list[Tensor]:
-        """What an exchange sends."""
         slots = [bucket.slot(k) for k in self._slots] or [bucket.slot(0)]
         if bucket.index in self._wire and not local:
             if self._wire[bucket.index].shape != slots[0].shape:
@@ -197,7 +194,6 @@ class Executor:
                 self._run_to_pause(run)
 
     def _run_to_pause(self, *runs: _Run) -> None:
-        """Executes the programs up to their pauses, on the side stream."""
         with self._device.on(self._side):
             for run in runs:
                 while run.before_pause:
@@ -274,8 +270,8 @@ class Executor:
             case "reduce":
                 self._contributions(bucket).reduce(bucket.index, run.sum)
             case "mirror":
-                what = f"{self._name(bucket)} (mirror of the gradient)"
-                run.shared = self._group.pass_on(bucket.before, bucket.own, what)
+                name = f"{self._name(bucket)} (mirror of the gradient)"
+                run.shared = self._group.pass_on(bucket.before, bucket.own, name)
             case "reduce+measure":
                 self._contributions(bucket).reduce(bucket.index, run.sum, sumsq)
                 self.measured[bucket.index] = sumsq
@@ -299,9 +295,8 @@ class Executor:
         """What travels, with this worker's shard of the sum in it."""
         assert run.flat is not None
         if run.flat is not run.sum:
-            shard = self._group.shards(run.flat.numel(), self.unit)[self._group.rank]
             self._device.keep([run.flat], self._device.current_stream())  # the sum is kept by `reduce`
-            run.flat[shard].copy_(run.sum[shard])
+            run.flat[run.bucket.part].copy_(run.sum[run.bucket.part])
         return run.flat
 
     def _name(self, bucket: Bucket) -> str:

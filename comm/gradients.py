@@ -79,7 +79,6 @@ class GradientHooks:
                 self._collect(bucket, k)
 
     def still_there(self) -> bool:
-        """Whether some parameter has the gradient that the last step was made with."""
         return any(
             self._params[index].grad is view
             for bucket in self._buckets
@@ -106,7 +105,6 @@ _OWNERS = WeakTensorKeyDictionary()
 
 
 def owner(parameter: Parameter) -> Engine | None:
-    """The engine that collects the parameter's gradients, if there is one."""
     reference = _OWNERS.get(parameter)  # type: ignore[no-untyped-call]
     found: Engine | None = reference() if reference is not None else None
     return found

@@ -313,5 +313,4 @@ def drop_retired() -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Of the error's message; its type's name where that is empty."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__

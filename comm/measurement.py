@@ -102,7 +102,6 @@ class Measurement:
         return tail[self._params + SAMPLES].double()
 
     def renew(self) -> None:
-        """A message under way may still write to `norms`: takes another one."""
         self._set_norms(torch.zeros_like(self.norms))
 
     def measure(self, total_weight: Tensor | None, measured: Mapping[int, Tensor]) -> None:
@@ -183,7 +182,6 @@ class Stopwatch:
         return 0.0
 
     def forget(self) -> None:
-        """The last step is not timed."""
         for lap in self._laps:
             lap.micro_batches = 0
 

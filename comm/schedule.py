@@ -40,7 +40,6 @@ class Op:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What it does, one after the other."""
         return tuple(self.kind.split("+"))
 
     @property
@@ -70,7 +69,6 @@ class Program:
 
     @property
     def transport(self) -> str:
-        """The name of the transport that its exchange uses."""
         return self.ops[self.index("exchange")].what
 
     @cached_property
@@ -100,7 +98,6 @@ class Program:
         return found
 
     def has(self, kind: str) -> bool:
-        """Whether some operation does this."""
         return (kind, "") in self._first
 
     def __str__(self) -> str:

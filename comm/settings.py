@@ -215,7 +215,6 @@ class CommOptions:
 
     @property
     def synchronisation(self) -> Sync:
-        """`sync`, parsed."""
         return Sync.parse(self.sync)
 
     def transport(self, schedule: str | None = None) -> str:
@@ -246,7 +245,6 @@ class CommOptions:
 
     @property
     def has_outer_step(self) -> bool:
-        """Whether averages of local SGD are followed by an outer step."""
         return (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
 
     @property

@@ -121,7 +121,6 @@ class Step:
 
     @property
     def begun(self) -> bool:
-        """A micro-batch has been run, or is being run."""
         return self.done > 0 or self.current is not None
 
     @property
@@ -188,7 +187,6 @@ class Step:
             raise RuntimeError(f"the plan has {self.expected} micro-batches for this worker: one more was begun")
 
     def pack(self, bucket: Bucket) -> None:
-        """Moves this micro-batch's gradients, which are all there, into the bucket's flat buffer."""
         engine = self._engine
         engine.streams.go_on_here(reads=bucket.grads)
         if bucket.missing:
@@ -235,7 +233,6 @@ class Step:
         return current.last
 
     def _complete(self, bucket: Bucket) -> None:
-        """Merges the bucket's partial sums; after the last micro-batch, launches what is due."""
         assert self.current is not None
         bucket.merge(self.leaf)
         if self.current.last:

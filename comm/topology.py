@@ -34,7 +34,6 @@ class Links:
         ]
 
     def tree(self, nbytes: int) -> list[int]:
-        """Each rank's parent in the tree for buffers of `nbytes`."""
         return spanning_tree(alike(self.seconds(nbytes)), chunks(nbytes))
 
 
