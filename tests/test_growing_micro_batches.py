@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_job import assert_exact, assert_same_training, chaos, run_job, words
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import network, problem
@@ -73,32 +71,3 @@ def test_fewer_passes_over_the_same_samples() -> None:
     assert sum(small) == sum(large) == 4 * 32 + 5 * 64 + 5 * 200 + 6 * 48
     assert set(large) == {8, 16, 56, 32}, "200 = 3 * 56 + 32; 48 = 6 * 8"
     assert len(large) < 0.7 * len(small)
-
-
-TRAINING = words(
-    "model=mlp data=digits model.hidden=[24] batch.size=32 batch.micro=8 batch.micro_max=32 train.steps=60",
-    "train.epochs=100 workers.max=3 workers.count=3 elastic.max_failures=20 comm=reproducible",
-)
-
-
-@pytest.mark.full
-@pytest.mark.jobs
-def test_a_job_with_losses_and_resizes_has_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
-    phases = [{"step": 8, "batch_size": 64}, {"step": 20, "batch_size": 136}, {"step": 40, "batch_size": 256}]
-    events = [
-        {"step": step, "moment": moment, "rank": rank, "how": "kill", "workers": 3}
-        for step, moment, rank in ((12, "mid_reduction", 1), (25, "forward", 0), (45, "mid_reduction", 2))
-    ]
-    jobs = [
-        run_job(
-            tmp_path / name / "run",
-            [*TRAINING, *more, *chaos(tmp_path / name, phases=phases, events=struck, adaptive=False)],
-        )
-        for name, struck, more in (("alone", [], ["workers.count=1"]), ("lost", events, []))
-    ]
-    for job in jobs:
-        assert job.error is None, job.told()
-        assert_exact(job)
-    assert_same_training(jobs[1], jobs[0])
-    found = {record["batch_size"]: record["micro_batches"] for record in jobs[0].metrics}
-    assert found == {32: 4, 64: 4, 136: 5, 256: 8}

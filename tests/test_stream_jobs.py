@@ -11,8 +11,8 @@ pytestmark = [pytest.mark.full, pytest.mark.jobs]
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 lr.scaling=sqrt workers.max=4",
-    "model=mlp model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.eval_every=25",
-    "train.epochs=null train.steps=100 data._target_=streams.split checkpoint.every_steps=10",
+    "model=mlp model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 batch.micro_max=8",
+    "train.eval_every=25 train.epochs=null train.steps=100 data._target_=streams.split checkpoint.every_steps=10",
 )
 
 
