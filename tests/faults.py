@@ -40,8 +40,8 @@ LEFT_OUT = {"aot.py", "__init__.py"}
 TESTS = {
     "kernels": ["kernels"],
     "comm": [
-        *("engine", "executor", "buckets", "tail", "transports", "ranges", "sum_tree", "topology", "cost", "schedule"),
-        *("sync", "pair", "two_workers", "gradients", "accumulate", "group", "gpu", "probe"),
+        *("engine", "buckets", "transports", "sum_tree", "topology", "cost", "schedule", "interference", "bf16_wire"),
+        *("sync", "pair", "two_workers", "gradients", "accumulate", "group", "gpu", "reproducible"),
     ],
     "optim": ["optim", "bias_correction", "sharded", "consistency", "state_dict", "bf16", "redundancy"],
     "train": [
