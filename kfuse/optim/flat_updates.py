@@ -309,7 +309,7 @@ class FlatUpdates(Updates):
         group, copied, arriving = self.engine.group, list[list[Part]](), list[Pending]()
         for number, (bucket, state) in enumerate(self.flat.pairs()):
             mine = {name: tensor.clone() for name, tensor in state.own.tensors.items()}  # updates change it meanwhile
-            before = group.shards(bucket.body, self.engine.shard_unit)[group.rank - 1]
+            before = group.shards(bucket.body, self.engine.executor.unit)[group.rank - 1]
             theirs = {name: torch.empty(before.stop - before.start, device=bucket.device) for name in mine}
             for name, tensor in mine.items():
                 what = f"step {step}, snapshot of bucket {number + 1}, {name}"
