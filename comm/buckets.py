@@ -5,15 +5,19 @@ The layout is a pure function of the parameters' sizes, so that every worker, an
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kfuse.comm.sharded_gradient import ShardedGradient, Unscale
 from kfuse.comm.sum_tree import LeafStep
 from kfuse.kernels import PackTable, pack
+
+if TYPE_CHECKING:
+    from kfuse.comm.sharded_gradient import Unscale
 
 ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
 
@@ -139,7 +143,8 @@ class Bucket:
         self.visible = self.mean
         if self.sharded:
             kinds = self.view(torch.empty(self.body, dtype=self.layout.dtype, device="meta"))
-            self.views = [ShardedGradient(self, k, kind) for k, kind in enumerate(kinds)]
+            make = pkgutil.resolve_name("kfuse.comm.sharded_gradient:ShardedGradient")  # few jobs need it
+            self.views = [make(self, k, kind) for k, kind in enumerate(kinds)]
             return
         if self.layout.dtype != torch.float32:
             self.visible = torch.zeros(self.body, dtype=self.layout.dtype, device=self.device)
