@@ -23,7 +23,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import network, problem, recorded_events
 from scipy.sparse.csgraph import minimum_spanning_tree
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kfuse as kf
 from kfuse.comm import transports
@@ -41,7 +40,6 @@ from kfuse.comm.topology import (
     rounds,
     spanning_tree,
 )
-from kfuse.observe.run_dir import RunDirectory
 
 Times = list[list[float]]
 
@@ -139,19 +137,6 @@ def test_each_list_that_is_a_tree_is_taken(parents: list[int]) -> None:
     for given_, right in ((parents, is_tree and len(reached) == size), *((each, False) for each in no_trees)):
         with contextlib.nullcontext() if right else pytest.raises(ValueError, match="must have one parent for each"):
             check_parents(given_, size)
-
-
-def test_measured_links_are_series_of_tensorboard(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    matrix = [[None if a == b else 10.0 * min(a, b) + max(a, b) for b in range(3)] for a in range(3)]
-    directory.event({"kind": "links", "step": 7, "latency_s": matrix, "bytes_per_s": matrix})
-    directory.close()
-    board = EventAccumulator(str(tmp_path / "tb"))
-    board.Reload()
-    found = {name: [(each.step, each.value) for each in board.Scalars(name)] for name in board.Tags()["scalars"]}
-    values = {"0-1": 1.0, "0-2": 2.0, "1-2": 12.0}
-    figures = ("latency_s", "bytes_per_s")
-    assert found == {f"links/{figure}/{pair}": [(7, value)] for figure in figures for pair, value in values.items()}
 
 
 # -- real workers ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ The shape is one of TREES, or a list of parents. Two of them are more than a fix
   (`Group.sum_among`). Then the sum goes down on each host. A host sends and receives 2 (h - 1) / h times the buffer,
   for h hosts, however many workers it has.
 - `latency` is the minimum spanning tree of the time that a message as large as the bucket takes on each link, as
-  `latency.measure` found it: so a bucket may have another tree than the short message of a step without gradients.
+  `topology.measure` found it: so a bucket may have another tree than the short message of a step without gradients.
 """
 
 from __future__ import annotations
