@@ -218,17 +218,6 @@ class Choice:
     reason: str
 
 
-def choose_in(group: Group, buckets: Sequence[int], again: bool) -> Choice:
-    """Returns what measured messages choose for buckets of so many elements. again: not for the first time.
-
-    All workers of a view must come to the same messages, so decisions, which a joining worker does not know yet, do not
-    matter here. Raises CommError.
-    """
-    if group.costs is None:
-        group.costs = probe(group, max(buckets), AGAIN_S if again else BUDGET_S)
-    return choose_program(group.costs, group.size, buckets)
-
-
 def choose_program(costs: Costs, workers: int, buckets: Sequence[int]) -> Choice:
     """buckets: elements of each."""
     job, default = Job(tuple(buckets), workers), SCHEDULES[0]

@@ -109,7 +109,8 @@ class Engine:
     def _build(self, buffers: Sequence[Tensor]) -> None:
         """Makes buckets and hooks. The last bucket carries the tail."""
         self.averaged = AveragedBuffers(buffers)
-        apart = buffers if self.options.has_bucket_apart(buffers) else None
+        # In a bucket of their own buffers and tail are fp32, and all workers get all of them.
+        apart = buffers if buffers or self.options.dtype != "fp32" or self.options.sharded else None
         self.buckets = make_buckets(self._layouts, self.params, apart, self.options.sharded)
         self.gradient_buckets = self.buckets[: len(self._layouts)]
         self.device = self.params[0].device if self.params else torch.device("cpu")
@@ -149,12 +150,19 @@ class Engine:
         self.now = Step(self)
 
     def _choose(self, group: Group, again: bool) -> Choice | None:
-        """Returns what measured messages choose, if there is a choice. again: not for the first time."""
+        """Returns what measured messages choose, if there is a choice. again: not for the first time.
+
+        All workers of a view must come to the same messages, so decisions, which a joining worker does not know yet, do
+        not matter here.
+        """
         if group.size == 1 or not self.options.leaves_choice:
             return None
         from kfuse.comm import cost  # not before it is needed: `import kfuse` is quick
 
-        return cost.choose_in(group, [layout.numel for layout in self._layouts] or [1], again)
+        elements = [layout.numel for layout in self._layouts] or [1]
+        if group.costs is None:
+            group.costs = cost.probe(group, max(elements), cost.AGAIN_S if again else cost.BUDGET_S)
+        return cost.choose_program(group.costs, group.size, elements)
 
     # -- micro-batches --------------------------------------------------------------------------------------------
 

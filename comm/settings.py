@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict, get_type_hints
 
@@ -230,18 +230,9 @@ class CommOptions:
         return "reduce_scatter" if self.sharded else "allreduce"
 
     @property
-    def wire_bytes(self) -> int:
-        """Bytes an element of gradients in messages."""
-        return 4 if self.dtype == "fp32" else 2
-
-    @property
     def bucket_elements(self) -> int:
         """Most elements of a bucket."""
         return max(1, int(self.bucket_mb * 2**20 / 4))
-
-    def has_bucket_apart(self, buffers: Sequence[object]) -> bool:
-        """Whether the last bucket has only these buffers and the tail: all workers need all of them, in fp32."""
-        return bool(buffers) or self.dtype != "fp32" or self.sharded
 
     @property
     def has_outer_step(self) -> bool:

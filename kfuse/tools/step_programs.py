@@ -50,7 +50,7 @@ def main(config: dict[str, Any]) -> int:
     model = _model(config)
     params = [p for p in model.parameters() if p.requires_grad]
     buckets = tuple(it.numel for it in plan_parameters(params, [0] * len(params), options.bucket_elements))
-    job = Job(buckets, workers, options.wire_bytes)
+    job = Job(buckets, workers, wire_bytes=4 if options.dtype == "fp32" else 2)
     processes = workers if workers <= min(MOST_PROCESSES, os.cpu_count() or 1) else 2
     arguments = {"settings": options.named(), "timeout_s": TIMEOUT_S, "elements": max(buckets)}
     with ranks("costs", arguments, processes, gpus=0) as started:
