@@ -87,10 +87,7 @@ class SlowLater(AllReduce):
 
     def wait(self, key: int) -> None:
         super().wait(key)
-        time.sleep(SLOW_S if self.steps > CHANGE and SLOW_NETWORK else QUICK_S)
-
-
-SLOW_NETWORK = True
+        time.sleep(SLOW_S if self.steps > CHANGE else QUICK_S)
 
 
 class Seen(kf.BasePolicy):
@@ -102,18 +99,14 @@ class Seen(kf.BasePolicy):
         return None
 
 
-def train(slow_network: bool) -> tuple[list[bool | None], list[dict[str, Any]]]:
-    """What each step's signals said, and the events. Or the network stays as it is, and rank 1 computes slowly."""
-    global SLOW_NETWORK
-    SLOW_NETWORK = slow_network
+def train() -> tuple[list[bool | None], list[dict[str, Any]]]:
+    """What each step's signals said, and the events."""
     kf.init(comm_schedule="test_interference.SlowLater")
     events, net, policy = recorded_events(), network(), Seen()
     opt = kf.FusedSGD(net.parameters(), lr=0.01)
     loader = kf.DataLoader(problem(8 * STEPS), net, opt, batch_size=8, batch_micro=4, policy=policy, train_epochs=1)
-    for number, step in enumerate(loader):
+    for step in loader:
         for x, y in step:
-            if not slow_network and kf.rank() == 1 and number > CHANGE:
-                time.sleep(SLOW_S - QUICK_S)
             F.cross_entropy(net(x), y).backward()
         opt.step()
         opt.zero_grad()
@@ -121,12 +114,10 @@ def train(slow_network: bool) -> tuple[list[bool | None], list[dict[str, Any]]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("slow_network", [True, False])
-def test_a_slow_network_is_told_once_and_a_slow_worker_is_no_interference(slow_network: bool) -> None:
-    results = run_workers(2, train, slow_network)
+def test_a_slow_network_is_told_once() -> None:
+    """A worker that computes slowly is none: see test_the_verdict."""
+    results = run_workers(2, train)
     assert results[0] == results[1]
-    found, events = results[0]
+    found, [event] = results[0]
     assert len(found) >= STEPS - 2 and set(found[:30]) == {None} and True not in found[:CHANGE]
-    assert (True in found[CHANGE:]) == slow_network
-    assert len(events) == slow_network
-    assert all(event["ranks"] == [0, 1] and event["step"] > CHANGE for event in events)
+    assert True in found[CHANGE:] and event["ranks"] == [0, 1] and event["step"] > CHANGE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import socket
 import time
 from collections.abc import Sequence
 from itertools import product
@@ -276,16 +275,3 @@ def test_verbs_on_one_worker_are_the_identity_and_check_their_arguments() -> Non
         kf.broadcast(1, 1)
     with pytest.warns(UserWarning, match="number of workers is fixed"):
         kf.resize(2)
-
-
-def own_store() -> float:
-    session = kf.init()
-    return kf.allreduce(session.group.rank + 1.0)  # type: ignore[return-value]
-
-
-def test_rank_zero_hosts_the_store_where_no_agent_does() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
-    assert run_workers(2, own_store, env=env) == [3.0, 3.0]
