@@ -1,4 +1,4 @@
-"""The worker's side of the control channel, against a supervisor that reads nothing for a while."""
+"""The worker's side: the control channel, against a supervisor that reads nothing for a while, and views."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
+from kfuse.comm.group import Group
+from kfuse.comm.settings import CommOptions
 from kfuse.elastic import client as client_module
 from kfuse.elastic import protocol
 from kfuse.elastic.client import ControlClient
-from kfuse.elastic.protocol import ControlError
+from kfuse.elastic.protocol import ControlError, Member, View
+from kfuse.membership import Session
 
 SILENCE_S = 0.5
 RECORDS = 300
@@ -115,3 +119,38 @@ def test_of_records_that_are_too_many_to_wait_it_is_said_which_are_lost(
     lost = found[sent]["data"]
     assert (lost["kind"], lost["steps"], lost["lines"]) == ("records_lost", [sent, sent + 1], 2)
     assert [message["type"] for message in found[sent + 1 :]] == ["joined", "goodbye"], "these are never lost"
+
+
+# -- views ----------------------------------------------------------------------------------------------------------
+
+
+class Optimizer(Mock):
+    def hand_over(self, leavers: Any) -> None:
+        self.group.hand_over(leavers)
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+@pytest.mark.parametrize("stays", [True, False])
+def test_only_before_a_planned_view_the_group_has_messages(recovers: bool, stays: bool) -> None:
+    """A view that recovers may come in place of the planned one: a worker of the group is lost."""
+    next_view = View(3, (Member(1 if stays else 2, 1, "here"),), ("127.0.0.1", 1), "shrink", recovers)
+    client, group = Mock(worker=1), Mock(device=Group().device, timeout_s=1.0)
+    client.await_view.return_value = next_view
+    session = Session(group, CommOptions(), client)
+    session.view = View(1, (Member(0, 1, "here"), Member(1, 1, "here")), ("127.0.0.1", 1), "start")
+    optimizer = Optimizer(group=group)
+    session.on_planned_change(optimizer.hand_over)
+    assert session.switch(2) == stays and session.left == (not stays)
+    planned = [call.hand_over([0] if stays else [0, 1]), call.finish()]
+    told = [each for each in group.mock_calls if each != call.retire()]
+    assert told == ([call.abort()] if recovers else planned)
+    assert [each.args for each in client.send.mock_calls] == [("joined",) if stays else ("left",)]
+
+
+def test_a_training_within_another_is_refused() -> None:
+    session = Session(Group(), CommOptions(), Mock())
+    session.begin_training()
+    with pytest.raises(RuntimeError, match=r"another kf\.fit or kf\.DataLoader of this process is under way"):
+        session.begin_training()
+    session.end_training(None)
+    session.begin_training()

@@ -7,12 +7,15 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from elastic_job import assert_none_left
 
 from kfuse.elastic.launchers import LocalLauncher
 from kfuse.elastic.launchers.local import LocalProcess
+from kfuse.train.build import set_threads
 
 
 def python(script: str, share: int | None = None) -> LocalLauncher:
@@ -93,3 +96,26 @@ def test_workers_share_the_cores_unless_the_user_says_otherwise(
         monkeypatch.setenv("OMP_NUM_THREADS", set_by_user)
     expected = threads or str(len(os.sched_getaffinity(0)))
     assert ran("import os; print(os.environ['OMP_NUM_THREADS'])", workers) == (0, [expected])
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads", "reproducible", "expected"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, None, False, 3),
+        ({"OMP_NUM_THREADS": "3"}, 2, False, 2),
+        ({"OMP_NUM_THREADS": "3"}, None, True, 1),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, None, False, 4),  # torchrun's own default
+        ({}, None, False, 2),
+    ],
+)
+def test_the_users_number_of_threads_is_taken(
+    environment: dict[str, str], threads: int | None, reproducible: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    config: dict[str, Any] = {"workers": {"max": 4, "threads": threads}, "comm": {"reproducible": reproducible}}
+    set_threads(config)
+    assert torch.get_num_threads() == expected
