@@ -72,7 +72,6 @@ class Session:
 
     @property
     def worker(self) -> int:
-        """This worker's number."""
         return self.group.rank if self.control_client is None else self.control_client.worker
 
     @property

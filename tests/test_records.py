@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
 from elastic_job import read_lines
 from rich.console import Console
 
@@ -36,10 +37,10 @@ def metrics(*steps: int) -> list[tuple[str, dict[str, Any]]]:
     return [("metrics", {"step": step}) for step in steps]
 
 
-def run(report: Callable[[Records, Job], Awaitable[None]], recorder: Any, most: int = 1000) -> None:
+def run(report: Callable[[Records, Job], Awaitable[None]], recorder: Any) -> None:
     async def go() -> None:
         job = Job(Elasticity(1, 1, 1))
-        records = Records(recorder, job, most)
+        records = Records(recorder, job)
         records.open()
         await report(records, job)
         await records.close()
@@ -63,7 +64,8 @@ def test_records_keep_their_order_and_events_come_once() -> None:
     assert kept.records == wanted
 
 
-def test_a_file_system_that_hangs_holds_nothing_up_and_what_is_lost_is_said() -> None:
+def test_a_file_system_that_hangs_holds_nothing_up_and_what_is_lost_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kfuse.elastic.job._MOST_WAITING", 5)
     kept = Kept()
     kept.goes_on.clear()
 
@@ -75,7 +77,7 @@ def test_a_file_system_that_hangs_holds_nothing_up_and_what_is_lost_is_said() ->
         records.event("failure")
         kept.goes_on.set()
 
-    run(report, kept, most=5)
+    run(report, kept)
     first, *rest = kept.records
     assert first[1]["kind"] == "view" and rest[:5] == metrics(0, 1, 2, 3, 4)
     assert rest[5][1]["kind"] == "failure", "an event is never lost"

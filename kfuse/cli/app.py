@@ -100,7 +100,6 @@ def _main(words: list[str], fixed: bool = False) -> int:
 
 
 def _tool(name: str, words: list[str]) -> int:
-    """Runs a command of `_TOOLS`. Returns the exit status."""
     tool: Any = importlib.import_module(_TOOLS[name])
     if {"-h", "--help"} & {*words}:
         print(tool.USAGE)

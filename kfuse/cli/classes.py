@@ -60,12 +60,12 @@ def _check_class(group: str, node: Any, *first: Any, supplied: Collection[str] =
         raise ConfigError(_of_argument(group, node, str(error)) or f"{group}: {error}") from error
 
 
-def _make(group: str, node: Any, supplied: Mapping[str, Any] | None = None) -> Any:
+def _make(group: str, node: Any, /, **supplied: Any) -> Any:
     """Returns what the group's `_target_` makes of its arguments, of which some may be such nodes too."""
-    _check_class(group, node, supplied=supplied or {})
+    _check_class(group, node, supplied=supplied)
     parts = {name: _make(f"{group}.{name}", value) for name, value in node.items() if instantiate.is_node(value)}
     try:
-        return instantiate.build({**node, **parts}, **(supplied or {}))
+        return instantiate.build({**node, **parts}, **supplied)
     except Exception as error:  # a user's class may raise anything
         raise _failed(group, node, error) from error
 
@@ -127,7 +127,7 @@ def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
     with contextlib.suppress(Exception), torch.device("meta"):  # takes no memory; but not every model can be made so
         model = instantiate.build(node, **spec)
     if model is None:
-        model = _make("model", node, spec)
+        model = _make("model", node, **spec)
     if not isinstance(model, torch.nn.Module):
         raise _wrong_result("model", node, model, "torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):

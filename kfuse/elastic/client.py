@@ -163,7 +163,6 @@ class ControlClient:
             return {number: each for number, each in self._announced.items() if number > after}
 
     def forget_announced(self, until: int) -> None:
-        """Drops the announcements up to this number."""
         with self._changed:
             self._announced = {number: each for number, each in self._announced.items() if number > until}
 

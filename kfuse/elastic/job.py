@@ -113,9 +113,8 @@ class Records:
     Where too many records wait for it those of steps are dropped, and an event says of which steps.
     """
 
-    def __init__(self, recorder: Recorder, job: Job, most: int = _MOST_WAITING) -> None:
-        """most: how many records may wait before those of steps are dropped."""
-        self._recorder, self._job, self._most = recorder, job, most
+    def __init__(self, recorder: Recorder, job: Job) -> None:
+        self._recorder, self._job = recorder, job
         self.furthest = -1  # the newest step of the training under way that was reported
         self.progress = 0  # grows with each new step, and with each training that starts
         self._events: deque[dict[str, Any]] = deque(maxlen=_KNOWN_EVENTS)
@@ -140,7 +139,7 @@ class Records:
             self.furthest = data["step"]
             self.progress += 1
         with self._changed:
-            if len(self._waiting) >= self._most and kind in OF_STEPS:
+            if len(self._waiting) >= _MOST_WAITING and kind in OF_STEPS:
                 self._losses.add(data["step"])
                 return
             self._waiting.append((kind, data))

@@ -59,7 +59,6 @@ class Worker:
     killed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends it a message, if it is connected."""
         if self.connections:
             protocol.send(self.connections[0], kind, **fields)
 

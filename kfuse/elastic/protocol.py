@@ -70,7 +70,6 @@ class View:
 
     @property
     def size(self) -> int:
-        """The number of workers."""
         return len(self.members)
 
     def rank_of(self, worker: int) -> int | None:
@@ -92,7 +91,6 @@ class Losses:
         self._first = self._last = self._lines = 0
 
     def add(self, step: int) -> None:
-        """A record of this step was dropped."""
         self._first = min(self._first, step) if self._lines else step
         self._last = max(self._last, step)
         self._lines += 1

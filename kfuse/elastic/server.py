@@ -34,7 +34,6 @@ class Server:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Ends all connections at once."""
         self._server.close()
         for writer in self._connections.values():
             writer.transport.abort()

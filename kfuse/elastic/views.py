@@ -165,13 +165,11 @@ class Views:
         return self.host, port
 
     def left(self, worker: Worker) -> None:
-        """A worker has left, as a planned view said."""
         worker.state = State.LEFT
         if self._processes.rank_of(worker) is not None:  # a view that recovers was formed meanwhile
             self.recover()
 
     def joined(self, worker: Worker, generation: int) -> None:
-        """A worker has joined the view of this generation."""
         worker.joined = True
         if generation == self._job.view.generation:
             worker.state = State.MEMBER

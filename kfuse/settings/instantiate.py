@@ -50,27 +50,25 @@ def locate(path: object) -> Callable[..., Any]:
 
 
 def is_node(value: object) -> bool:
-    """Returns whether a value of the configuration is a node."""
     return isinstance(value, Mapping) and "_target_" in value
 
 
 def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the node's arguments: all but `_target_`."""
     return {name: value for name, value in node.items() if name != "_target_"}
 
 
-def build(node: Mapping[str, Any], /, *first: Any, always: Mapping[str, Any] | None = None, **supplied: Any) -> Any:
+def build(node: Mapping[str, Any], /, *first: Any, **supplied: Any) -> Any:
     """Calls what `_target_` names, and returns the result.
 
-    The arguments are `first` by position, the node's own, `always`, and those of `supplied` that the signature names.
-    Where a name is in several of them the node's value is used. An argument that is a node is built first.
+    The arguments are `first` by position, the node's own, and those of `supplied` that the signature names. Where a
+    name is in both the node's value is used. An argument that is a node is built first.
     Raises ValueError if `_target_` names nothing that can be called, and whatever the call raises.
     """
     factory = locate(node.get("_target_"))
     known = parameters(factory)
     fitting = {name: value for name, value in supplied.items() if name in known}
     own = {name: build(value) if is_node(value) else value for name, value in arguments(node).items()}
-    return factory(*first, **(fitting | dict(always or {}) | own))
+    return factory(*first, **(fitting | own))
 
 
 def initial_weights(node: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:

@@ -228,7 +228,6 @@ class Leaf:
         return ", ".join(filter(None, [kind, self.setting.range])) + (", or null" if self.optional else "")
 
     def allows(self, value: Any) -> bool:
-        """Returns whether a value may be given."""
         try:
             self.checked(value)
         except ConfigError:

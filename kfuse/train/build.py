@@ -70,7 +70,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
 
 
 def _optimizer(config: dict[str, Any], model: torch.nn.Module) -> DistributedOptimizer:
-    made = instantiate.build(config["optimizer"], model.parameters(), always={"lr": config["lr"]["base"]})
+    made = instantiate.build({"lr": config["lr"]["base"], **config["optimizer"]}, model.parameters())
     opt = made if isinstance(made, DistributedOptimizer) else Optimizer(made)
     # Not by the constructor: a user's class that is derived from one of kfuse's may not pass them on.
     opt.clip_norm = config["train"]["clip_norm"]

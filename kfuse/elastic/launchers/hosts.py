@@ -84,7 +84,6 @@ async def _connect(address: str, port: int, **hello: Any) -> tuple[asyncio.Strea
 
 
 async def _send_heartbeats(writer: asyncio.StreamWriter) -> None:
-    """Sends heartbeats, so that a lost connection is noticed."""
     while not writer.is_closing():
         send(writer, "alive")
         await asyncio.sleep(HEARTBEAT_S)
@@ -163,7 +162,6 @@ class HostProcess:
         self._lines.put_nowait(line)
 
     def end(self, status: int, cause: str = "") -> None:
-        """Called when its agent reports its end, or is lost."""
         if not self.ended:
             self.cause = cause
             self._status.set_result(status)
