@@ -158,13 +158,10 @@ class ControlClient:
         return found
 
     def announced(self, after: int) -> dict[int, dict[str, Any]]:
-        """The leader's announcements that came over this connection, by number, those above `after`, in order."""
+        """The leader's announcements that came over this connection, by number, in order; those up to `after` go."""
         with self._changed:
-            return {number: each for number, each in self._announced.items() if number > after}
-
-    def forget_announced(self, until: int) -> None:
-        with self._changed:
-            self._announced = {number: each for number, each in self._announced.items() if number > until}
+            self._announced = {number: each for number, each in self._announced.items() if number > after}
+            return {**self._announced}
 
     def meet(self, generation: int, step: int, members: list[int], applied: int, timeout_s: float) -> Met | None:
         """Stands still after `step` steps until all `members`, the workers of view `generation`, do: the answer to it.

@@ -147,7 +147,6 @@ class PairAveraging(SyncMethod):
             if number <= until:
                 self._decisions.apply(announced)
         at.announced = until
-        self._client.forget_announced(until)
 
     def close(self) -> None:
         """Serves and pulls nothing any more. The engine reduces over all workers again."""
