@@ -14,39 +14,28 @@ from typing import Any
 
 import pytest
 from elastic_job import DEADLINE_S, Job, assert_none_left, parent, wait_until
+from test_kfuse_run import PRELUDE
 
 from kfuse.cli import kfuse_run
 
 pytestmark = pytest.mark.full
 
 TOKEN = "a-secret-for-this-job"
-SCRIPT = """
-import pathlib, sys, time
-import torch, torch.nn.functional as F
-import kfuse as kf
-from kfuse.data import load_digits
-from kfuse.models import MLP
+SCRIPT = f"""
+{PRELUDE}
+import pathlib
+go_on = pathlib.Path(sys.argv[1])
 
-torch.set_num_threads(1)
-kf.init(comm_reproducible=True, comm_timeout_s=60)
-torch.manual_seed(0)
-digits = load_digits()
-model = MLP(digits.spec["input_shape"], digits.spec["num_classes"])
-opt = kf.FusedAdamW(model.parameters(), lr=1e-3)
-go_on, steps = pathlib.Path(sys.argv[1]), 0
-for step in kf.DataLoader(digits.train, model, opt, batch_size=48, batch_micro=8, train_epochs=2, seed=3):
-    steps += 1
-    while steps == 20 and not go_on.exists():
+def wait(steps):
+    while steps == 10 and not go_on.exists():
         time.sleep(0.01)
         try:
             kf.session.current().check()
         except kf.CommError:  # a worker was lost: the step is repeated
             break
-    for x, y in step:
-        step.loss = F.cross_entropy(model(x), y)
-        step.loss.backward()
-    opt.step()
-    opt.zero_grad()
+
+kf.init(comm_reproducible=True, comm_timeout_s=60)
+loop(hook=wait)
 """
 
 
