@@ -24,7 +24,7 @@ from kfuse.cli.check import prepare, validate
 from kfuse.cli.output import survive_closed_output
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.observe.sweep import Sweep
-from kfuse.settings.messages import explain, explain_flags
+from kfuse.settings.shell import explain, explain_flags
 from kfuse.settings.tree import ConfigError
 from kfuse.version import __version__
 

@@ -10,12 +10,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from kfuse.settings import rules, schema
+from kfuse.settings import rules, shell
 from kfuse.settings.instantiate import CLASS_GROUPS, LOADING
-from kfuse.settings.messages import explain
 from kfuse.settings.tree import AT_SHELL, BATCH_MAX, SECTIONS, ConfigError, by_key, did_you_mean, flat
 
-schema.register()
+shell.register()
 
 
 def prepare(cfg: DictConfig, overrides: Sequence[str]) -> None:
@@ -58,7 +57,7 @@ def validate(cfg: DictConfig) -> bool:
     try:
         config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error)) from error
+        raise ConfigError(shell.explain(error)) from error
     _check_keys(config)
     settings = flat(config)
     facts = by_key(settings)

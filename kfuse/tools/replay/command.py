@@ -21,7 +21,7 @@ from rich.text import Text
 from kfuse.cli.check import prepare
 from kfuse.cli.classes import make_policy
 from kfuse.policies.signals import BasePolicy, Bounds
-from kfuse.settings.messages import explain
+from kfuse.settings.shell import explain
 from kfuse.settings.tree import AT_SHELL, ConfigError
 from kfuse.tools.replay.run import Change, Replay, compared, run
 from kfuse.tools.replay.steps import Recorded, RecordedSteps, SimulatedSteps, signals_of
