@@ -41,7 +41,7 @@ TESTS = {
     "kernels": ["kernels"],
     "comm": [
         *("engine", "buckets", "transports", "sum_tree", "topology", "cost", "schedule", "interference", "bf16_wire"),
-        *("sync", "pair", "two_workers", "gradients", "accumulate", "group", "gpu", "reproducible"),
+        *("sync", "pair", "gradients", "accumulate", "gpu", "reproducible"),
     ],
     "optim": ["optim", "bias_correction", "sharded", "consistency", "state_dict", "bf16", "redundancy"],
     "train": [

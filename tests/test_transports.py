@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import time
+import weakref
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -20,11 +22,13 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm import transports
 from kfuse.comm.gloo import GlooGroup
-from kfuse.comm.group import Group
+from kfuse.comm.group import Group, Pending
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.sum_tree import Merge
+from kfuse.comm.sum_tree import Merge, plan_merges
 from kfuse.comm.topology import depths, measure
+from kfuse.comm.transports import all_to_all
 from kfuse.comm.transports.tree import parents
+from kfuse.kernels import BLOCK
 from kfuse.session import current
 
 TENSORS = [[(1,)], [(5,), (3, 50), (64,)], [(0,), (4097,), (2, 2, 2), (300, 41)]]
@@ -147,6 +151,50 @@ def test_each_tree_sums_over_several_hosts(shape: str | list[int], hosts: str) -
     results = run_workers(4, sum_up_a_tree, shape, list(hosts))
     assert max(max(errors) for errors, _ in results) < 2e-6
     assert len({digest for _, digest in results}) == 1, "ranks disagree"
+
+
+# -- memory and sockets ---------------------------------------------------------------------------------------------
+
+PIECES = ([1, 1], [0, 2], [3, 4])
+
+
+def exchange(part: int) -> list[tuple[int, int]]:
+    """Of each case: how many parts came, and how many of them are still alive once they are added up."""
+    all_to_all.PART = part
+    group, found = kf.init().group, []
+    transport = transports.make("all_to_all", group, unit=BLOCK)
+    assert isinstance(transport, all_to_all.TwoWorkers)
+    for pieces in PIECES:
+        total = sum(pieces)
+        transport.plan(pieces, plan_merges([(0, k) for k in range(total)], total))
+        slots = [torch.ones(9 * BLOCK + 700) for _ in range(max(1, pieces[group.rank]))]
+        transport.launch(0, slots, "step 1, bucket 1 of 1")
+        received = [weakref.ref(tensor) for each in transport._messages[0] for tensor in each.brought]
+        transport.wait(0)
+        transport.reduce(0, slots[0])
+        gc.collect()
+        found.append((len(received), sum(each() is not None for each in received)))
+    return found
+
+
+def test_parts_leave_no_memory() -> None:
+    for part, parts in ((2 * BLOCK, 3), (2**20, 1)):
+        for rank, found in enumerate(run_workers(2, exchange, part)):
+            assert found == [(parts * pieces[1 - rank], 0) for pieces in PIECES]
+
+
+def test_a_retired_group_is_gone_at_once() -> None:
+    """With its sockets and threads: they must not wait for the garbage collector, which comes to old objects late."""
+    gc.disable()
+    try:
+        group = Group()
+        Pending(group, "a message whose failure nobody waited for", [])
+        gone = weakref.ref(group)
+        group.retire()
+        del group
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 # -- an end to waiting -----------------------------------------------------------------------------------------------
