@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 def check(call: Call, device: torch.device) -> str | None:
     """What is wrong: the bits of two calls differ, or a result is not near the CPU's; None where it is right."""
     once, twice = (call(device, _drawing(device)) for _ in range(2))
-    with _by_torch():
+    with mock.patch.object(dispatch, "INTERPRETED", False):  # else Triton may interpret kernels of CPU tensors
         expected = call(_CPU, _drawing(_CPU))
     for number, (one, two, right) in enumerate(zip(once, twice, expected, strict=True)):
         if not torch.equal(one, two):
@@ -41,16 +41,6 @@ def check(call: Call, device: torch.device) -> str | None:
 def _drawing(device: torch.device) -> Draw:
     generator = torch.Generator().manual_seed(0)
     return lambda *shape, dtype=torch.float32: torch.randn(shape, generator=generator).to(dtype).to(device)
-
-
-@contextlib.contextmanager
-def _by_torch() -> Iterator[None]:
-    """Context: kernels of CPU tensors are PyTorch's, also where Triton interprets."""
-    before, dispatch.INTERPRETED = dispatch.INTERPRETED, False
-    try:
-        yield
-    finally:
-        dispatch.INTERPRETED = before
 
 
 def empty(numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

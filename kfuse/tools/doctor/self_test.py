@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfuse import session
+from kfuse.checkpoint.format import one_line
 from kfuse.comm.cost import choose_program, probe
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
@@ -48,17 +49,13 @@ def main() -> int:
     try:
         _say(found={part.__name__: part for part in parts}[what](**arguments))
     except Exception as error:
-        _say(problem=_first_line(error))
+        _say(problem=one_line(error))
         return 1
     return 0
 
 
 def _say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # -- what torch sees --------------------------------------------------------------------------------------------------
@@ -84,7 +81,7 @@ def devices() -> dict[str, Any]:
         try:
             nccl = _start_nccl()
         except Exception as error:
-            problem = _first_line(error)
+            problem = one_line(error)
     return {"gpus": gpus, "nccl": nccl, "nccl_problem": problem}
 
 
@@ -213,7 +210,7 @@ def kernels(device: str) -> dict[str, str | None]:
         try:
             found[name] = check(call, torch.device(device))
         except Exception as error:  # the others still run
-            found[name] = f"{type(error).__name__}: {_first_line(error)}"
+            found[name] = f"{type(error).__name__}: {one_line(error)}"
     return found
 
 
