@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kfuse.observe.display import LINE_EVERY_S, Display, figure
+from kfuse.observe.recorder import LINE_EVERY_S, Display, figure
 
 
 class Clock:

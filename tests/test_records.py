@@ -15,8 +15,7 @@ from elastic_job import read_lines
 from rich.console import Console
 
 from kfuse.elastic.job import Elasticity, Job, Records
-from kfuse.observe.display import Display
-from kfuse.observe.recorder import Recorder
+from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
 
 

@@ -19,8 +19,7 @@ from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.hosts import AgentError, offer
 from kfuse.logs import set_up_logging
-from kfuse.observe.display import Display
-from kfuse.observe.recorder import Recorder
+from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.settings import rules
 from kfuse.settings.tree import ConfigError, JobSettings, Leaf, by_key, leaves, show

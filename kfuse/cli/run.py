@@ -25,8 +25,7 @@ from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.logs import set_up_logging
 from kfuse.membership import Record
-from kfuse.observe.display import Display
-from kfuse.observe.recorder import Recorder
+from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.optim import ConsistencyError
 from kfuse.settings import instantiate

@@ -1,14 +1,193 @@
-"""Receives the records that workers report, writes them to the run directory and shows them."""
+"""A run on the terminal, and the recorder: it writes what workers report to the run directory, and shows it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
 from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED
-from kfuse.observe.display import Display
 from kfuse.observe.run_dir import RunDirectory
+from kfuse.statistics.figures import display_text
+
+LINE_EVERY_S = 2.0
+REFRESH_HZ = 4  # each redraw takes CPU time that workers on this machine need
+_RATE_WINDOW_S = 5.0
+_NOT_SHOWN = ("time", "step", "kind", "regroup_s", "transfer_s", "traceback")  # of an event
+
+
+class Display:
+    """Shows a run. Not thread-safe: one thread calls it (rich's own redraws the live part).
+
+    On a terminal: a bar and the latest figures, redrawn four times a second whatever the rate of steps. Elsewhere:
+    plain lines, one every two seconds at most, and each event. With `progress` off, only the closing summary.
+    """
+
+    def __init__(
+        self,
+        progress: bool = True,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        takes_output: bool = False,
+    ) -> None:
+        """takes_output: what this process itself prints while the live part is on goes above it."""
+        self._progress, self._takes_output = progress, takes_output
+        # No highlighting: numbers coloured wherever they stand make plain lines hard to read.
+        self._console = console or Console(highlight=False)
+        self._clock = clock
+        self._live: Live | None = None
+        self._title = ""
+        name = TextColumn("{task.description}", "bold", markup=False)
+        columns = name, BarColumn(None), TaskProgressColumn(), TimeRemainingColumn()
+        self._bar = Progress(*columns, console=self._console, get_time=clock, expand=True)
+        self._begin(None, None)
+
+    def _begin(self, total_samples: int | None, total_steps: int | None) -> None:
+        self._totals = {"samples": total_samples, "step": total_steps}
+        self._latest: Mapping[str, Any] = {}
+        self._evaluation: Mapping[str, Any] = {}
+        self._rates: deque[tuple[float, int]] = deque()  # moments, and the samples until then
+        self._last_line = -float("inf")
+
+    def start(self, total_samples: int | None, total_steps: int | None, title: str) -> None:
+        """Starts the display, or starts it again. total_samples, total_steps: the run's length; None where unknown."""
+        self._title = title
+        self._begin(total_samples, total_steps)
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        self._bar.add_task(title, total=1.0 if total_samples or total_steps else None)
+        if not self._progress or self._live is not None:
+            return
+        if self._console.is_terminal:
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._render,
+                refresh_per_second=REFRESH_HZ,
+                transient=True,
+                redirect_stdout=self._takes_output,
+                redirect_stderr=self._takes_output,
+            )
+            self._live.start()
+        else:
+            self.line(title)
+
+    def metrics(self, record: Mapping[str, Any]) -> None:
+        """The latest step's figures, with the keys of metrics.jsonl."""
+        now = self._clock()
+        self._latest = record
+        if not self._rates or now - self._rates[-1][0] >= _RATE_WINDOW_S / 20:
+            self._rates.append((now, record["samples"]))
+            while now - self._rates[0][0] > _RATE_WINDOW_S and len(self._rates) > 2:
+                self._rates.popleft()
+        done = max((record[key] / total for key, total in self._totals.items() if total), default=0.0)
+        if self._live is not None:
+            self._bar.update(self._bar.task_ids[0], completed=min(done, 1.0))
+        if self._progress and self._live is None and now - self._last_line >= LINE_EVERY_S:
+            self._last_line = now
+            self.line("  ".join(self._fields()))
+
+    def event(self, record: Mapping[str, Any]) -> None:
+        """Something that happened, as in events.jsonl, in one line; an evaluation joins the latest figures."""
+        if record.get("kind") == "evaluation":
+            self._evaluation = record
+        elif self._progress and record.get("kind") != "schedule":  # why a transport was chosen: for events.jsonl
+            words = ", ".join(
+                f"{_label(key)} {_value(key, value)}"
+                for key, value in _flat(record)
+                if key not in _NOT_SHOWN and value is not None
+            )
+            when = f"step {record['step']}  " if record.get("step") is not None else ""
+            self.line(f"{when}{record.get('kind', 'event')}: {words}")
+
+    def line(self, text: str) -> None:
+        """A line as it is, above the live part; also with `progress` off."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Ends the live part and prints the summary, a key and its value a line."""
+        self.stop()
+        rows = [(_label(key), _value(key, value)) for key, value in _flat(summary)]
+        width = max((len(label) for label, _ in rows), default=0)
+        if self._title:
+            self.line(self._title)
+        for label, value in rows:
+            self._console.print(Text.assemble((label.ljust(width), "bold"), "  ", value), soft_wrap=True)
+
+    def stop(self) -> None:
+        """Gives the terminal back, as after an error. Stopping twice does no harm."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _rate(self) -> float | None:
+        """Returns samples a second over the last few seconds; None before there are two moments."""
+        if len(self._rates) < 2:
+            return None
+        (t0, samples0), (t1, samples1) = self._rates[0], self._rates[-1]
+        return (samples1 - samples0) / (t1 - t0) if t1 > t0 else None
+
+    def _fields(self) -> list[str]:
+        """Returns the latest figures, each as text; unknown ones are left out."""
+        record, rate, noise, quality = self._latest, self._rate(), None, None
+        low, high = record.get("noise_scale_low"), record.get("noise_scale_high")
+        if record.get("noise_scale") is not None:
+            interval = f" ({figure(low)} to {figure(high)})" if low is not None and high is not None else ""
+            noise = f"noise scale {figure(record['noise_scale'])}{interval}"
+        elif low is not None:
+            noise = f"noise scale above {figure(low)}"
+        if self._evaluation.get("accuracy") is not None:
+            quality = f"held-out accuracy {self._evaluation['accuracy']:.1%}"
+        elif self._evaluation.get("loss") is not None:
+            quality = f"held-out loss {self._evaluation['loss']:.4g}"
+        known = [*(display_text(name, record) for name in ("step", "epoch", "loss")), noise]
+        known += [*(display_text(name, record) for name in ("batch_size", "lr", "workers")), quality]
+        known += [None if rate is None else f"{figure(rate)} samples/s"]
+        return [text for text in known if text is not None]
+
+    def _render(self) -> RenderableType:
+        if not self._latest:
+            return self._bar
+        return Group(self._bar, Columns([Text(field) for field in self._fields()], padding=(0, 2)))
+
+
+def figure(value: float) -> str:
+    """Returns a number with at least three digits; no exponent from 100 to a million: "0.0123", "1,136", "2e+07"."""
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key} ")
+        else:
+            yield prefix + key, value
+
+
+def _label(key: str) -> str:
+    return key.removesuffix("_s").replace("_", " ")
+
+
+def _value(key: str, value: Any) -> str:
+    """Returns a value as text: seconds for `..._s`, a change for a pair, a count for a list of mappings."""
+    if value is None:
+        return "unknown"
+    if isinstance(value, list | tuple):
+        if value and isinstance(value[0], Mapping):
+            return str(len(value))
+        return (" -> " if len(value) == 2 else " ").join(_value(key, item) for item in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        text = f"{value:.1%}" if key.endswith("accuracy") else f"{value:.4g}"
+        return text + (" s" if key.endswith("_s") else "")
+    return str(value)
 
 
 class Recorder:

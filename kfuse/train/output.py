@@ -26,8 +26,7 @@ from kfuse.statistics.figures import METRICS, StepContext
 from kfuse.statistics.step_stats import StepStats
 
 if TYPE_CHECKING:
-    from kfuse.observe.display import Display
-    from kfuse.observe.recorder import Recorder
+    from kfuse.observe.recorder import Display, Recorder
     from kfuse.train.context import Settings
     from kfuse.train.step import StepSamples
 
@@ -131,8 +130,7 @@ class Output:
             return None
         from rich.console import Console  # by a script that shows or records its training only
 
-        from kfuse.observe.display import Display
-        from kfuse.observe.recorder import Recorder
+        from kfuse.observe.recorder import Display, Recorder
         from kfuse.observe.run_dir import RunDirectory
 
         display = Display(self._shown, None if self._shown else Console(quiet=True), takes_output=True)

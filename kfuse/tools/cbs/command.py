@@ -24,8 +24,7 @@ from kfuse.cli.run import supervise
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.observe import write_whole
-from kfuse.observe.display import Display, figure
-from kfuse.observe.recorder import Recorder
+from kfuse.observe.recorder import Display, Recorder, figure
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.settings import instantiate
 from kfuse.settings.instantiate import CLASS_GROUPS, describe, fits, one_line
