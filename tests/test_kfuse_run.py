@@ -18,33 +18,6 @@ from elastic_job import DEADLINE_S, assert_none_left, read_lines, wait_until
 
 from kfuse.train.evaluation import params_sha256
 
-SCRIPT = """
-import os, pathlib, signal, sys
-import torch, torch.nn.functional as F
-import kfuse as kf
-from kfuse.data import load_digits
-from kfuse.models import MLP
-
-torch.set_num_threads(1)
-kf.init(comm_reproducible=True, comm_timeout_s=60)
-torch.manual_seed(0)
-digits = load_digits()
-model = MLP(digits.spec["input_shape"], digits.spec["num_classes"], dropout=0.1)
-opt = kf.FusedAdamW(model.parameters(), lr=1e-3, clip_norm=1.0)
-marker = pathlib.Path(sys.argv[1])
-steps = 0
-for step in kf.DataLoader(digits.train, model, opt, batch_size=48, batch_micro=8, train_epochs=2, seed=3):
-    steps += 1
-    for x, y in step:
-        step.loss = F.cross_entropy(model(x), y)
-        if steps == 20 and kf.rank() == 1 and not marker.exists():
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        step.loss.backward()
-    opt.step()
-    opt.zero_grad()
-"""
-
 
 @dataclass
 class Ended:
@@ -81,40 +54,24 @@ def run_script(
     return Ended(done.returncode, done.stdout, run_dir)
 
 
-def trained_alone(marker: str) -> tuple[int, str]:
-    """The script's steps without kfuse-run, and the hash of its parameters in the end."""
-    names: dict[str, Any] = {}
-    with patch.object(sys, "argv", ["train.py", marker]):
-        exec(SCRIPT, names)
-    return names["steps"], params_sha256(names["model"])
-
-
-def test_a_loop_of_ones_own_survives_a_death_with_the_same_bits(tmp_path: Path) -> None:
-    ended = run_script(tmp_path, SCRIPT, "--elastic-replace=false", "--observe-progress=false")
-    assert ended.steps == list(range(60))
-    kinds = [event["kind"] for event in ended.lines("events.jsonl") if event["kind"] != "straggler"]
-    assert kinds == ["view", "failure", "view"]  # and a straggler, on a busy machine
-    [alone] = run_workers(1, trained_alone, str(tmp_path / "marker"))
-    assert alone == (60, ended.summary["params_sha256"])
-
-
 PRELUDE = """
-import os, sys, time, torch, torch.nn.functional as F, kfuse as kf
-number = int(os.environ["KFUSE_WORKER"])
+import os, pathlib, signal, sys, time, torch, torch.nn.functional as F, kfuse as kf
+number = int(os.environ.get("KFUSE_WORKER", 0))
 torch.manual_seed(0)
 x, y = torch.randn(64, 8), torch.randint(0, 3, (64,))
 
 def make():
-    model = torch.nn.Linear(8, 3)
-    return model, kf.FusedSGD(model.parameters(), lr=0.1)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 3))
+    return model, kf.FusedAdamW(model.parameters(), lr=1e-3, clip_norm=1.0)
 
 def loop(until=None, hook=lambda step: None):
+    global model
     model, opt = make()
     done = 0
     for step in kf.DataLoader((x, y), model, opt, batch_size=16, train_epochs=5):
         for a, b in step:
-            hook(done)
             step.loss = F.cross_entropy(model(a), b)
+            hook(done)
             step.loss.backward()
         opt.step()
         opt.zero_grad()
@@ -123,6 +80,33 @@ def loop(until=None, hook=lambda step: None):
             break
     return done
 """
+DEATH = """
+def die(done):
+    marker = pathlib.Path(sys.argv[1])
+    if done == 10 and kf.rank() == 1 and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+kf.init(comm_reproducible=True, comm_timeout_s=60)
+steps = loop(hook=die)
+"""
+
+
+def trained_alone(marker: str) -> tuple[int, str]:
+    """The script's steps without kfuse-run, and the hash of its parameters in the end."""
+    names: dict[str, Any] = {}
+    with patch.object(sys, "argv", ["train.py", marker]):
+        exec(PRELUDE + DEATH, names)
+    return names["steps"], params_sha256(names["model"])
+
+
+def test_a_loop_of_ones_own_survives_a_death_with_the_same_bits(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, PRELUDE + DEATH, "--elastic-replace=false", "--observe-progress=false")
+    assert ended.steps == list(range(20))
+    kinds = [event["kind"] for event in ended.lines("events.jsonl") if event["kind"] != "straggler"]
+    assert kinds == ["view", "failure", "view"]  # and a straggler, on a busy machine
+    [alone] = run_workers(1, trained_alone, str(tmp_path / "marker"))
+    assert alone == (20, ended.summary["params_sha256"])
 
 
 @pytest.mark.full
