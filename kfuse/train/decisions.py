@@ -95,8 +95,7 @@ class Decisions:
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
         self.tree: str | list[int] | None = None
-        """The shape that a decision chose for the transport `tree`; None: the configured one. A list of parents is of
-        the present view."""
+        """The shape that a decision chose for the transport `tree`; None: the configured one. A list: of this view."""
         self._reported_links: Links | None = None
         self.workers_requested = 0
         """The number of workers that was last requested; 0: none was."""
@@ -257,8 +256,6 @@ class Decisions:
             self._reporter.event(self._progress.step, "links", **figures)
         self._reported_links = links
 
-    # -- state ----------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Returns what applies, and what is requested and not yet applied: a resumed run must decide the same."""
         self.receive(lag=0)
@@ -333,8 +330,8 @@ class PolicyCalls:
             why = " ".join("".join(traceback.format_exception_only(error)).split())
             told = f"kfuse: step {step}: the policy's {name} has raised an error; training ends"
             frames = "".join(traceback.format_exception(error))
-            about = {"method": name, "why": why, "traceback": frames}
-            event = {"step": step, "kind": "policy_failed", "worker": self._session.worker, **about}
+            event = {"step": step, "kind": "policy_failed", "worker": self._session.worker, "method": name}
+            event |= {"why": why, "traceback": frames}
             if self._session.elastic:
                 self._session.give_up(f"the policy's {name} has raised {why}", event, [told, *frames.splitlines()])
                 time.sleep(_KILLED_S)
@@ -377,33 +374,27 @@ class PolicyCalls:
                 decisions.report_clipped(f"workers {decision.workers}: this job's number of workers is fixed")
             decisions.workers_requested = decision.workers
             decision = replace(decision, workers=None)
-        decision = self._clip(decision)
-        if decision.workers != decisions.workers_requested:
-            decisions.request(workers=decision.workers)
+        nearest, notes = decision.clipped(self._settings.bounds)
+        if nearest.lr_scale is not None and (why := decisions.rate.refusal(nearest.lr_scale)) is not None:
+            notes.append(f"lr_scale {nearest.lr_scale} dropped: {why}")
+            nearest = replace(nearest, lr_scale=None)
+        by_name = {note.split()[0]: note for note in notes}
+        bounded = ("batch_size", "workers", "lr_scale")
+        told = {name: by_name.get(name) for name in bounded if getattr(decision, name) is not None}
+        if nearest.workers != decisions.workers_requested:
+            decisions.request(workers=nearest.workers)
         if (rank := decision.replace) is not None:
-            granted = elastic and rank in range(size)
-            refused = f"replace {rank}: must be a rank from 0 to {size - 1} of an elastic job"
-            decisions.report_if_clipped("replace", None if granted else refused)
-            if granted:
+            told["replace"] = f"replace {rank}: must be a rank from 0 to {size - 1} of an elastic job"
+            if elastic and rank in range(size):
+                told["replace"] = None
                 self._session.ask_supervisor("replace", worker=self._session.workers[rank])
-        decisions.request(batch_size=decision.batch_size, lr_scale=decision.lr_scale)
+        decisions.request(batch_size=nearest.batch_size, lr_scale=nearest.lr_scale)
         for name in ("sync", "topology", "tree"):
             if (value := getattr(decision, name)) is not None:
-                refusal = None
+                told[name] = None
                 try:
                     decisions.request(**{name: value})
                 except ValueError as error:  # this job cannot have it
-                    refusal = f"{error}; it stays as it is"
-                decisions.report_if_clipped(name, refusal)
-
-    def _clip(self, asked: Decision) -> Decision:
-        """Returns the decision within the bounds, without a factor that the rate cannot have. Reports what changes."""
-        decision, notes = asked.clipped(self._settings.bounds)
-        if decision.lr_scale is not None and (why := self._decisions.rate.refusal(decision.lr_scale)) is not None:
-            notes.append(f"lr_scale {decision.lr_scale} dropped: {why}")
-            decision = replace(decision, lr_scale=None)
-        by_name = {note.split()[0]: note for note in notes}
-        for name in ("batch_size", "workers", "lr_scale"):
-            if getattr(asked, name) is not None:
-                self._decisions.report_if_clipped(name, by_name.get(name))
-        return decision
+                    told[name] = f"{error}; it stays as it is"
+        for name, note in told.items():
+            decisions.report_if_clipped(name, note)
