@@ -155,7 +155,8 @@ class GlooGroup(Group):
                 works.append((over[source].broadcast(part, source), peer))
         return works
 
-    def _pass_on(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
+    def pass_on(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
+        into, cut = self._for_one(out, self.rank - 1), self._for_one(tensor, self.rank + 1)
         return self._all_to_all(self._share_pg, out, into, tensor, cut, what)
 
     def _all_to_all(

@@ -217,9 +217,6 @@ class Group:
         Several ranks. May be started when its data are ready, in the order of all that `share` and this one start.
         """
         into, cut = self._for_one(out, self.rank - 1), self._for_one(tensor, self.rank + 1)
-        return self._pass_on(out, into, tensor, cut, what)
-
-    def _pass_on(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
         return self.all_to_all(out, into, tensor, cut, what)
 
     def _for_one(self, tensor: Tensor, peer: int) -> list[int]:

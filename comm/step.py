@@ -170,13 +170,9 @@ class Step:
             )
 
     def _refuse_to_open(self) -> None:
-        over = self.closed or self._engine.reduced is not None  # the optimizer has not taken the last step's result
-        if over and self.parts > 1:
-            raise RuntimeError(
-                f"opt.accumulate({self.parts}): another backward after the {self.parts} of a step: call opt.step() and "
-                "opt.zero_grad() first"
-            )
-        if over:
+        if self.closed or self._engine.reduced is not None:  # the optimizer has not taken the last step's result
+            if self.parts > 1:
+                raise RuntimeError(f"opt.accumulate({self.parts}): another backward after the {self.parts} of a step")
             raise RuntimeError(
                 f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
                 "GAN's generator's is, call opt.zero_grad() before this one"

@@ -21,26 +21,18 @@ from torch import Tensor
 
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
-from kfuse.comm.topology import Links, check_parents, chunks, depths, spanning_tree
+from kfuse.comm.topology import Links, check_parents, chunks, depths
 
 _LOG = logging.getLogger("kfuse")
 
 
 def parents(shape: str, hosts: Sequence[str]) -> list[int]:
-    """Each rank's parent, a root's being itself; `hosts[r]` is where rank r runs.
-
-    binary: a heap. star: everyone under rank 0. host: everyone under the first rank of its host; there is a root on
-    each. latency: where all links are alike; a `Tree` goes by the measured ones.
+    """Each rank's parent in a binary tree (a heap), a star (all under rank 0), or a tree of each host (all under its
+    first rank), a root's being itself; `hosts[r]` is where rank r runs.
     """
-    ranks = range(len(hosts))
-    match shape:
-        case "binary":
-            return [max(0, r - 1) // 2 for r in ranks]
-        case "star":
-            return [0 for _ in ranks]
-        case "host":
-            return [hosts.index(host) for host in hosts]
-    return spanning_tree([[float(a != b) for b in ranks] for a in ranks])
+    if shape == "host":
+        return [hosts.index(host) for host in hosts]
+    return [max(0, r - 1) // 2 if shape == "binary" else 0 for r in range(len(hosts))]
 
 
 class _Shape:
