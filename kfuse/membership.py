@@ -212,7 +212,7 @@ class Session:
             raise ViewChanged("a worker was lost: the supervisor has formed another view")
 
     def meet(self, step: int, applied: int) -> Met:
-        """Stands still after `step` steps until all workers of the view do (see `kfuse.elastic.meetings`).
+        """Stands still after `step` steps until all workers of the view do (see `kfuse.elastic.views.Meetings`).
 
         applied: number of the newest announcement that this worker has applied.
         Raises ViewChanged if one of them is lost meanwhile, CommError if none of the others makes a step for long,

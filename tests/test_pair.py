@@ -26,7 +26,7 @@ from kfuse.comm.sync import pair as pair_module
 from kfuse.comm.sync import snapshots as snapshots_module
 from kfuse.comm.sync.pair import Pair, random_peer
 from kfuse.comm.sync.snapshots import PairError, Peer, Snapshots, SnapshotServer, pull
-from kfuse.elastic.meetings import Meetings
+from kfuse.elastic.views import Meetings
 from kfuse.observe.run_dir import RunDirectory
 
 CPU = devices.of(torch.device("cpu"))
