@@ -15,7 +15,6 @@ from elastic_job import read_lines
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm.buckets import dense_order
 from kfuse.train.evaluation import params_sha256
 
 LAST = torch.channels_last
@@ -107,13 +106,6 @@ def test_micro_batches_are_those_of_torchs_adamw() -> None:
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-def test_the_order_of_dimensions_in_memory() -> None:
-    assert dense_order(torch.empty(4, 3)) == (0, 1)
-    assert dense_order(torch.empty(4, 3, 2, 2).to(memory_format=LAST)) == (0, 2, 3, 1)
-    for gaps in (torch.empty(4, 5)[:, :3], torch.empty(4, 1).expand(4, 3)):
-        assert dense_order(gaps) is None
-
-
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
@@ -141,20 +133,6 @@ def test_state_goes_to_torch_and_back_whatever_the_layouts() -> None:
 
 
 # -- a layout that changes after the optimizer was made ---------------------------------------------------------------
-
-
-def test_a_fused_optimizer_keeps_its_layout() -> None:
-    net, twin = network(torch.contiguous_format), network(torch.contiguous_format)
-    opt, other = fused("adamw", net), fused("adamw", twin)
-    net.to(memory_format=LAST)
-    opt.sync_buffers(net), other.sync_buffers(twin)
-    for step in range(2):
-        for each in (net, twin):
-            for p, g in zip(each.parameters(), random_gradients(net, step), strict=True):
-                p.grad = g.to(memory_format=LAST) if each is net and g.dim() == 4 else g
-        opt.step(), other.step()
-        opt.zero_grad(), other.zero_grad()
-    assert all(map(torch.equal, net.parameters(), twin.parameters())) and net[0].weight.is_contiguous()
 
 
 def test_a_wrapped_optimizer_follows() -> None:

@@ -30,15 +30,6 @@ def make(kind: str, net: nn.Module, lr: float = 0.1) -> Any:
     )
 
 
-def test_a_scheduler_is_stepped_after_each_epoch() -> None:
-    """After each step: tests/test_scripts_loops.py."""
-    net = network()
-    opt = make("fused", net)
-    scheduler = StepLR(opt, 1, 0.5)
-    kf.fit(net, problem(), opt, batch_size=16, train_epochs=3, scheduler=scheduler, scheduler_interval="epoch")
-    assert opt.learning_rates() == [0.1 * 0.5**3] and scheduler.last_epoch == 3
-
-
 def test_a_plateau_scheduler_is_stepped_with_the_held_out_loss(tmp_path: Path) -> None:
     """As by hand from the recorded losses; a run that resumes goes on with its state."""
 
@@ -125,7 +116,6 @@ def test_all_ranks_have_rank_0s_rate_and_schedule() -> None:
     ("scheduler", "arguments", "error", "message"),
     [
         (lambda opt: None, {"scheduler": 3}, TypeError, "scheduler=int: must be a torch"),
-        (lambda opt: StepLR(opt, 1), {"scheduler_interval": "batch"}, ValueError, "must be one of step, epoch"),
         (ReduceLROnPlateau, {}, ValueError, "ReduceLROnPlateau: needs heldout="),
         (lambda opt: StepLR(make("fused", network()), 1), {}, ValueError, "belongs to another optimizer"),
     ],

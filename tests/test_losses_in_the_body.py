@@ -53,7 +53,7 @@ x, y = torch.randn(240, 64), torch.randint(0, 3, (240,))
 linear = torch.nn.Linear
 model = torch.nn.Sequential(linear(64, 200), torch.nn.Tanh(), linear(200, 80), torch.nn.Tanh(), linear(80, 3))
 opt = kf.FusedAdamW(model.parameters(), lr=0.01, clip_norm=0.5)
-for step in kf.DataLoader((x, y), model, opt, batch_size=24, batch_micro=4, train_epochs=3):
+for step in kf.DataLoader((x, y), model, opt, batch_size=24, batch_micro=4, train_epochs=2):
     for a, b in step:
         step.loss = F.cross_entropy(model(a), b)
         step.loss.backward()
@@ -63,9 +63,6 @@ for step in kf.DataLoader((x, y), model, opt, batch_size=24, batch_micro=4, trai
     opt.step()
     opt.zero_grad()
 """
-ALL_TO_ALL = {"schedule": "all_to_all"}
-SHARDED = {"state": "sharded"}
-EXACT = {"reproducible": True}
 
 
 def alone(options: str) -> str:
@@ -78,12 +75,11 @@ def alone(options: str) -> str:
 @pytest.mark.parametrize(
     ("options", "strikes"),
     [
-        ({"schedule": "allreduce"}, [(2, 7, 0, "during"), (1, 14, 1, "before")]),
-        ({"schedule": "tree"}, [(2, 7, 0, "during"), (1, 14, 1, "during")]),
-        (ALL_TO_ALL, [(2, 7, 0, "after"), (1, 14, 1, "before")]),
-        (SHARDED, [(2, 7, 1, "before"), (1, 14, 0, "during")]),
-        (EXACT, [(2, 7, 1, "before"), (1, 14, 0, "during")]),
-        (EXACT | SHARDED, [(2, 7, 2, "after"), (1, 14, 1, "before")]),
+        ({"schedule": "allreduce"}, [(2, 4, 0, "during"), (1, 9, 1, "before")]),
+        ({"schedule": "tree"}, [(2, 4, 0, "during"), (1, 9, 1, "during")]),
+        ({"schedule": "all_to_all"}, [(2, 4, 0, "after"), (1, 9, 1, "before")]),
+        ({"reproducible": True}, [(2, 4, 1, "before"), (1, 9, 0, "during")]),
+        ({"reproducible": True, "state": "sharded"}, [(2, 4, 2, "after"), (1, 9, 1, "before")]),
     ],
 )
 def test_a_body_goes_on_where_a_worker_is_lost_during_its_backward(
@@ -96,7 +92,7 @@ def test_a_body_goes_on_where_a_worker_is_lost_during_its_backward(
     assert ended.status == 0, ended.said
     assert {path.name for path in tmp_path.glob("died-*")} == {"died-1", "died-2"}
     assert [event["worker"] for event in ended.of_kind("failure")] == [2, 1], ended.said
-    assert ended.steps == list(range(30)) and not ended.of_kind("went_back")
+    assert ended.steps == list(range(20)) and not ended.of_kind("went_back")
     if "reproducible" in options:
         assert run_workers(1, alone, given) == [ended.summary["params_sha256"]]
 
@@ -149,9 +145,7 @@ for step in kf.DataLoader((x, y), model, opt, batch_size=16, train_epochs=5, **s
     ("workers", "fails", "newcomers", "checkpoints", "said"),
     [
         (2, "raise", "boot", "yes", "worker 0 ended with exit status 1: ValueError: my own"),
-        (2, "raise", "join", "no", "worker 0 ended with exit status 1: ValueError: my own"),
-        (3, "raise", "wait", "yes", "worker 0 ended with exit status 1: ValueError: my own"),
-        (3, "kill", "wait", "no", "no worker is left: the last one was ended by SIGKILL"),
+        (2, "kill", "join", "no", "no worker is left: the last one was ended by SIGKILL"),
         (3, "kill", "wait", "yes", None),
     ],
 )

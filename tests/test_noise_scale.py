@@ -115,15 +115,11 @@ REPLICATES = 200
 SHOWN = {
     "stationary: 0.2 B, dim 1000, after 100 steps": 0.95,
     "stationary: 30 B, dim 1000, at the first number within 400 steps": 0.95,
-    "batch change: 256 -> 16, noise scale 160, 25 steps later": 0.48,
-    "drift: down e-fold in 300 steps, to 30 B": 0.77,
     "drift: up e-fold in 100 steps, to 1 B, S falls as fast": 0.88,
     "jump: 32 -> 128, 20 steps later": 0.84,
 }
 HIDDEN = {
     "stationary: 300 B, dim 1000, after 400 steps": 0.05,
-    "G = 0: dim 1000, after 400 steps": 0.03,
-    "batch change: 16 -> 256, noise scale 1600, 10 steps later": 0.0,
     "heavy tails: t, 2.5 degrees of freedom, coordinates, B / 2, after 200 steps": 0.06,
 }
 
@@ -168,7 +164,7 @@ def test_intervals_are_not_wide_for_no_reason(coverage: Any) -> None:
 
 def test_interval_is_fiellers_of_the_lines_ends() -> None:
     """Both ends are where the t statistic of S - r G2, at the end of the window, reaches its quantile."""
-    for steps, block in [(20, 1), (65, 3), (333, 10), (1000, 10)]:
+    for steps, block in [(20, 1), (333, 10)]:
         variance, grad_sq = gaussian_moments(np.random.default_rng(5), steps, 50, 5.0, [8] * 4)
         noise = NoiseScale(decay=0.99)
         for s, g2 in zip(variance, grad_sq, strict=True):
@@ -186,10 +182,7 @@ def test_interval_is_fiellers_of_the_lines_ends() -> None:
         rises = 10 * slopes
         covariance = residuals @ residuals.T / 18 * (1 / 20 + 100 / (times @ times)) + 0.04 * np.outer(rises, rises)
         assert estimate.low is not None and estimate.high is not None and estimate.low > 0
-        for end, quantile in (
-            (estimate.low, 2.1009),
-            (estimate.high, -2.8784),
-        ):  # for 18 degrees of freedom
+        for end, quantile in ((estimate.low, 2.1009), (estimate.high, -2.8784)):  # for 18 degrees of freedom
             contrast = np.array([1.0, -end])
             t = contrast @ (means + rises) / math.sqrt(contrast @ covariance @ contrast)
             assert t == pytest.approx(quantile, rel=1e-4)
@@ -219,12 +212,6 @@ def test_a_number_that_means_nothing_is_unknown() -> None:
         assert estimate.mean_grad_variance is not None and estimate.mean_grad_sq is not None
 
 
-def test_where_the_noise_scale_may_be_anything_upwards_the_low_end_is_known_alone() -> None:
-    estimate = fed([(8.0, 0.01 + (-1.0) ** (i * i // 3)) for i in range(100)]).estimate()
-    assert estimate.noise_scale is estimate.high is None
-    assert estimate.low is not None and 8.0 / 2 < estimate.low < 8.0 / 0.1
-
-
 def test_what_is_below_its_rounding_error_is_unknown_and_what_is_near_it_widens_the_interval() -> None:
     rng = np.random.default_rng(6)
     pairs = [(float(s), float(g2)) for s, g2 in rng.normal((8.0, 2.0), (0.1, 0.1), (100, 2))]
@@ -249,22 +236,16 @@ def in_batches(noise: NoiseScale, batches: list[tuple[float, int]], seed: int = 
 
 
 def test_a_changed_batch_begins_the_interval_anew_and_keeps_the_means() -> None:
-    noise = in_batches(NoiseScale(), [(64, 8)] * 100)
-    before = noise.estimate()
-    assert before.noise_scale is not None
+    """An epoch's short last step, and a small change, do not."""
+    epoch: list[tuple[float, int]] = [(64, 8)] * 5 + [(24, 3)]
+    noise = in_batches(NoiseScale(), [*epoch * 4, *[(80, 10)] * 80])
+    assert noise.estimate().noise_scale is not None
     in_batches(noise, [(64, 4)] * 21, seed=1)  # the first two may have been exceptions
     during = noise.estimate()
     assert during.noise_scale is during.low is None
     assert during.mean_grad_sq == pytest.approx(2.0, rel=0.02)
     in_batches(noise, [(64, 4)], seed=2)
     assert noise.estimate().noise_scale is not None
-
-
-def test_short_last_steps_of_epochs_and_small_changes_do_not_begin_it_anew() -> None:
-    epoch: list[tuple[float, int]] = [(64, 8)] * 5 + [(24, 3)]
-    assert in_batches(NoiseScale(), epoch * 4).estimate().noise_scale is not None
-    grown: list[tuple[float, int]] = [(64, 8)] * 15 + [(80, 10)] * 10
-    assert in_batches(NoiseScale(), grown).estimate().noise_scale is not None
 
 
 def test_one_step_far_from_all_others_makes_the_noise_scale_unknown() -> None:
@@ -299,24 +280,6 @@ def test_estimate_expires_when_nothing_is_measured() -> None:
     assert noise.estimate().noise_scale is None
 
 
-@settings(max_examples=30)
-@given(before=st.integers(0, 900), after=st.integers(0, 500), seed=st.integers(0, 2**32 - 1))
-def test_state_round_trip_is_bitwise(before: int, after: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    pairs: Pairs
-    pairs = [(None, None) if rng.random() < 0.1 else (rng.gamma(2.0), rng.normal(1.0, 2.0)) for _ in range(1400)]
-    original, copy = NoiseScale(), NoiseScale()
-    for i, pair in enumerate(pairs[:before]):
-        original.update(*pair, (32.0 + i // 100, 4), 0.01)
-    copy.load_state_dict(original.state_dict())
-    for i, pair in enumerate(pairs[before : before + after]):
-        batch = (32.0, 4) if i % 90 < 60 else (64.0, 8)
-        original.update(*pair, batch, 0.1)
-        copy.update(*pair, batch, 0.1)
-    assert copy.estimate() == original.estimate()
-    assert copy.state_dict() == original.state_dict()
-
-
 @settings(max_examples=50)
 @given(
     decay=st.floats(0, 0.999),
@@ -331,11 +294,7 @@ def test_estimate_is_ordered_and_scale_free(decay: float, steps: int, unit: int,
     scaled = fed([(s * 2.0**unit, g2 * 2.0**unit) for s, g2 in pairs], decay).estimate()
     known = [value is not None for value in (estimate.noise_scale, estimate.low, estimate.high)]
     assert known in ([True] * 3, [False] * 3, [False, True, False])
-    assert (scaled.noise_scale, scaled.low, scaled.high) == (
-        estimate.noise_scale,
-        estimate.low,
-        estimate.high,
-    )
+    assert (scaled.noise_scale, scaled.low, scaled.high) == (estimate.noise_scale, estimate.low, estimate.high)
     if estimate.noise_scale is not None and estimate.low is not None and estimate.high is not None:
         slack = 1e-9 * estimate.noise_scale
         assert 0 <= estimate.low <= estimate.noise_scale + slack
