@@ -295,10 +295,10 @@ def test_torchs_sgd_goes_on_from_our_state() -> None:
         assert (p != q).float().mean() > 0.5, "they are trained"
 
 
-@ALL
-def test_a_state_that_arrives_from_another_worker_finds_its_place(make: Make) -> None:
+def test_a_state_that_arrives_from_another_worker_finds_its_place() -> None:
     """Masters and moments are made before, and loading what lies in them copies nothing."""
     net, _ = networks()
+    make = OPTIMIZERS["adamw"]
     opt = make(net.parameters())
     train(net, opt, range(3))
     theirs = networks()[0]

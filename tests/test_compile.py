@@ -143,18 +143,16 @@ class Events:
         output.grad_fn.register_hook(lambda *_: self.happened.append(name))
 
 
-def one_step(way: str, patch: pytest.MonkeyPatch) -> Events:
+def one_step(patch: pytest.MonkeyPatch) -> Events:
     kf.init(comm_bucket_mb=0.001)
     net = Net()
-    model = compiled(net, way)
+    model = compiled(net, "blocks")
     opt = kf.FusedAdamW(model.parameters(), lr=0.01)
     events = Events(patch)
     x, y = problem()
-    if way == "blocks":
-        net.seen = []
+    net.seen = []
     out = model(x)
-    events.watch("model", out)
-    for k, output in enumerate(net.seen or ()):
+    for k, output in enumerate(net.seen):
         events.watch(f"block {k}", output)
     F.cross_entropy(out, y).backward()
     opt.step()
@@ -162,19 +160,10 @@ def one_step(way: str, patch: pytest.MonkeyPatch) -> Events:
     return events
 
 
-def test_a_model_compiled_as_a_whole_launches_nothing_before_its_backward_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its backward is one node of autograd: no gradient leaves it before all are computed."""
-    happened = one_step("whole", monkeypatch).happened
-    assert happened[0] == "model"
-    assert happened.count("launch") > 5
-
-
 def test_blocks_that_are_compiled_one_by_one_launch_their_buckets_during_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    happened = one_step("blocks", monkeypatch).happened
+    happened = one_step(monkeypatch).happened
     assert happened.index("launch") < happened.index("block 1") < happened.index("block 0")
     for later, earlier in (("block 2", "block 1"), ("block 1", "block 0")):
         between = happened[happened.index(later) : happened.index(earlier)]

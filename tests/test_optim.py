@@ -182,22 +182,6 @@ def closures(net: Net, make: Make) -> None:
         assert opt.step(closure).item() == pytest.approx(before)
 
 
-def adversaries(net: Net, make: Make) -> None:
-    """Another loss's backward goes through parameters of this optimizer; `zero_grad` drops it."""
-    torch.manual_seed(1)
-    critic = nn.Linear(6, 1)
-    of_net, of_critic = make(net.parameters()), make(critic.parameters())
-    for x, _ in batches(6):
-        of_critic.zero_grad()
-        (critic(net(x).detach()) ** 2).mean().backward()
-        of_critic.step()
-        of_critic.zero_grad()
-        ((critic(net(x)) - 1) ** 2).mean().backward()
-        of_net.step()
-        of_net.zero_grad()
-    net.gain.data.add_(critic.weight.sum())
-
-
 def gradient_penalty(net: Net, make: Make) -> None:
     opt = make(net.parameters())
     for x, y in batches(3):
@@ -250,12 +234,6 @@ def wrapped_late(net: Net, make: Make) -> None:
     train(net, kf.Optimizer(opt) if ours(make([nn.Parameter(torch.zeros(1))])) else opt, 5, seed=1)
 
 
-def a_second_optimizer(net: Net, make: Make) -> None:
-    """What a notebook cell does when it is run twice."""
-    make(net.parameters())
-    train(net, make(net.parameters()), 3)
-
-
 SCRIPTS: dict[Callable[[Net, Make], None], tuple[str, ...]] = {
     another_group: tuple(KINDS),
     now_and_then: tuple(KINDS),
@@ -263,13 +241,11 @@ SCRIPTS: dict[Callable[[Net, Make], None], tuple[str, ...]] = {
     replaced_data: ("adamw", "wrapped"),
     edited_gradients: ("adamw", "wrapped"),
     closures: ("adamw",),
-    adversaries: ("sgd",),
     gradient_penalty: ("sgd",),
     warm_up: tuple(KINDS),
     scaled: ("adamw", "momentum", "sgd", "wrapped"),
     clipped_while_scaled: ("adamw",),
     wrapped_late: ("wrapped",),
-    a_second_optimizer: ("sgd",),
 }
 
 
@@ -308,14 +284,6 @@ def test_several_groups(kind: str, steps: int, maximize: bool) -> None:
         train(net, make(groups, maximize=maximize), steps, sign=-1.0 if maximize else 1.0)
 
     both(kind, script, 1e-6 if steps == 1 and kind != "lamb" else 2e-5)
-
-
-@pytest.mark.parametrize("inner", ["SGD", "RMSprop", "Adagrad", "NAdam", "Rprop"])
-def test_any_torch_optimizer_wrapped_is_that_optimizer(inner: str) -> None:
-    nets, make = twins(), getattr(torch.optim, inner)
-    train(nets[0], kf.Optimizer(make(nets[0].parameters(), lr=0.01)), 20)
-    train(nets[1], make(nets[1].parameters(), lr=0.01), 20)
-    assert difference(*nets) <= 1e-6
 
 
 @pytest.mark.parametrize("torch_loads", [True, False])
@@ -449,12 +417,6 @@ def test_without_skip_nonfinite_the_update_is_made() -> None:
     (F.mse_loss(net(x), y) * NAN).backward()
     opt.step()
     assert net.gain.isnan().item()
-
-
-def test_skips_that_a_grad_scaler_asked_for_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    both("adamw", scaled)
-    both("momentum", lambda net, make: scaled(net, lambda p: make(p, dampening=0.5), unscale=True, clip=True))
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(("kind", "clip"), [("sgd", None), ("sgd", 0.5), ("wrapped", 0.5)])

@@ -49,12 +49,12 @@ def test_the_same_bits_as_replicated_state() -> None:
             assert found[name][2] == norm, name
 
 
-# -- memory ---------------------------------------------------------------------------------------------------------
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def state_bytes() -> dict[str, tuple[int, int, int]]:
-    """By dtype: bytes of moments and masters on this worker; parameters; blocks of 4096 that the buckets have."""
-    found = {}
+def state_bytes() -> list[tuple[int, int, int]]:
+    """In fp32 and bf16: bytes of moments and masters on this worker; parameters; blocks of 4096 of the buckets."""
+    found = []
     s.init()
     for dtype in DTYPES:
         model = s.net(dtype)
@@ -65,17 +65,15 @@ def state_bytes() -> dict[str, tuple[int, int, int]]:
         assert not opt.state or all(set(state) == {"step"} for state in opt.state.values())
         blocks = sum(-(-bucket.body // BLOCK) for bucket in opt.engine.gradient_buckets)
         numel = sum(p.numel() for p in model.parameters())
-        found[str(dtype)] = (sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()), numel, blocks)
+        found.append((sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()), numel, blocks))
     return found
 
 
 def test_bytes_of_state_a_parameter() -> None:
     """8/n for fp32 parameters, 12/n with masters; shards are whole blocks, so a bucket may round up to one more."""
     workers, buckets = 4, 5
-    ranks = run_workers(workers, state_bytes)
-    for dtype, each in (("torch.float32", 8), ("torch.bfloat16", 12)):
-        counted = [found[dtype][0] for found in ranks]
-        numel, blocks = ranks[0][dtype][1:]
+    for each, ranks in zip((8, 12), zip(*run_workers(workers, state_bytes), strict=True), strict=True):
+        counted, (_, numel, blocks) = [found[0] for found in ranks], ranks[0]
         assert each * numel <= sum(counted) <= each * blocks * BLOCK
         assert max(counted) <= each * (numel / workers + buckets * BLOCK)
 

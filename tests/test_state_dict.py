@@ -142,19 +142,6 @@ def test_fit_goes_on_with_the_same_bits_from_a_hook(hook: str, after: int) -> No
     assert (again.seen, again.epochs) == counts == (22, 4)
 
 
-def test_it_may_be_loaded_in_before_train() -> None:
-    class Loading(Growing):
-        def before_train(self) -> None:
-            kf.load_state_dict(read(policy.kept))
-
-    net, opt, _ = new()
-    with_fit(net, opt, policy := Saving("after_step", 5), **ARGUMENTS)
-    undisturbed = weights(net)
-    net, opt, _ = new()
-    with_fit(net, opt, Loading(), **ARGUMENTS)
-    assert_equal(weights(net), undisturbed)
-
-
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a decision under way": ({}, {}),
     "adascale": ({}, {"lr_scaling": "adascale"}),

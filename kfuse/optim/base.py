@@ -19,7 +19,7 @@ from kfuse.optim.consistency import Comparison, averaged_buffers, numeric_option
 from kfuse.optim.reducer import Reducer
 from kfuse.optim.refuse import refuse_own_loop, refuse_sync_batchnorm, refuse_unplanned, refuse_wrapped
 from kfuse.optim.scaling import NonfiniteWarning, scaling
-from kfuse.optim.updates import Update, Updates, named_parameters, without_compiler
+from kfuse.optim.updates import Update, Updates, without_compiler
 from kfuse.session import current
 from kfuse.statistics.step_stats import Statistics, StepStats
 
@@ -91,9 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _share_parameters(self, groups: list[dict[str, Any]]) -> None:
         """All workers take rank 0's values of these groups' parameters. Raises ValueError, CommError."""
-        params = [p for group in groups for p in group["params"]]
-        names = {id(p): name for p, name in named_parameters(self.param_groups)}
-        share_from_first(self._session.group, params, [names[id(p)] for p in params])
+        share_from_first(self._session.group, [p for group in groups for p in group["params"]])
 
     def set_clip_norm(self, clip_norm: float | None) -> None:
         """The largest norm of the mean gradient from now on; None: no clipping. Raises ValueError unless positive."""
@@ -143,8 +141,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             refuse_sync_batchnorm(model)
         self.reducer.tracked = model
         if not self._session.elastic:
-            everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            share_from_first(self._session.group, list(everything.values()), list(everything))
+            share_from_first(self._session.group, [*model.parameters(), *model.buffers()])
         self.engine.track_buffers(averaged_buffers(model))
 
     def carry_figures(self, count: int) -> None:

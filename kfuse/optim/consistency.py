@@ -19,7 +19,7 @@ from kfuse.optim.updates import Updates
 from kfuse.statistics.step_stats import Statistics
 
 
-def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+def share_from_first(group: Group, tensors: Sequence[Tensor]) -> None:
     """Gives every rank rank 0's values of these tensors, in place.
 
     Raises ValueError on every rank where they do not have the same number, shapes, types and memory layouts of tensors,
@@ -40,8 +40,8 @@ def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[st
                 f"layout (channels_last) or in which are frozen ({counts})"
             )
     values = [t.reshape(-1).to(group.device).contiguous() for t in tensors]
-    pairs = [(value.view(torch.uint8), name) for value, name in zip(values, names, strict=True) if value.numel()]
-    for message in [group.broadcast(value, f"rank 0's {name}") for value, name in pairs]:  # gloo knows few types
+    sent = [value.view(torch.uint8) for value in values if value.numel()]  # gloo knows few types
+    for message in [group.broadcast(value, f"rank 0's tensor {k}") for k, value in enumerate(sent)]:
         message.wait()
     for tensor, value in zip(tensors, values, strict=True):
         if tensor.data_ptr() != value.data_ptr():

@@ -2,9 +2,7 @@
 
 For bf16 parameters the optimizer keeps fp32 master weights and fp32 moments: it updates the masters, and writes their
 rounded values to the parameters in the same kernel. Where a parameter was changed by other means
-(`model.load_state_dict`, clipped weights), its new value is taken. clip_norm: limit of the mean gradient's global norm.
-skip_nonfinite: leaves a step out where a gradient is not finite, with no host synchronisation, and rank 0 warns. (On
-CUDA a gradient whose square overflows fp32, above 1e19, counts as not finite.)
+(`model.load_state_dict`, clipped weights), its new value is taken.
 """
 
 from __future__ import annotations
@@ -21,7 +19,8 @@ class FusedAdamW(DistributedOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW (Loshchilov & Hutter 2019), data-parallel, with its arithmetic and its state_dict.
 
     Parameters are fp32, or bf16, which get fp32 master weights. clip_norm: limit of the mean gradient's global norm.
-    skip_nonfinite: leaves a step out where a gradient is not finite, with no host synchronisation; rank 0 warns.
+    skip_nonfinite: leaves a step out where a gradient is not finite, with no host synchronisation; rank 0 warns. (On
+    CUDA a gradient whose square overflows fp32, above 1e19, counts as not finite.)
     """
 
     shards_state = tells_fisher = True
