@@ -42,15 +42,25 @@ class Ended:
 
 
 def run_script(
-    folder: Path, text: str, *arguments: str, workers: int = 2, starter: Sequence[str] = ("-m", "kfuse.cli.kfuse_run")
+    folder: Path,
+    text: str,
+    *arguments: str,
+    workers: int = 2,
+    starter: Sequence[str] = ("-m", "kfuse.cli.kfuse_run"),
+    after: Sequence[str] | None = None,
+    status: int = 0,
 ) -> Ended:
-    """What a script does under kfuse-run, with the path of a file `marker`. Fails if it does not end with status 0."""
+    """What a script does under kfuse-run, with the arguments `after` it: by itself, the path of a file `marker`.
+
+    Fails if it does not end with this status.
+    """
     path, run_dir = folder / "train.py", folder / "run"
     path.write_text(text)
     command = [sys.executable, *starter, "--workers", str(workers), "--run-dir", str(run_dir), *arguments, str(path)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run([*command, str(folder / "marker")], **pipes, timeout=DEADLINE_S, cwd=folder)
-    assert done.returncode == 0, done.stdout
+    given = [str(folder / "marker")] if after is None else after
+    done = subprocess.run([*command, *given], **pipes, timeout=DEADLINE_S, cwd=folder)
+    assert done.returncode == status, done.stdout
     return Ended(done.returncode, done.stdout, run_dir)
 
 
