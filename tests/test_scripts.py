@@ -291,21 +291,17 @@ def dropped_accumulation(world: World) -> Outcome:
     return [inner], [opt], [], (24 * kf.size(), 3 * kf.size())
 
 
-def rate_finder(world: World, through_file: bool) -> Outcome:
+def rate_finder(world: World) -> Outcome:
     """Trains, raises the rate step by step, goes back to where it was, and trains on with another rate."""
     inner = mlp(world.seed)
     opt = world.optimizer(inner.parameters())
-    net, losses, saved = world.wrap(inner), list[float](), dict[str, Any]()
+    net, losses, file = world.wrap(inner), list[float](), io.BytesIO()
     for step in range(12):
         if step == 2:
-            saved = {"model": inner.state_dict(), "optimizer": opt.state_dict()}
-            if through_file:
-                torch.save(saved, file := io.BytesIO())
-                file.seek(0)
-            else:
-                saved = copy.deepcopy(saved)
+            torch.save({"model": inner.state_dict(), "optimizer": opt.state_dict()}, file)
+            file.seek(0)
         if step == 8:
-            saved = torch.load(file, weights_only=True) if through_file else saved
+            saved = torch.load(file, weights_only=True)
             inner.load_state_dict(saved["model"])
             opt.load_state_dict(saved["optimizer"])
             losses.append(opt.param_groups[0]["lr"])
@@ -355,30 +351,14 @@ def advance(scheduler: Any, step: int) -> None:
     scheduler.step(*([1.0 + step / 10] if plateau else []))
 
 
-def scheduled(world: World, name: str) -> Outcome:
-    inner = mlp(world.seed)
-    opt = world.optimizer(inner.parameters())
-    net, scheduler, figures = world.wrap(inner), SCHEDULERS[name](opt), list[float]()
-    for step in range(10):
-        F.mse_loss(net(samples(step)[0]), samples(step)[1]).backward()
-        update(opt)
-        advance(scheduler, step)
-        figures.append(opt.param_groups[0]["lr"])
-    return [inner], [opt], figures, (None, kf.size())
-
-
 SCRIPTS: list[Any] = [
     *((gan, loop) for loop in ("zero first", "generator first", "frozen")),
     *((adapters, everything) for everything in (False, True)),
     *((heads, shift) for shift in (0, 1)),
-    *(
-        (accumulation, *how)
-        for how in ((True, None, False), (False, None, False), (True, 0.1, False), (True, 0.1, True))
-    ),
+    *((accumulation, *how) for how in ((False, None, False), (True, 0.1, False), (True, 0.1, True))),
     (dropped_accumulation,),
-    *((rate_finder, through_file) for through_file in (False, True)),
+    (rate_finder,),
     *((mixed_precision, *how) for how in ((True, 1), (False, 2))),
-    *((scheduled, name) for name in SCHEDULERS),
 ]
 
 

@@ -180,15 +180,14 @@ def test_clip_norm_holds_for_one_training() -> None:
 
 def test_a_frozen_batch_norm_stays_frozen_in_fit() -> None:
     """Through evaluations too. A model that is in eval mode as a whole is put into training mode."""
-    model = network(0)
+    model: Any = network(0)
     opt = kf.FusedSGD(model.parameters(), lr=0.1)
-    model[1].eval()  # type: ignore[operator]
+    model[1].eval()
     kf.fit(model, dataset(), opt, heldout=dataset(), train_epochs=2)
-    assert model.training and not model[1].training  # type: ignore[union-attr]
-    assert model[1].num_batches_tracked == 0  # type: ignore[union-attr]
+    assert model.training and not model[1].training and model[1].num_batches_tracked == 0
     model.eval()
     kf.fit(model, dataset(), opt)
-    assert model.training and model[1].num_batches_tracked > 0  # type: ignore[union-attr, operator]
+    assert model.training and model[1].num_batches_tracked > 0
 
 
 # -- cells that are run again ---------------------------------------------------------------------------------------
