@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,9 +28,7 @@ from kfuse.policies import (
     SyncSwitchPolicy,
 )
 from kfuse.policies.signals import Decision, Signals
-from kfuse.train.learning_rate import gain
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 Rows = Iterator[tuple[kf.BasePolicy, Signals, Decision | None]]
 
 
@@ -145,22 +141,6 @@ def test_seesaw_cuts_where_the_authors_do() -> None:
         left = [SeesawPolicy(cut).left(token / 10_000) for token in range(10_000)]
         ours = [next(t for t, c in enumerate(left) if c < cut ** (0.5 - k)) for k in range(1, 5)]
         assert all(abs(a - b) <= 1 for a, b in zip(ours, milestones, strict=True)), (cut, ours)
-
-
-def test_seesaw_has_the_risk_of_the_decay_on_linear_regression(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exact recursion of benchmarks/seesaw.py, at a rate that curvature does not limit, as the theorem asks."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import seesaw
-
-    curve, policy, samples, base = seesaw.CURVES["quarter_cosine"], SeesawPolicy(1.01, "quarter_cosine"), 2**18, 64
-    for optimizer, lr in [("normalised SGD", 0.0884), ("SGD", 0.25)]:
-        scaling = seesaw.SCALING[optimizer]
-        decay = seesaw.train(optimizer, samples, base, lr, lambda done, batch, scale: curve(done))
-        rate = partial(lambda scaling, done, batch, scale: scale * gain(scaling, batch, base), scaling)
-        found = seesaw.train(optimizer, samples, base, lr, rate, policy, 2**24)
-        assert decay.steps == 4096
-        assert found.steps / decay.steps == pytest.approx(2 / math.pi, abs=0.015)
-        assert found.risk / decay.risk == pytest.approx(1, abs=0.05)
 
 
 class Watched(SeesawPolicy):

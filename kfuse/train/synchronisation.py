@@ -63,11 +63,12 @@ class SyncMethod:
 
 
 _METHODS = {
+    "ssgd": ("kfuse.train.synchronisation", "SyncMethod"),
     "local": ("kfuse.train.averaging", "LocalSGD"),
     "sma": ("kfuse.train.averaging", "ModelAveraging"),
     "pair": ("kfuse.train.pair", "PairAveraging"),
 }
-"""Module and class of each mode but ssgd. They are imported when a mode begins: most trainings have none of them."""
+"""Module and class of each mode. They are imported when a mode begins: most trainings have ssgd alone."""
 
 
 class Synchronisation:
@@ -79,7 +80,7 @@ class Synchronisation:
 
     def __init__(self, *given: Any) -> None:
         """given: the arguments of `SyncMethod`."""
-        self._given, (training, *_) = given, given
+        self._given, training = given, given[0]
         self._session, self._opt, self._progress = training.session, training.opt, training.progress
         self._sync = Sync()
         """In force in the step under way, up to the meeting at its end."""
@@ -126,10 +127,8 @@ class Synchronisation:
     def _begin(self, mode: str) -> None:
         self.method.close()
         self._sync, self._params = Sync(mode), list(self._opt.engine.params)
-        self.method = SyncMethod(*self._given)
-        if mode in _METHODS:
-            module, name = _METHODS[mode]
-            self.method = getattr(importlib.import_module(module), name)(*self._given)
+        module, name = _METHODS[mode]
+        self.method = getattr(importlib.import_module(module), name)(*self._given)
 
     def state_dict(self) -> dict[str, Any]:
         return {"mode": self._sync.mode, "every": self._sync.every, "method": self.method.state_dict()}

@@ -44,9 +44,9 @@ class Plan:
     repetitions: int = 5
     """Repetitions of each branch, each with a data order of its own; 2 to 31."""
     samples: int | None = None
-    """Samples that each branch is to train on; None: 16 steps of the largest batch."""
+    """Samples of each branch; None: 16 steps of the largest batch."""
     branch_samples: int = field(init=False)
-    """Samples that each branch trains on."""
+    """The same, as a number."""
     tolerance: float = 0.01
     """Part of the reference's smoothed loss by which that of a branch may be above it."""
     window: float = 0.25
@@ -109,8 +109,7 @@ class CriticalBatch:
 
     plan: Plan
     factors: tuple[float, ...]
-    """The values of k that were measured: none after the first one whose loss is significantly above the
-    tolerance (one-sided test at 2.5 %)."""
+    """The values of k that were measured: none after the first one whose loss is significantly above the tolerance."""
     losses: tuple[tuple[float, ...], ...]
     """Smoothed loss by k and repetition; NaN where a branch diverged."""
     critical: float | None
@@ -118,7 +117,7 @@ class CriticalBatch:
     low: float
     """The interval's lower end. Where no upper end is known, B* may be anything from here on."""
     high: float | None
-    """The interval's upper end; None where no loss is significantly above the tolerance (one-sided test at 2.5 %)."""
+    """The interval's upper end; None where no loss is significantly above the tolerance."""
     noise_scale: tuple[float, float, float] | None = None
     """tr(Sigma) / |G|^2 over the branches of the reference, and its 95 % interval; None where it has no upper end."""
 
