@@ -23,9 +23,7 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm import devices
 from kfuse.comm.sync import pair as pair_module
-from kfuse.comm.sync import snapshots as snapshots_module
-from kfuse.comm.sync.pair import Pair, random_peer
-from kfuse.comm.sync.snapshots import PairError, Peer, Snapshots, SnapshotServer, pull
+from kfuse.comm.sync.pair import Pair, PairError, Peer, Snapshots, SnapshotServer, pull, random_peer
 from kfuse.elastic.views import Meetings
 from kfuse.observe.run_dir import RunDirectory
 
@@ -142,7 +140,7 @@ def test_who_knows_the_token_is_served_and_a_stranger_gets_no_byte(server: Snaps
 
 def test_silent_strangers_do_not_keep_others_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds a place until it has been silent for long enough."""
-    monkeypatch.setattr(snapshots_module, "SILENCE_S", 0.2)
+    monkeypatch.setattr(pair_module, "SILENCE_S", 0.2)
     server = SnapshotServer(Snapshots(filled(7), 7, CPU), LOCAL)
     strangers = [socket.create_connection((LOCAL, server.peer.port)) for _ in range(80)]
     deadline = time.monotonic() + 60
@@ -168,7 +166,7 @@ def test_another_model_is_an_error(server: SnapshotServer, new_pair: Any) -> Non
 
 def test_what_is_silent_or_gone_or_speaks_otherwise_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of a stopped process accepts, and says nothing."""
-    monkeypatch.setattr(snapshots_module, "SILENCE_S", 0.1)
+    monkeypatch.setattr(pair_module, "SILENCE_S", 0.1)
     with socket.create_server((LOCAL, 0)) as listener:
         peer = Peer(LOCAL, listener.getsockname()[1], bytes(16))
         with pytest.raises(TimeoutError):
@@ -181,7 +179,7 @@ def test_what_is_silent_or_gone_or_speaks_otherwise_is_given_up(monkeypatch: pyt
                     connection.recv(100)
                     connection.sendall(bytes(100))
 
-        monkeypatch.setattr(snapshots_module, "SILENCE_S", 60.0)
+        monkeypatch.setattr(pair_module, "SILENCE_S", 60.0)
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(ConnectionError, match="another program answers"):
@@ -211,7 +209,7 @@ def test_what_has_arrived_is_averaged_in_once_and_nothing_of_before_a_meeting(ne
 
 def test_nothing_has_arrived_before_the_other_answers(monkeypatch: pytest.MonkeyPatch, new_pair: Any) -> None:
     """A worker whose others do not answer keeps its own weights, and does not wait."""
-    monkeypatch.setattr(snapshots_module, "SILENCE_S", 60.0)
+    monkeypatch.setattr(pair_module, "SILENCE_S", 60.0)
     with socket.create_server((LOCAL, 0)) as listener:
         weights = filled(3)
         pair, began = new_pair(weights, {1: Peer(LOCAL, listener.getsockname()[1], bytes(16))}), time.monotonic()
@@ -219,7 +217,7 @@ def test_nothing_has_arrived_before_the_other_answers(monkeypatch: pytest.Monkey
             pair.begin_step(step)
             assert not pair.mix(weights)
             pair.publish(weights, step)
-        assert time.monotonic() - began < snapshots_module.SILENCE_S / 2
+        assert time.monotonic() - began < pair_module.SILENCE_S / 2
         assert all(torch.equal(*both) for both in zip(weights, filled(3), strict=True))
 
 
