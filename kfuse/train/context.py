@@ -108,15 +108,8 @@ class Settings:
     def schedule(self, samples: int | None) -> LRSchedule:
         """Returns the learning rate's schedule over this training, of `samples` an epoch; None: a stream."""
         length = None if self.train_epochs is None or samples is None else self.train_epochs * samples
-        return LRSchedule(
-            self.lr_scaling,
-            self.lr_warmup_steps,
-            self.lr_decay,
-            self.batch_size,
-            length,
-            self.train_steps,
-            self.lr_decay_fraction,
-        )
+        fixed = self.lr_scaling, self.lr_warmup_steps, self.lr_decay, self.batch_size
+        return LRSchedule(*fixed, length, self.train_steps, self.lr_decay_fraction)
 
 
 def session_facts(session: Session) -> dict[str, Any]:

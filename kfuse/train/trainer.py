@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +43,7 @@ class Trainer:
         self.session, self.progress, self._reporter = training.session, training.progress, training.reporter
         self._scheduler, self.samples_an_epoch = training.scheduler, training.samples_an_epoch
         model, opt = training.model, training.opt
-        self._exits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        if training.exits_are_errors:
-            self._exits = exits_are_errors
+        self._exits = exits_are_errors if training.exits_are_errors else contextlib.nullcontext
         self._forward = Forward(training)
         self._sampling = Sampling(training)
         self.decisions = Decisions(training)
