@@ -1,7 +1,12 @@
-"""A policy with a bug, for tests: `policy._target_=failing.Failing`."""
+"""Policies of jobs that something happens to: `policy._target_=failing.Failing`."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import kfuse as kf
@@ -42,3 +47,31 @@ class Failing(kf.BasePolicy):
         self._strikes("first state_dict", True)
         self._strikes("state_dict", self._now)
         return super().state_dict()
+
+
+class EpochCollective(kf.BasePolicy):
+    """Exchanges a value after each epoch; rank 1 is lost in it, after the second epoch."""
+
+    def __init__(self, directory: str) -> None:
+        self._file = Path(directory, "completed.jsonl")
+        self.epoch = 0
+
+    def after_epoch(self) -> None:
+        if self.epoch == 1 and kf.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        kf.allreduce(1.0)
+        if kf.rank() == 0:
+            with self._file.open("a") as file:
+                file.write(json.dumps({"epoch": self.epoch}) + "\n")
+        self.epoch += 1
+
+
+class TwoWorkers(kf.BasePolicy):
+    """Asks for two workers once, before the first step."""
+
+    def initial(self) -> kf.Decision:
+        return kf.Decision(workers=2)
+
+    def after_step(self) -> None:
+        if kf.size() == 1:
+            time.sleep(0.1)  # the second one is started meanwhile

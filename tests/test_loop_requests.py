@@ -106,7 +106,7 @@ JOB = words("model=mlp model.hidden=[8] data=digits")
 def test_after_epoch_is_called_again_where_its_collective_fails(tmp_path: Path) -> None:
     settings = words(
         "batch.size=128 batch.micro=32 train.epochs=3 workers.count=2 elastic.replace=false",
-        f"policy._target_=epoch_collective.EpochCollective +policy.directory={tmp_path}",
+        f"policy._target_=failing.EpochCollective +policy.directory={tmp_path}",
     )
     job = run_job(tmp_path / "run", JOB + settings)
     assert job.error is None, job.told()
@@ -117,7 +117,7 @@ def test_after_epoch_is_called_again_where_its_collective_fails(tmp_path: Path) 
 def test_workers_that_are_asked_for_before_the_first_step_stay(tmp_path: Path) -> None:
     """The first view's size is not what was asked for last."""
     settings = words("batch.size=32 batch.micro=16 train.steps=100 workers.max=2")
-    job = run_job(tmp_path / "run", [*JOB, *settings, "policy._target_=first_request.TwoWorkers"])
+    job = run_job(tmp_path / "run", [*JOB, *settings, "policy._target_=failing.TwoWorkers"])
     assert job.error is None, job.told()
     assert [view["reason"] for view in job.views] == ["start", "grow"]
 
