@@ -217,9 +217,10 @@ def test_elements_that_were_not_changed_keep_their_masters() -> None:
     assert net[0].weight[0].tolist() == [-1.0] * 4
 
 
-def test_freezing_and_unfreezing_keeps_masters() -> None:
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])  # without momentum the masters are all the state
+def test_freezing_and_unfreezing_keeps_masters(kind: str) -> None:
     net, _ = networks()
-    opt = OPTIMIZERS["adamw"](net.parameters())
+    opt = OPTIMIZERS[kind](net.parameters())
     train(net, opt, range(3))
     before = [m.clone() for m in masters(net, opt)]
     for frozen in (True, False):
@@ -295,10 +296,11 @@ def test_torchs_sgd_goes_on_from_our_state() -> None:
         assert (p != q).float().mean() > 0.5, "they are trained"
 
 
-def test_a_state_that_arrives_from_another_worker_finds_its_place() -> None:
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_state_that_arrives_from_another_worker_finds_its_place(kind: str) -> None:
     """Masters and moments are made before, and loading what lies in them copies nothing."""
     net, _ = networks()
-    make = OPTIMIZERS["adamw"]
+    make = OPTIMIZERS[kind]
     opt = make(net.parameters())
     train(net, opt, range(3))
     theirs = networks()[0]

@@ -201,22 +201,15 @@ def statistics(cases: list[tuple[Problem, bool, bool]]) -> list[list[StepStats]]
     return [measure(*case) for case in cases]
 
 
-def check_statistics(workers: int, cases: list[tuple[Problem, bool, bool]]) -> None:
-    ranks = run_workers(workers, statistics, cases)
+def test_statistics_are_the_formula() -> None:
+    """Micro-batches of equal and of unequal sizes, with and without sync; losses that are divided by their number."""
+    even, uneven = (of_size("logistic regression", sizes) for sizes in ((8,) * 8, (2, 9, 4, 9) * 2))
+    cases = [(even, True, False), (uneven, False, True)]
+    ranks = run_workers(2, statistics, cases)
     assert len(set(map(repr, ranks))) == 1
     for (problem, *_), steps in zip(cases, ranks[0], strict=True):
         check_formula(problem, steps)
         check_running(steps)
-
-
-def test_statistics_are_the_formula() -> None:
-    check_statistics(2, [(of_size("linear regression", (8, 8)), True, False)])
-
-
-@pytest.mark.full
-def test_statistics_with_accumulation_are_the_formula() -> None:
-    sizes = (of_size("logistic regression", sizes) for sizes in ((8,) * 8, (2, 9, 4, 9) * 2))
-    check_statistics(2, [(problem, not divide, divide) for problem, divide in zip(sizes, (False, True), strict=True)])
 
 
 # -- what loops do ---------------------------------------------------------------------------------------------------

@@ -81,8 +81,8 @@ def same(ours: nn.Module, theirs: nn.Module) -> bool:
 KINDS: dict[str, tuple[Any, Any]] = {
     "adamw": (kf.FusedAdamW, torch.optim.AdamW),
     "momentum": (
-        lambda p, **more: kf.FusedSGD(p, momentum=0.9, **more),
-        lambda p, **more: torch.optim.SGD(p, momentum=0.9, **more),
+        lambda p, **more: kf.FusedSGD(p, momentum=0.9, dampening=0.3, **more),
+        lambda p, **more: torch.optim.SGD(p, momentum=0.9, dampening=0.3, **more),
     ),
     "sgd": (kf.FusedSGD, torch.optim.SGD),
     "lamb": (kf.FusedLAMB, PlainLAMB),
