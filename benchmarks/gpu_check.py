@@ -53,17 +53,47 @@ def calls(small: bool) -> Iterator[tuple[str, Call]]:
 # -- buffers of more than 2^31 elements --------------------------------------------------------------------------------
 
 
-def large_checks(device: torch.device, numel: int) -> Iterator[tuple[str, int, Callable[[], str | None]]]:
-    """(name, bytes needed, check). bf16, so that they fit one GPU.
+def block_sumsq(x: Tensor) -> list[Tensor]:
+    k.block_sumsq(x[0], out := empty(num_blocks(x.shape[1]), x.device))
+    return [out]
 
-    Windows suffice: an element's bits depend neither on where it lies nor on the buffer's length.
-    """
-    size = 2 * numel
-    yield "large block_sumsq", size + numel // 512, lambda: large_block_sumsq(device, numel)
-    yield "large pack", 2 * size, lambda: large_pack(device, numel)
-    yield "large reduce", 3 * size, lambda: large_reduce(device, numel)
-    yield "large adamw", 4 * size, lambda: large_adamw(device, numel)
-    yield "large norm_forward", 2 * size, lambda: large_norm(device, numel)
+
+def pack(x: Tensor) -> list[Tensor]:
+    """Raises ValueError where a small tensor that lies behind the large one is wrong."""
+    table, grads = table_of([x.shape[1], 100], x.device), [x[0], x[0, :100].clone()]
+    flat, sumsq = empty(table.end, x.device, x.dtype), empty(table.num_chunks, x.device)
+    k.pack(grads, flat, table, scale=1.0, accumulate=False, sumsq=sumsq)
+    if not torch.equal(flat[table.offsets[1] :], grads[1]):
+        raise ValueError("the tensor behind is wrong")
+    return [flat[: x.shape[1]]]
+
+
+def reduce(x: Tensor) -> list[Tensor]:
+    k.reduce(x, ((0, 1),), out := empty(x.shape[1], x.device, x.dtype))
+    return [out]
+
+
+def adamw(x: Tensor) -> list[Tensor]:
+    x[3].abs_()
+    k.adamw(*x, ADAM, step=torch.tensor(3.0, device=x.device))  # type: ignore[misc]
+    return [x[0], x[2], x[3]]
+
+
+def norm(x: Tensor) -> list[Tensor]:
+    rows = x[0, : x.shape[1] // WIDTH * WIDTH].view(-1, WIDTH)
+    weight = torch.ones(WIDTH, device=x.device)
+    return [norm_forward(rows, weight, weight, eps=1e-5, centred=True)[0].view(-1)]
+
+
+WIDTH = 1024
+LARGE_CHECKS: dict[str, tuple[int, int, Callable[[Tensor], list[Tensor]]]] = {
+    "block_sumsq": (1, 0, block_sumsq),
+    "pack": (1, 1, pack),
+    "reduce": (2, 1, reduce),
+    "adamw": (4, 0, adamw),
+    "norm_forward": (1, 1, norm),
+}
+"""How many buffers each one takes, how many it makes, and what it does with them, [buffers, elements]."""
 
 
 def windows(numel: int) -> list[slice]:
@@ -72,65 +102,21 @@ def windows(numel: int) -> list[slice]:
     return [slice(0, 2 * BLOCK), slice(middle - 2 * BLOCK, middle + 2 * BLOCK), slice(middle + 2 * BLOCK, numel)]
 
 
-def large_block_sumsq(device: torch.device, numel: int) -> str | None:
-    flat, partials = _noise(numel, device), empty(num_blocks(numel), device)
-    k.block_sumsq(flat, partials)
-    for part in windows(numel):
-        own = empty(num_blocks(part.stop - part.start), device)
-        k.block_sumsq(flat[part].clone(), own)
-        if not torch.equal(own, partials[part.start // BLOCK : part.start // BLOCK + len(own)]):
-            return f"other bits at element {part.start}"
+def check_large(name: str, device: torch.device, numel: int) -> str | None:
+    """What is wrong. bf16, so that large buffers fit one GPU.
+
+    Windows suffice: an element's bits, and a block's sum, depend neither on where it lies nor on the buffer's length.
+    """
+    count, _, act = LARGE_CHECKS[name]
+    x = torch.empty(count, numel, dtype=torch.bfloat16, device=device).normal_()
+    small = [x[:, part].clone() for part in windows(numel)]
+    whole = act(x)
+    unit = BLOCK if name == "block_sumsq" else 1
+    for part, window in zip(windows(numel), small, strict=True):
+        for found, right in zip(whole, act(window), strict=True):
+            if not torch.equal(found[part.start // unit :][: len(right)], right):
+                return f"other bits in {part}"
     return None
-
-
-def large_pack(device: torch.device, numel: int) -> str | None:
-    """The windows, and a small tensor that lies behind the large one."""
-    table = table_of([numel, 100], device)
-    grads = [_noise(each, device) for each in (numel, 100)]
-    flat, sumsq = torch.zeros(table.end, dtype=torch.bfloat16, device=device), empty(table.num_chunks, device)
-    k.pack(grads, flat, table, scale=1.0, accumulate=False, sumsq=sumsq)
-    if not torch.equal(flat[table.offsets[1] :], grads[1]):
-        return "the tensor behind is wrong"
-    return _first_wrong(numel, [(flat[part], grads[0][part]) for part in windows(numel)])
-
-
-def large_reduce(device: torch.device, numel: int) -> str | None:
-    rows = torch.empty(2, numel, dtype=torch.bfloat16, device=device)
-    for row in rows:
-        row.normal_()
-    expected = [(rows[0, part].float() + rows[1, part].float()).to(torch.bfloat16) for part in windows(numel)]
-    k.reduce(rows, ((0, 1),), out := torch.empty(numel, dtype=torch.bfloat16, device=device))
-    return _first_wrong(numel, [(out[part], right) for part, right in zip(windows(numel), expected, strict=True)])
-
-
-def large_adamw(device: torch.device, numel: int) -> str | None:
-    state, step = [_noise(numel, device) for _ in range(4)], torch.tensor(3.0, device=device)
-    state[3].abs_()
-    before = [[each[part].clone() for each in state] for part in windows(numel)]
-    k.adamw(*state, ADAM, step=step)  # type: ignore[misc]
-    for own in before:
-        k.adamw(*own, ADAM, step=step)  # type: ignore[misc]
-    found = list(zip(windows(numel), before, strict=True))
-    return _first_wrong(numel, [(state[i][part], own[i]) for i in (0, 2, 3) for part, own in found])
-
-
-def large_norm(device: torch.device, numel: int) -> str | None:
-    """Rows of 1024 elements."""
-    width = 1024
-    x, weight = _noise(numel // width * width, device).view(-1, width), torch.ones(width, device=device)
-    y, _, _ = norm_forward(x, weight, weight, eps=1e-5, centred=True)
-    rows = [slice(part.start // width, min(part.stop // width, len(x))) for part in windows(numel)]
-    small = [norm_forward(x[part].clone(), weight, weight, eps=1e-5, centred=True)[0] for part in rows]
-    return _first_wrong(numel, [(y[part], own) for part, own in zip(rows, small, strict=True)])
-
-
-def _first_wrong(numel: int, pairs: list[tuple[Tensor, Tensor]]) -> str | None:
-    wrong = [number for number, (found, right) in enumerate(pairs) if not torch.equal(found, right)]
-    return f"other bits in {windows(numel)[wrong[0] % 3]}" if wrong else None
-
-
-def _noise(numel: int, device: torch.device) -> Tensor:
-    return torch.empty(numel, dtype=torch.bfloat16, device=device).normal_()
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -144,10 +130,12 @@ def _free_bytes(device: torch.device) -> int:
 def run_large(device: torch.device, numel: int) -> dict[str, str]:
     """Each check's result: ok, absent with the reason, or what is wrong."""
     results: dict[str, str] = {}
-    for name, needed, act in large_checks(device, numel):
-        free = _free_bytes(device)
+    for name, (given, made, _) in LARGE_CHECKS.items():
+        needed, free = 2 * (given + made) * numel, _free_bytes(device)
         too_large = f"absent: needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free"
-        results[name] = too_large if needed > 0.9 * free else result_of(act)
+        results[f"large {name}"] = (
+            too_large if needed > 0.9 * free else result_of(partial(check_large, name, device, numel))
+        )
     return results
 
 

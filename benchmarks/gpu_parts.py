@@ -60,13 +60,12 @@ def main() -> int:
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every part's process inherits it
     import torch
-    from machine import machine, versions
+    from machine import write
 
     if options.device == "cuda" and not torch.cuda.is_available():
         why = "torch sees no GPU: see nvidia-smi, and whether torch is built for CUDA"
         parser.exit(2, f"{parser.prog}: {why} (here {torch.__version__}); DEVICE=cpu runs the parts without\n")
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
-    options.out.mkdir(parents=True, exist_ok=True)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="kfuse-gpu-") as folder:
         for part in parts(options.device, gpus, Path(folder)):
@@ -74,16 +73,9 @@ def main() -> int:
     print(f"\n{'part':<34} {'status':<10} {'seconds':>7}  note")
     for outcome in outcomes:
         print(f"{outcome.part:<34} {outcome.status:<10} {outcome.seconds:>7.1f}  {outcome.note}")
-    record = {
-        "benchmark": "gpu",
-        "device": options.device,
-        "gpus": gpus,
-        "machine": machine(),
-        "versions": versions(("torch", "triton", "numpy")),
-        "parts": [asdict(outcome) for outcome in outcomes],
-    }
     path = options.out / f"gpu_{options.device}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    packages, done = ("torch", "triton", "numpy"), [asdict(outcome) for outcome in outcomes]
+    write(path, packages, benchmark="gpu", device=options.device, gpus=gpus, parts=done)
     print(f"\nAll of it is in {path}")
     return int(any(outcome.status in ("failed", "timed out") for outcome in outcomes))
 
@@ -155,15 +147,7 @@ def run(part: Part) -> Outcome:
     print("\n".join(lines if status == "ok" else lines[-KEPT_LINES:]), flush=True)
     result = _result(part)
     note = lines[-1][:160] if lines else "no output"
-    if status == "ok" and isinstance(result, dict) and result.get("benchmark") == "kernels":
-        note = _speeds(result)  # its last lines are about peers that are missing
     return Outcome(part.name, status, round(time.monotonic() - started, 1), note, result)
-
-
-def _speeds(kernels: dict[str, Any]) -> str:
-    shares = [each["summary"]["kfuse"]["of_copy"] for each in kernels["results"]]
-    found = f"{len(shares)} cases, at {min(shares):.2f} to {max(shares):.2f} of a copy's speed"
-    return found + f", {len(kernels['left_out'])} left out" * bool(kernels["left_out"])
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -103,7 +103,7 @@ def test_a_wrong_kernel_is_seen(script: Script, monkeypatch: pytest.MonkeyPatch)
         found = check.check(lambda *to: check.checks.reduce(*to, 3, 5000, torch.float32), CPU)
         assert found is None if said is None else said in found
     calls.clear()
-    assert check.large_reduce(CPU, 50_037) is not None
+    assert check.check_large("reduce", CPU, 50_037) is not None
     first, middle, last = check.windows(check.LARGE)
     assert first.start == 0 and last.stop == check.LARGE and middle.start < 2**31 < middle.stop == last.start
 
