@@ -267,16 +267,12 @@ class Report:
             for found in (binary.loads, binary.stores)
         )
         moved = f"{self.bytes_per_element:g} / {self.floor:g}" if self.floor else "-"
-        return (
-            f"| {self.name:<44} | {self.target:<6} | {binary.registers:>4} | {binary.spill_bytes:>5} "
-            f"| {self.shared_bytes:>6} | {loads:<20} | {stores:<12} | {moved:<16} |"
-        )
+        used = (binary.registers, binary.spill_bytes, self.shared_bytes)
+        return "| " + " | ".join(map(str, (self.name, self.target, *used, loads, stores, moved))) + " |"
 
 
-HEADER = (
-    f"| {'kernel':<44} | target | regs | spill | shared | {'loads, bits x count':<20} | {'stores':<12} "
-    f"| {'B/element / floor':<16} |\n|{'-' * 46}|--------|-----:|------:|-------:|{'-' * 22}|{'-' * 14}|{'-' * 18}|"
-)
+HEADER = """| kernel | target | regs | spill | shared | loads, bits x count | stores | B/element / floor |
+|---|---|---:|---:|---:|---|---|---|"""
 
 
 def compile_case(case: Case, target: str) -> CompiledKernel:

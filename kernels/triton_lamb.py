@@ -14,7 +14,7 @@ import triton.language as tl
 from kfuse.kernels.launch import Launch, Launches
 from kfuse.kernels.table import CHUNK
 from kfuse.kernels.triton_reduce import lane_sums
-from kfuse.kernels.triton_updates import bias_correction, weights
+from kfuse.kernels.triton_updates import adam_numbers, bias_correction, weights
 from kfuse.kernels.updates import LAMBArguments, TrustArguments
 
 TILE = 2048
@@ -152,7 +152,7 @@ def lamb_apply_kernel(
 def lamb(given: LAMBArguments) -> Launches:
     table, chunks = given.table, (given.table.num_chunks,)
     layout = {"OFFSET_ALIGNMENT": table.offset_alignment, "CHUNK": CHUNK}
-    values = vars(given) | given.options.numbers | {"chunks": table.chunks}
+    values = vars(given) | adam_numbers(given.options) | {"chunks": table.chunks}
     if given.trust is None:
         if given.partials is None:
             values["partials"] = torch.empty(2, table.num_chunks, device=given.param.device)

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton `adamw` and `sgd`: one pass over parameter, gradient and states."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kfuse.kernels.launch import Launch, Launches
-from kfuse.kernels.updates import AdamWArguments, SGDArguments, UpdateArguments
+from kfuse.kernels.updates import AdamOptions, AdamWArguments, SGDArguments, UpdateArguments
 
 SCALARS = ["step", "grad_scale", "found_inf"]
 """Pointers to one number: where it lies is no reason for another binary."""
@@ -109,15 +110,25 @@ def sgd_kernel(
     tl.store(param + index, p.to(param.dtype.element_ty), mask=mask)
 
 
+def adam_numbers(options: AdamOptions) -> dict[str, float]:
+    """The scalar arguments of a kernel, by name. Bias corrections take logarithms, of which that of 0 is -inf."""
+    numbers = {name: float(value) for name, value in vars(options).items()}
+    for name in ("beta1", "beta2"):
+        numbers[f"one_minus_{name}"] = 1.0 - numbers[name]
+        numbers[f"log_{name}"] = math.log(numbers[name]) if numbers[name] > 0.0 else -math.inf
+    return numbers
+
+
 def adamw(given: AdamWArguments) -> Launches:
     options = given.options
-    numbers = options.numbers | {"decay": 1.0 - options.lr * options.weight_decay}
+    numbers = adam_numbers(options) | {"decay": 1.0 - options.lr * options.weight_decay}
     yield _launch(adamw_kernel, given, numbers, {"MAXIMIZE": options.maximize})
 
 
 def sgd(given: SGDArguments) -> Launches:
     options = given.options
-    numbers = options.numbers | {"one_minus_dampening": 1.0 - options.dampening}
+    numbers = {name: float(value) for name, value in vars(options).items()}
+    numbers["one_minus_dampening"] = 1.0 - options.dampening
     flags = {"NESTEROV": options.nesterov, "MAXIMIZE": options.maximize, "FIRST_STEP": given.first_step}
     # The second step's binary differs from the first one's.
     yield replace(_launch(sgd_kernel, given, numbers, flags), later=({"FIRST_STEP": False},) * given.first_step)

@@ -31,17 +31,6 @@ class AdamOptions:
     weight_decay: float
     maximize: bool = False
 
-    @property
-    def numbers(self) -> dict[str, float]:
-        """The GPU kernel's scalar arguments, by name. `log_beta1` and `log_beta2` are of the bias corrections: the
-        logarithm of 0 is -inf.
-        """
-        numbers = {name: float(value) for name, value in vars(self).items()}
-        for name in ("beta1", "beta2"):
-            numbers[f"one_minus_{name}"] = 1.0 - numbers[name]
-            numbers[f"log_{name}"] = math.log(numbers[name]) if numbers[name] > 0.0 else -math.inf
-        return numbers
-
 
 @dataclass(frozen=True)
 class SGDOptions:
@@ -53,11 +42,6 @@ class SGDOptions:
     weight_decay: float = 0.0
     nesterov: bool = False
     maximize: bool = False
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """The GPU kernel's scalar arguments, by name."""
-        return {name: float(value) for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)

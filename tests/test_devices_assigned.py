@@ -41,30 +41,26 @@ class Pretended(Device):
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
     """pretend(4): this process sees four GPUs."""
-    Pretended.made_current.clear()
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
 
     def act(gpus: int) -> None:
+        Pretended.made_current.clear()
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
         monkeypatch.setattr(devices, "count", lambda: gpus)
         monkeypatch.setattr(devices, "of", Pretended)
 
     return act
 
 
-@pytest.mark.parametrize(
-    ("gpus", "rank", "chosen"),
-    [(4, "2", "cuda:2"), (4, None, "cuda:3"), (0, "7", "cpu")],
-    ids=["given", "current in a plain process", "no GPU"],
-)
-def test_the_session_makes_its_device_the_current_one(
-    gpus: int, rank: str | None, chosen: str, pretend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend(gpus)
+def test_the_session_makes_its_device_the_current_one(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that it was given; else, in a plain process, the one that is current."""
     monkeypatch.setattr(devices, "current", lambda: 3)
-    if rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", rank)
-    kf.init()
-    assert Pretended.made_current == [chosen]
+    for gpus, rank, chosen in ((4, "2", "cuda:2"), (4, "", "cuda:3"), (0, "7", "cpu")):
+        pretend(gpus)
+        if rank:
+            monkeypatch.setenv("LOCAL_RANK", rank)
+        session.reset()
+        kf.init()
+        assert Pretended.made_current == [chosen]
 
 
 def test_a_gpu_that_is_not_there_or_not_named_is_refused(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
 
 from kfuse.comm import devices
@@ -406,3 +406,17 @@ class ProcessGroupNCCL:
         for work in self._works:
             if work.error is not None and not work.handled:
                 record("unhandled error", rank=self.rank, message=work.message, error=work.error)
+
+
+class Classifier(nn.Module):
+    """For data=digits, in jobs: installs the double before the worker joins. log: where records go; None: gloo."""
+
+    def __init__(self, log: str | None = None) -> None:
+        super().__init__()
+        if log is not None:
+            install(Path(log))
+        self.first, self.dropout, self.last = nn.Linear(64, 24), nn.Dropout(0.1), nn.Linear(24, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.dropout(torch.relu(self.first(x.flatten(1)))))
+        return out

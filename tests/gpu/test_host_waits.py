@@ -5,10 +5,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from gpu.recorder import Recorder
 from gpu.steps import OPTIMIZERS, job
+from torch import nn
 
+import kfuse as kf
 from kfuse.comm.sync.pair import Pair, Pull
 
 AHEAD = 2  # steps that the host is ahead of the device, whatever it does
@@ -87,3 +93,43 @@ def test_pair_averaging_waits_in_the_thread_that_serves_a_snapshot_alone() -> No
         waits = it.recorder.waits_of(read)
         assert len(waits) == 1 and "synchronize" in waits[0], waits
         pair.close()
+
+
+# -- training from end to end -----------------------------------------------------------------------------------------
+
+
+class Counts(kf.BasePolicy):
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.steps: list[list[str]] = []
+
+    def after_step(self) -> None:
+        self.steps.append(list(self.recorder.host_waits))
+        self.recorder.host_waits.clear()
+        self.recorder.end_step()
+
+
+def train(**options: Any) -> list[list[str]]:
+    """The host's waits of some steps of kf.fit, whose loader processes fetch by a stream of their own."""
+    torch.manual_seed(0)
+    data = (torch.randn(256, 6), torch.randint(0, 4, (256,)))
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 4))
+    with job(lambda params: None, lag=2, **options) as it:
+        opt, counts = kf.FusedAdamW(model.parameters()), Counts(it.recorder)
+        settings = {"batch_size": 32, "batch_micro": 8, "train_epochs": 2, "data_workers": 2}
+        kf.fit(model, data, opt, kf.Hook(counts), loss_fn=F.cross_entropy, **settings)
+    assert len(counts.steps) == 16
+    return counts.steps[1:8]
+
+
+@pytest.mark.full
+def test_fit_waits_once_a_step_for_the_statistics_that_it_reports() -> None:
+    for waits in train():
+        assert len(waits) <= 1 and all(wait.startswith("event.synchronize") for wait in waits), waits
+
+
+@pytest.mark.full
+def test_fit_with_audits_waits_for_the_comparison_alone() -> None:
+    """On one worker, which runs each micro-batch twice. Its loader processes fetch it out of turn."""
+    for step, waits in enumerate(train(size=1, reproducible=True, audit_every=2), 1):
+        assert len(waits) == (step % 2 == 0) and all("audit.py" in wait for wait in waits), waits

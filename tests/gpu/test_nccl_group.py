@@ -214,23 +214,23 @@ def test_a_killed_rank_ends_the_others_waits_within_the_timeout(tmp_path: Path, 
         assert "rank 2" in report["error"] or "the other 2 ranks" in report["error"]
 
 
-def abort_that_hangs(log: Path) -> tuple[str, float, str]:
+def abort_that_hangs(log: Path) -> tuple[str, float]:
     nccl._END_S = 0.3
     faults = Faults(error_on={0: 4, 1: 4}, abort_blocks=True)
     with installed(log, faults):
         group = connect(check=lambda: None)
+        began = time.monotonic()
         pending = group.all_reduce(torch.ones(3), "bucket")
         again = group.all_reduce(torch.ones(3), "bucket")
-        error, seconds = failure_of(lambda: (group.settle(), group.barrier(), pending.done(), again.done()))
-        began = time.monotonic()
+        error, _ = failure_of(lambda: (group.settle(), group.barrier(), pending.done(), again.done()))
         group.retire()
-        return error, seconds, str(time.monotonic() - began)
+        return error, time.monotonic() - began
 
 
 @pytest.mark.full
 def test_an_abort_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
-    for error, seconds, retiring in run_workers(2, abort_that_hangs, tmp_path):
-        assert "lost contact" in error and max(seconds, float(retiring)) < 10 * BRIEF_S  # it hangs for ever
+    for error, seconds in run_workers(2, abort_that_hangs, tmp_path):
+        assert "lost contact" in error and seconds < 10 * BRIEF_S  # it hangs for ever
 
 
 def shutdown_that_hangs(log: Path) -> float:

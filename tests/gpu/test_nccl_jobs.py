@@ -24,7 +24,7 @@ pytestmark = pytest.mark.full
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 comm.timeout_s=60 train.clip_norm=0.5 lr.base=0.003 workers.max=3",
-    "model._target_=nccl_jobs.Classifier data=digits batch.size=16 batch.micro=4 batch.max=64 train.steps=60",
+    "model._target_=nccl_double.Classifier data=digits batch.size=16 batch.micro=4 batch.max=64 train.steps=60",
     "train.eval_every=20",
 )
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
 from nccl_double import Faults, installed, messages, records
-from test_two_optimizers import gan, one_backward
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -120,25 +118,7 @@ def test_all_to_all_starts_each_share_after_the_next_exchange(tmp_path: Path) ->
     assert "sx" in exchanges and "ssss" not in exchanges, "exchanges go on between shares, of two messages at most"
 
 
-# -- several optimizers ---------------------------------------------------------------------------------------------
-
-
-def two_over_nccl(log: Path, script: str, schedule: str) -> float:
-    with installed(log):
-        kf.init(comm_schedule=schedule, comm_bucket_mb=64 * 4 / 2**20, comm_timeout_s=60.0)
-        run: Any = {"one_backward": one_backward, "gan": gan}[script]
-        drift: float = run(schedule, 6)
-        current().group.finish()
-        return drift
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("script", "schedule"), [("one_backward", "allreduce"), ("gan", "all_to_all")])
-def test_two_optimizers_share_one_communicator_in_one_order(tmp_path: Path, script: str, schedule: str) -> None:
-    """Buckets that started as backward reaches them would have an order of their own on each rank."""
-    for drift in run_workers(2, two_over_nccl, tmp_path, script, schedule):
-        assert drift <= 1e-4
-    assert_one_order(tmp_path)
+# -- two optimizers ---------------------------------------------------------------------------------------------
 
 
 def pair_with_an_idle_rank(log: Path) -> list[float]:
