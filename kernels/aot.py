@@ -132,7 +132,7 @@ def _launches() -> Iterator[tuple[str, bool, Generator[Launch, None, Any]]]:
         label = f"{NAMES[of_grad]}->{NAMES[of_flat]}{' accumulate' * accumulate}"
         grads, to = [like(CHUNK, dtype=of_grad)], like(CHUNK, dtype=of_flat)
         pack = PackArguments(grads, to, table, scale=0.5, accumulate=accumulate, sumsq=few)
-        yield label, accumulate and of_flat == F32 and of_grad != F16, triton_pack.pack(pack)
+        yield label, accumulate and of_grad == F32, triton_pack.pack(pack)
 
     for dtype in (F32, BF16):
         yield NAMES[dtype], dtype == F32, triton_reduce.block_sumsq(BlockSumsqArguments(like(BLOCK, dtype=dtype), few))
@@ -141,7 +141,7 @@ def _launches() -> Iterator[tuple[str, bool, Generator[Launch, None, Any]]]:
     for (of_rows, of_out), sumsq in product(((F32, F32), (BF16, BF16), (BF16, F32)), (None, few)):
         label = f"{NAMES[of_rows]}->{NAMES[of_out]}{'' if sumsq is None else ' norm'}"
         rows, out = like(ahead, BLOCK, dtype=of_rows), like(BLOCK, dtype=of_out)
-        everywhere = of_out == F32 and sumsq is not None
+        everywhere = of_rows == F32 and sumsq is not None
         yield label, everywhere, triton_reduce.reduce(ReduceArguments(rows, order, out, sumsq=sumsq))
         if of_rows == F32:
             yield f"by address {label}", everywhere, triton_reduce.pull(PullArguments(rows.unbind(), order, out, sumsq))
@@ -152,9 +152,9 @@ def _launches() -> Iterator[tuple[str, bool, Generator[Launch, None, Any]]]:
         given: dict[str, Any] = {"param": like(BLOCK, dtype=param), "grad": like(BLOCK, dtype=grad)}
         given |= {"grad_scale": one, "found_inf": one, "master": flat if master else None}
         moments: dict[str, Any] = {"exp_avg": flat, "exp_avg_sq": flat, "options": adam, "step": one}
-        everywhere = param == grad == F32 or (master == 1 and grad == BF16)
+        everywhere = param == grad == F32
         yield label, everywhere, triton_updates.adamw(AdamWArguments(**given, **moments))
-        if everywhere:
+        if everywhere or (master == 1 and grad == BF16):
             yield label, everywhere, triton_lamb.lamb(LAMBArguments(**given, **moments, table=table))
         if param == grad:
             for mode in ("plain", "first step", "momentum", "nesterov") if param == F32 else ("momentum",):

@@ -127,7 +127,8 @@ def test_a_loss_ends_a_fixed_job_in_commerror_with_a_last_checkpoint_that_is_rig
 def fit_over_nccl(log: Path, directory: Path, transport: dict[str, Any], faults: Faults) -> list[float]:
     with installed(log, faults):
         parameters = fit(directory, transport, checkpoints=False)
-        current().group.finish()  # the first process to end would take its messages along
+        current().group.finish()
+        current().group.meet("the end")  # the first process to end would take its messages along
         return parameters
 
 
