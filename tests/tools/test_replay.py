@@ -387,10 +387,10 @@ def test_workers_that_come_and_go_and_a_killed_leader(tmp_path: Path, monkeypatc
 def test_a_resumed_run(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     """In another directory; and in the same one, where steps after the last checkpoint are made again."""
     saw = tmp_path / "saw"
-    overrides = [*DIGITS, "checkpoint.every_steps=10"]
+    overrides = [*DIGITS, "train.epochs=3", "checkpoint.every_steps=25"]
     with command_line(tmp_path / "run", [*overrides, *witness(saw, pace_s=0.05)]) as (process, run):
         wait_until("40 steps", lambda: len(run.metrics) >= 40)
-        wait_until("a checkpoint", (run.directory / "checkpoints" / "step-00000030").exists)
+        wait_until("a checkpoint", (run.directory / "checkpoints" / "step-00000025").exists)
         for pid in {process.pid, *run.pids}:  # at once, so that nobody writes another checkpoint
             os.kill(pid, signal.SIGKILL)
         process.wait()
@@ -403,7 +403,7 @@ def test_a_resumed_run(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> No
             assert process.wait(DEADLINE_S) == 0
         assert_none_left(job.pids)
         resumed_at = job.of_kind("resumed")[0]["step"]
-        assert 30 <= resumed_at < first
+        assert 25 <= resumed_at < first
         # Elsewhere too: the checkpoint has the records of the last 128 steps.
         assert [line["step"] for line in job.metrics] == list(range(job.summary["steps"]))
         assert_rebuilt(job, [each for each in seen(saw) if each.step < resumed_at - 1] + seen(again))
