@@ -112,11 +112,6 @@ class Settings:
         return LRSchedule(*fixed, length, self.train_steps, self.lr_decay_fraction)
 
 
-def session_facts(session: Session) -> dict[str, Any]:
-    """Returns what rules ask of a session."""
-    return by_key(session.comm.named()) | {"job": "elastic" if session.elastic else "fixed"}
-
-
 @dataclass
 class TrainContext:
     """Raises ConfigError or ValueError for settings, data, a policy, an optimizer and a job that do not go together."""
@@ -148,6 +143,8 @@ class TrainContext:
     session: Session = field(init=False)
     sampler: EpochSampler | StreamSampler = field(init=False)
     schedule: LRSchedule = field(init=False)
+    facts: dict[str, Any] = field(init=False)
+    """What `kfuse.settings.rules` are asked of."""
     progress: Progress = field(init=False)
     reporter: Reporter = field(init=False)
 
@@ -168,10 +165,11 @@ class TrainContext:
             _refuse_uneven_embeddings(self.model)
         inner = type(getattr(opt, "inner", opt)).__name__
         of_loop = "stepped in the loop's body" if has_scheduler(opt) else None
-        rules.check(
+        self.facts = (
             by_key({each.name: getattr(settings, each.name) for each in fields(settings)})
             | rules.run_facts(self.schedule.total, settings.lr_decay, settings.lr_decay_fraction)
-            | session_facts(self.session)
+            | by_key(self.session.comm.named())
+            | {"job": "elastic" if self.session.elastic else "fixed"}
             | rules.policy_facts(self.policy)
             | rules.optimizer_facts(type(opt), inner)
             | {"scheduler": of_loop if scheduler is None else type(scheduler.scheduler).__name__}
@@ -179,6 +177,7 @@ class TrainContext:
             | {"heldout": self.heldout is not None, "step_fn": self.objective.step_fn is not None}
             | {"metrics": ", ".join(self.metrics or ()) or None}
         )
+        rules.check(self.facts)
         began_with = {
             "batch_size": settings.batch_size,
             "optimizer": inner.removeprefix("Fused"),

@@ -28,7 +28,7 @@ from kfuse.policies.signals import Decision, Signals, checked_decision
 from kfuse.settings import rules
 from kfuse.statistics.figures import Measured, StepContext, StepSettings
 from kfuse.statistics.step_stats import StepStats
-from kfuse.train.context import TrainContext, session_facts
+from kfuse.train.context import TrainContext
 from kfuse.train.learning_rate import LearningRate
 from kfuse.train.progress import STOP_REASONS
 from kfuse.train.step import relative_throughput
@@ -83,7 +83,7 @@ class Decisions:
 
     def __init__(self, training: TrainContext) -> None:
         self._session, self._opt, self._settings = training.session, training.opt, training.settings
-        self._progress, self._reporter = training.progress, training.reporter
+        self._progress, self._reporter, self._facts = training.progress, training.reporter, training.facts
         self.rate = LearningRate(training)
         self._requested: dict[str, Any] = {}
         """What is not announced yet, or announced with the step under way."""
@@ -128,11 +128,11 @@ class Decisions:
 
     def _mode(self, sync: str) -> str:
         mode = str(Sync.parse(sync))
-        rules.check(session_facts(self._session) | {"comm.sync": mode})
+        rules.check(self._facts | {"comm.sync": mode})
         return mode
 
     def _transport(self, topology: str) -> str:
-        rules.check(session_facts(self._session) | {"comm.schedule": topology})
+        rules.check(self._facts | {"comm.schedule": topology})
         name = self._session.comm.transport(topology)
         if name == "symmetric" and self._session.comm.schedule != "symmetric":
             raise ValueError(f"topology {name!r}: must be named at the start, as comm.schedule")
