@@ -86,7 +86,7 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, t
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("launcher=torchrun workers.count=3 workers.max=3", "workers.count=3: must be equal to job.workers=2"),
+        ("launcher=torchrun workers.count=3 workers.max=3", "workers.count=3: must be equal to 2 (torchrun"),
         (
             "launcher=torchrun policy._target_=sync_policies.PairLater",
             "policy=PairLater: it sets comm.sync=pair: must be another than pair with job=fixed",

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kfuse.settings.tree import ConfigError, show, spell
+from kfuse.settings.tree import AT_SHELL, ConfigError, show, spell
 
 Facts = Mapping[str, Any]
 
@@ -78,7 +78,8 @@ class Compared:
     def words(self, facts: Facts, shell: bool) -> str:
         if self.how == "one of":
             return Is(*facts[self.other]).words(facts, shell)
-        return f"{self.how} {_shown(self.other, facts, shell)}"
+        is_setting = self.other in AT_SHELL
+        return f"{self.how} {_shown(self.other, facts, shell) if is_setting else show(facts[self.other], shell)}"
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,12 @@ RULES = (
     Rule("train.epochs", Is(None), {"data": Is("stream")}, "a stream has no epochs"),
     Rule("train.steps", _GIVEN, {"data": Is("stream")}, "a stream has no epochs"),
     Rule("lr.decay", Is("none", "constant"), {"run.steps": Is(None)}, "the length of the run is unknown"),
-    Rule("lr.warmup_steps", Compared("at most", "run.warmup_most"), {"lr.decay": IsNot("none", "constant")}),
+    Rule(
+        "lr.warmup_steps",
+        Compared("at most", "run.warmup_most"),
+        {"lr.decay": IsNot("none", "constant")},
+        "the decay takes the rest of the run",
+    ),
     Rule("train.target_accuracy", Is(None), {"heldout": Is(False)}, "it is the accuracy on heldout="),
     Rule("train.target_accuracy", Is(None), {"step_fn": Is(True)}, "a step function gives no accuracy"),
     Rule("train.eval_every", Is(None), {"heldout": Is(False)}, "heldout= is what is evaluated"),
