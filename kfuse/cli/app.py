@@ -23,7 +23,6 @@ from omegaconf import DictConfig, OmegaConf
 from kfuse.cli.check import prepare, validate
 from kfuse.cli.output import survive_closed_output
 from kfuse.elastic.protocol import STOP_STATUS
-from kfuse.observe.sweep import Sweep
 from kfuse.settings.shell import explain, explain_flags
 from kfuse.settings.tree import ConfigError
 from kfuse.version import __version__
@@ -81,11 +80,11 @@ def _main(words: list[str], fixed: bool = False) -> int:
         if "--version" in words:  # Hydra's own prints Hydra's
             print(f"kfuse {__version__}")
             return 0
-        args, sweep = _parse(words), None
+        args, sweep = _parse(words), 0
         if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
             jobs = _jobs(args)
             if args.multirun:
-                sweep = Sweep(jobs)
+                sweep = len(jobs)
             if fixed and len(jobs) > 1:
                 raise ConfigError("-m: sweeps are not supported with launcher=torchrun")
             for overrides in jobs:
@@ -181,20 +180,23 @@ def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> DictC
     return cfg
 
 
-def _run_hydra(sweep: Sweep | None) -> int:
-    """Runs the jobs of `sys.argv` through Hydra. Returns the exit status, the largest of a sweep's."""
-    statuses = [0]
+def _run_hydra(sweep: int) -> int:
+    """Runs the jobs of `sys.argv` through Hydra. Returns the exit status, the largest of a sweep's.
+
+    sweep: how many jobs there are; 0: one, and no sweep.
+    """
+    statuses: list[int] = []
 
     @hydra.main(config_path="pkg://kfuse.configs", config_name="config", version_base="1.3")
     def job(cfg: DictConfig) -> None:
         context = HydraConfig.get()
-        run_dir = Path(context.runtime.output_dir)
-        if sweep is not None:
-            sweep.begin(context.job.num)
-        status, error = _job(cfg, run_dir)
+        if sweep:
+            print(
+                f"job {context.job.num} ({context.job.num + 1} of {sweep}): {' '.join(context.overrides.task)}",
+                flush=True,
+            )
+        status = _job(cfg, Path(context.runtime.output_dir))
         statuses.append(status)
-        if sweep is not None:
-            sweep.end(context.job.num, Path(os.path.abspath(context.sweep.dir)), run_dir, status, error)
         if status in STOP_STATUS.values():  # by Ctrl-C or SIGTERM, which mean the rest of a sweep too
             raise KeyboardInterrupt
 
@@ -202,31 +204,29 @@ def _run_hydra(sweep: Sweep | None) -> int:
     try:
         job()
     except KeyboardInterrupt:
+        if len(statuses) < sweep:
+            print(f"not run: {sweep - len(statuses)} of {sweep} jobs")
         statuses.append(STOP_STATUS["interrupted"])
-    finally:
-        if sweep is not None:
-            sweep.finish()
-    return max(statuses)
+    return max(statuses, default=0)
 
 
-def _job(cfg: DictConfig, run_dir: Path) -> tuple[int, str | None]:
-    """One run, in the directory that Hydra made for it; returns its exit status, and the error that prevented it."""
+def _job(cfg: DictConfig, run_dir: Path) -> int:
+    """One run, in the directory that Hydra made for it; returns its exit status."""
     prepare(cfg, list(HydraConfig.get().overrides.task))
     OmegaConf.resolve(cfg)
     try:
         _claim(run_dir, cfg)
         from kfuse.cli.run import run  # not before it is needed: `--help` is quick
 
-        return run(cfg, run_dir), None
+        return run(cfg, run_dir)
     except ConfigError as error:
-        return _refuse(str(error)), str(error)
+        return _refuse(str(error))
     except Exception as error:
-        why = explain(error)
         if isinstance(error, OSError) and Path(error.filename or "").is_relative_to(run_dir):
-            return _refuse(why), why
+            return _refuse(explain(error))
         # If it reached Hydra, Hydra would print its own message and not run the rest of a sweep.
         traceback.print_exc()
-        return 1, why
+        return 1
 
 
 def _claim(run_dir: Path, cfg: DictConfig) -> None:

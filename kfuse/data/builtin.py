@@ -87,7 +87,6 @@ class Images(ABC):
         self.mean, self.std = (torch.tensor(values).view(3, 1, 1) for values in pixels)
 
     def __len__(self) -> int:
-        """The number of images."""
         return len(self.labels)
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -189,7 +188,6 @@ class ImageFiles(Images):
         return torch.from_numpy(decoded).permute(0, 3, 1, 2).contiguous()
 
     def _decode(self, file: Path, draw: list[float] | None) -> np.ndarray:
-        """Returns one image, uint8 `[size, size, 3]`."""
         try:
             with self._pillow.open(file) as image:
                 width, height = image.size
@@ -301,11 +299,9 @@ class TextBlocks:
         self.tokens, self.block_size = tokens, block_size
 
     def __len__(self) -> int:
-        """The number of whole blocks that have a next byte for each of theirs."""
         return (len(self.tokens) - 1) // self.block_size
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Returns blocks and their next bytes. There is no augmentation."""
         positions = np.asarray(indices)[:, None] * self.block_size + np.arange(self.block_size + 1)
         windows = torch.from_numpy(self.tokens[positions].astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -121,10 +121,8 @@ class Dataset(Protocol):
 class DataSplit:
     """Samples to train on, samples held out for evaluation, and what a model's constructor may need of them."""
 
-    train: Any
-    """A stream or a data set: what `as_stream` and `as_dataset` take."""
-    heldout: Any
-    """What `as_dataset` takes."""
+    train: Any  # a stream or a data set: what `as_stream` and `as_dataset` take
+    heldout: Any  # what `as_dataset` takes
     spec: dict[str, Any] = field(default_factory=dict)
     """By name: `input_shape` (tuple, without the batch dimension) and `num_classes` for images; `vocab_size` and
     `block_size` for text."""
@@ -148,7 +146,6 @@ class TensorData:
         self._length = lengths.pop()
 
     def __len__(self) -> int:
-        """The number of samples."""
         return self._length
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> Any:
@@ -157,8 +154,7 @@ class TensorData:
         return self._form.unflatten([leaf.index_select(0, rows.to(leaf.device)) for leaf in self._leaves])
 
 
-Collate = Callable[[list[Any]], Any]
-"""collate_fn(samples): the batch, any nested structure."""
+Collate = Callable[[list[Any]], Any]  # collate_fn(samples): the batch, any nested structure
 
 
 def collate(samples: list[Any], collate_fn: Collate | None) -> Any:
@@ -181,7 +177,6 @@ class MapData:
         self.dataset, self.collate_fn = dataset, collate_fn
 
     def __len__(self) -> int:
-        """The number of samples."""
         return len(self.dataset)
 
     def fetch(
@@ -239,7 +234,6 @@ def is_map_style(obj: Any) -> bool:
 
 
 def _is_of_tensors(obj: Any) -> bool:
-    """Whether `obj` is a tuple or a list of tensors and arrays only."""
     return isinstance(obj, (tuple, list)) and bool(obj) and all(isinstance(part, (Tensor, np.ndarray)) for part in obj)
 
 

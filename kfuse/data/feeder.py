@@ -53,13 +53,10 @@ _PARENT_CHECK_S = 5.0  # where the kernel does not end a loader process with its
 
 @dataclass(eq=False)
 class _Loader:
-    """One loader process, as its training worker sees it."""
-
     number: int
     process: BaseProcess
     connection: Connection
-    tasks: list[Task] = field(default_factory=list)
-    """What it is to fetch and has not sent yet."""
+    tasks: list[Task] = field(default_factory=list)  # what it is to fetch and has not sent yet
 
     def request(self, task: Task) -> None:
         self.tasks.append(task)
@@ -95,8 +92,7 @@ class Feeder(Fetcher):
         self._plan: TaskPlan | None = None
         self._order: deque[Task] = deque()
         """The next tasks, as they will be asked for. Each is ready, or requested from a loader process."""
-        self._coming: Iterator[Task] = iter(())
-        """The tasks after those of `_order`."""
+        self._coming: Iterator[Task] = iter(())  # the tasks after those of `_order`
         self._ready: dict[Task, tuple[Any, tuple[Any, Event] | None]] = {}
         """Batches, or failures, that have arrived and are not used yet; on CUDA each with its copy on the way there."""
         self._copy: tuple[Any, Event] | None = None  # of the batch that was fetched last
@@ -167,7 +163,6 @@ class Feeder(Fetcher):
             loader.connection.close()
 
     def _start(self, number: int) -> _Loader:
-        """Forks a loader process."""
         context = torch.multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         process = context.Process(

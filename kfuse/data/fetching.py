@@ -67,7 +67,6 @@ class StreamSampler:
         self.seed = seed
 
     def indices(self, epoch: int, cursor: int, count: int) -> np.ndarray:
-        """Returns the numbers `cursor..cursor+count-1`, int64."""
         return np.arange(cursor, cursor + count, dtype=np.int64)
 
 

@@ -26,8 +26,7 @@ from torch.utils.data import (
 
 from kfuse.data.dataset import Collate, DataError, Dataset, MapData, as_dataset, collate, is_map_style
 
-BLOCK = 16
-"""Samples that are taken from one shard before the next shard's turn, where the source does not say."""
+BLOCK = 16  # samples that are taken from one shard before the next shard's turn, where the source does not say
 
 _MOST_OPEN = 128  # iterators a process keeps open: each may hold a file
 _END = object()
@@ -45,8 +44,7 @@ class Source(Protocol):
     micro-batch's size and `shards` is a multiple of the micro-batches in a step.
     """
 
-    shards: int
-    """At least 1; the same during the whole run."""
+    shards: int  # at least 1; the same during the whole run
 
     def open(self, shard: int, position: int) -> Iterator[Any]:
         """Returns an iterator over the samples of `shard` from number `position` (from 0) to the shard's end.
@@ -88,8 +86,6 @@ class Stream(ABC):
 
 @dataclass
 class _Reader:
-    """An open iterator over a shard."""
-
     iterator: Iterator[Any]
     start: int  # where it was opened
     position: int  # the sample that comes next
@@ -209,8 +205,7 @@ class TrainingData:
     worker_init_fn: Callable[[int], object] | None
     of_loader: dict[str, Any]
     """The settings that a torch DataLoader has, by name: used where a script does not give others."""
-    remarks: list[str]
-    """What the user must know before training on it."""
+    remarks: list[str]  # what the user must know before training on it
 
 
 def training_data(

@@ -134,7 +134,6 @@ class Display:
         return (samples1 - samples0) / (t1 - t0) if t1 > t0 else None
 
     def _fields(self) -> list[str]:
-        """Returns the latest figures, each as text; unknown ones are left out."""
         record, rate, noise, quality = self._latest, self._rate(), None, None
         low, high = record.get("noise_scale_low"), record.get("noise_scale_high")
         if record.get("noise_scale") is not None:
@@ -196,10 +195,8 @@ class Recorder:
     A script's second training has a directory of its own in the first one's: RUN_DIR/2, and so on.
     """
 
-    directory: RunDirectory
-    """Of the training under way."""
-    summary: dict[str, Any] | None
-    """The summary that the workers reported; None until the training under way has ended."""
+    directory: RunDirectory  # of the training under way
+    summary: dict[str, Any] | None  # the summary that the workers reported; None until the training under way has ended
 
     def __init__(self, directory: RunDirectory, display: Display) -> None:
         self.directory, self._display = directory, display
@@ -247,7 +244,6 @@ class Recorder:
         self._display.start(data["samples"], data["steps"], f"kfuse  {self.directory.path}")
 
     def line(self, text: str) -> None:
-        """Shows a line that a worker has printed."""
         self._display.line(text)
 
     def failed(self, why: str) -> None:

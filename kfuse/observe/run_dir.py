@@ -51,8 +51,7 @@ class RunDirectory:
         self._files = [file for file in (self._metrics, self._events, self._ledger) if file is not None]
         self._last_step = -1
         self._next_step: int | None = None  # the one whose record is to come; None: any may
-        self.lines_lost = 0
-        """Lines of the JSON lines files that are known to be missing; each was said in an event."""
+        self.lines_lost = 0  # lines of the JSON lines files that are known to be missing; each was said in an event
         self._last_entries: dict[int | None, tuple[int, int]] = {}  # of the ledger, by the worker that reports its own
         self._board = _Board(path / "tb") if tensorboard else None
         self._full_since: float | None = None
@@ -191,8 +190,7 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.dropped = 0
-        """How many lines were dropped because too many waited."""
+        self.dropped = 0  # how many lines were dropped because too many waited
         self._waiting: deque[bytes] = deque()
         self._file: BinaryIO = path.open("ab", buffering=0)
 

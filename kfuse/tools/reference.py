@@ -32,7 +32,6 @@ def updated(page: str) -> str:
 
 
 def _settings() -> Iterator[str]:
-    """Yields a table for each section of the settings, with the section's docstring."""
     for section, about in {"": "", **SECTIONS}.items():
         if section:
             yield f"### {section}"
@@ -53,7 +52,6 @@ def _settings() -> Iterator[str]:
 
 
 def _options() -> Iterator[str]:
-    """Yields each option's file, with its comments."""
     configs = importlib.resources.files("kfuse.configs")
     for group in (*CLASS_GROUPS, "comm"):
         for file in sorted(configs.joinpath(group).iterdir(), key=lambda file: file.name):
@@ -62,7 +60,6 @@ def _options() -> Iterator[str]:
 
 
 def _figures() -> Iterator[str]:
-    """Yields one table of the fields of `Signals` and the columns of metrics.jsonl."""
     signals = {each.name: each.metadata for each in fields(Signals)}
     types = {each.name: each.type for kind in (StepContext, Signals) for each in fields(kind)}
     rows = []
@@ -77,7 +74,6 @@ def _figures() -> Iterator[str]:
 
 
 def _rules() -> Iterator[str]:
-    """Yields the table of which settings go together."""
     rows = []
     for rule in RULES:
         facts = {key: "..." for key in (*rule.when, rule.key)}

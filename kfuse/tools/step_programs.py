@@ -77,7 +77,6 @@ def main(config: dict[str, Any]) -> int:
 
 
 def _model(config: Mapping[str, Any]) -> torch.nn.Module:
-    """Builds the configured model."""
     node, _ = instantiate.initial_weights(config["model"])
     model: torch.nn.Module = instantiate.build(node, **instantiate.build(class_arguments("data", config["data"])).spec)
     if config["train"]["precision"] == "bf16-true":
@@ -88,14 +87,12 @@ def _model(config: Mapping[str, Any]) -> torch.nn.Module:
 def _prices(
     config: Mapping[str, Any], options: CommOptions, job: Job, costs: Costs, names: list[str]
 ) -> dict[str, Price]:
-    """Returns by schedule the price of its program."""
     elastic = instantiate.locate(config["launcher"]["_target_"]) is not TorchrunLauncher
     mirrored = elastic and options.redundancy == "mirror"
     return {name: price(make_programs(options, name, devices.count() > 0, mirrored)[0], job, costs) for name in names}
 
 
 def _print_operations(price: Price) -> None:
-    """Prints a table of the program's operations, summed over all buckets."""
     table = Table(box=SIMPLE, padding=0)
     for k, column in enumerate(("operation", "place", "stream", "messages", "MB sent", "MB of memory", "ms")):
         table.add_column(column, justify="left" if k < 3 else "right", no_wrap=True)

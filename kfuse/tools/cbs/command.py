@@ -91,7 +91,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
-    """Reads the command's words. Raises ConfigError, which names the key."""
     hints, values = {**_OF_RUN, **_OF_PLAN}, dict[str, Any]()
     for word in words:
         name, _, text = word.partition("=")
@@ -193,8 +192,7 @@ class Run:
         if not config_path(path).is_file():
             raise ConfigError(f"run={path}: must be the directory of a run of `kfuse`; it has no .hydra/config.yaml")
         self.config = read_config(path, [*AT_SHELL, *(f"{group}._target_" for group in CLASS_GROUPS)])
-        self.checkpoints = steps_in(path / "checkpoints")
-        """By step, ascending."""
+        self.checkpoints = steps_in(path / "checkpoints")  # by step, ascending
         if not self.checkpoints:
             raise ConfigError(f"run={path}: has no checkpoint: checkpoint.every_steps=N, checkpoint.keep=N write them")
         if (sync := self.config["comm"]["sync"]) != "ssgd":
@@ -250,8 +248,7 @@ class Start:
         done = schedule.done(at["schedule"] if lr["scaling"] == "adascale" else self.step, at["samples"])
         means = at["mean_grad_sq"], at["mean_grad_variance"]
         factor = schedule.shape(at["schedule"], done) * schedule.gain(self.batch_size, *means) * at["lr_scale"]
-        self.lr: float = lr["base"] * factor
-        """The run's learning rate at the checkpoint; 0 at the end of a decay."""
+        self.lr: float = lr["base"] * factor  # the run's learning rate at the checkpoint; 0 at the end of a decay
         # The branches' own schedule multiplies by gain(f, batch size): at k = 1 the rate is the checkpoint's.
         self._lr_scale = factor / gain(run.lr_scaling, self.batch_size, config["batch"]["size"])
 

@@ -23,8 +23,7 @@ Floats = NDArray[np.float64]
 Trace = list[tuple[float, float | None, float | None, float | None]]
 """What a branch measured, by step: samples since the checkpoint, the step's included; mean loss before its update; S,
 unbiased for tr(Sigma); G2, unbiased for |G|^2. None is unknown."""
-Branch = Callable[[float, int], Trace]
-"""branch(k, repetition): trains a branch. Repetitions count from 0."""
+Branch = Callable[[float, int], Trace]  # branch(k, repetition): trains a branch. Repetitions count from 0.
 
 FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 _POINTS = 256  # of a curve, between two measured k
@@ -37,18 +36,13 @@ class Plan:
     Raises ConfigError for values out of range, which names the field.
     """
 
-    batch_size: int
-    """B: the batch size of k = 1, in samples."""
+    batch_size: int  # B: the batch size of k = 1, in samples
     factors: Sequence[float] = FACTORS
     """The values of k, ascending. The first is the reference, which all others are compared with."""
-    repetitions: int = 5
-    """Repetitions of each branch, each with a data order of its own; 2 to 31."""
-    samples: int | None = None
-    """Samples of each branch; None: 16 steps of the largest batch."""
-    branch_samples: int = field(init=False)
-    """The same, as a number."""
-    tolerance: float = 0.01
-    """Part of the reference's smoothed loss by which that of a branch may be above it."""
+    repetitions: int = 5  # repetitions of each branch, each with a data order of its own; 2 to 31
+    samples: int | None = None  # samples of each branch; None: 16 steps of the largest batch
+    branch_samples: int = field(init=False)  # the same, as a number
+    tolerance: float = 0.01  # part of the reference's smoothed loss by which that of a branch may be above it
     window: float = 0.25
     """The part of the samples, at the end of a branch, whose mean loss is its smoothed loss; above 0, at most 1."""
 
@@ -110,14 +104,11 @@ class CriticalBatch:
     plan: Plan
     factors: tuple[float, ...]
     """The values of k that were measured: none after the first one whose loss is significantly above the tolerance."""
-    losses: tuple[tuple[float, ...], ...]
-    """Smoothed loss by k and repetition; NaN where a branch diverged."""
+    losses: tuple[tuple[float, ...], ...]  # smoothed loss by k and repetition; NaN where a branch diverged
     critical: float | None
     """B*; None where no branch was beyond the tolerance: it is larger than all batches that were tried."""
-    low: float
-    """The interval's lower end. Where no upper end is known, B* may be anything from here on."""
-    high: float | None
-    """The interval's upper end; None where no loss is significantly above the tolerance."""
+    low: float  # The interval's lower end. Where no upper end is known, B* may be anything from here on.
+    high: float | None  # the interval's upper end; None where no loss is significantly above the tolerance
     noise_scale: tuple[float, float, float] | None = None
     """tr(Sigma) / |G|^2 over the branches of the reference, and its 95 % interval; None where it has no upper end."""
 
@@ -233,7 +224,6 @@ def _bounds(values: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _first_above(grid: Floats, curve: Floats) -> float | None:
-    """Returns where the curve first rises above 0; None where it does not."""
     if not (curve > 0).any():
         return None
     i = int(np.argmax(curve > 0))

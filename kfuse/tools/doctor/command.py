@@ -142,14 +142,12 @@ def _kernels(found: Mapping[str, str | None] | None, problem: str | None, gpus: 
 
 
 def size() -> Line:
-    """Returns the cores and memory that this process may use."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return Line("machine", "ok", f"{cores} cores, {memory:.1f} GiB of memory, {platform.platform()}")
 
 
 def versions() -> Line:
-    """Returns the versions of kfuse, Python, torch and Triton."""
     found = f"kfuse {__version__}, Python {platform.python_version()}, torch {torch.__version__}, triton "
     found += version("triton") or "not installed"
     return Line("versions", "ok", found)

@@ -13,8 +13,7 @@ import kfuse.kernels as k
 from kfuse.kernels import dispatch, num_blocks
 from kfuse.kernels.normalisation import norm_backward, norm_forward
 
-Draw = Callable[..., Tensor]
-"""Draws a tensor of a shape and `dtype=`, fp32 by default, on the device."""
+Draw = Callable[..., Tensor]  # draws a tensor of a shape and `dtype=`, fp32 by default, on the device
 Call = Callable[[torch.device, Draw], Sequence[Tensor]]
 """Calls a kernel on the device, with arguments that it draws; returns all results."""
 

@@ -25,8 +25,7 @@ kfuse plan JOBS.yaml workers=N
 Prints how many of N workers, and which batch size, each job of the file gets, its time left with low and high ends, and
 worker-hours. docs/planning.md has an example of such a file."""
 
-MIN_STEPS = 5
-"""A setting (workers, batch size) with fewer steps in a run counts as not measured."""
+MIN_STEPS = 5  # a setting (workers, batch size) with fewer steps in a run counts as not measured
 KEYS: dict[str, Any] = {
     "name": str,
     "run": str,
@@ -170,7 +169,6 @@ def _of_run(folder: str) -> dict[str, Any]:
 
 
 def _print(jobs: Sequence[Job], options: Sequence[Sequence[Option]], workers: int) -> None:
-    """Prints a table of the jobs, shortest expected service first, and what the cluster has to do."""
     left = [job.samples_left for job in jobs]
     given, (ends, busy_s) = plan(options, left, workers), forecast(options, left, workers)
     table = Table("job", box=None, padding=(0, 1))

@@ -90,8 +90,7 @@ class Job:
     workers: tuple[int, int]
     noise_scale: tuple[float, float, float] | None
     """Low end, estimate and high end, in samples. None: unknown, so the batch size stays at `base_batch`."""
-    step_time: LinearStepTime | None
-    """None: only the settings of `measured` are known."""
+    step_time: LinearStepTime | None  # None: only the settings of `measured` are known
     measured: Mapping[tuple[int, int], float]
     spread: tuple[float, float]
 

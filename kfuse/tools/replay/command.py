@@ -93,7 +93,6 @@ def _recorded(run_dir: Path) -> tuple[Recorded, dict[str, Any] | None]:
 
 
 def _bounds(recorded: Recorded, overrides: Sequence[Override]) -> Bounds:
-    """Returns the run's bounds, with those that the overrides set. Raises ConfigError."""
     of_bounds = (each for each in overrides if each.key_or_group in _BOUNDS)
     given: dict[str, Any] = {each.key_or_group.replace(".", "_"): each.value() for each in of_bounds}
     try:
@@ -103,7 +102,6 @@ def _bounds(recorded: Recorded, overrides: Sequence[Override]) -> Bounds:
 
 
 def _check_override(override: Override) -> None:
-    """Raises ConfigError for an override that a replay cannot have."""
     key, why = override.key_or_group, ""
     if key not in (*_BOUNDS, "policy") and not key.startswith("policy."):
         why = f"one of policy, policy.NAME, {', '.join(_BOUNDS)}: nothing is trained"
@@ -154,8 +152,7 @@ def _notes(recorded: Recorded, config: Mapping[str, Any] | None, policy: BasePol
         yield f"{name}: its hooks are not called"
 
 
-_WIDTH = 110
-"""Characters of the tables: a narrower terminal wraps them."""
+_WIDTH = 110  # characters of the tables: a narrower terminal wraps them
 
 
 def _report(console: Console, recorded: Recorded, result: Replay, predicted: str | None) -> None:

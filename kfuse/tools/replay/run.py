@@ -12,28 +12,21 @@ from typing import Any
 from kfuse.policies.signals import DECISION_LAG, BasePolicy, Bounds, Decision, Signals, checked_decision
 from kfuse.tools.replay.steps import DecidedSettings, Recorded, StepSource
 
-Event = tuple[int, dict[str, Any]]
-"""A decision of events.jsonl: its step, and what changed."""
+Event = tuple[int, dict[str, Any]]  # a decision of events.jsonl: its step, and what changed
 
 
 @dataclass(frozen=True)
 class Change:
     """A decision that changes something, as it is applied after a step."""
 
-    step: int
-    """The step after which it is applied, as in events.jsonl; 0 for what the policy begins with."""
-    samples: int
-    """Samples used up to there."""
+    step: int  # the step after which it is applied, as in events.jsonl; 0 for what the policy begins with
+    samples: int  # samples used up to there
     before: DecidedSettings
     after: DecidedSettings
-    others: Mapping[str, Any]
-    """sync, topology, tree and replace, where the decision has them and they are new."""
-    notes: tuple[str, ...]
-    """What was clipped to the bounds."""
-    seen: Signals | None
-    """The signals that the policy decided on; None for what it begins with."""
-    rates: tuple[float, float]
-    """The factor on the learning rate before and after, of batch size and lr_scale."""
+    others: Mapping[str, Any]  # sync, topology, tree and replace, where the decision has them and they are new
+    notes: tuple[str, ...]  # what was clipped to the bounds
+    seen: Signals | None  # the signals that the policy decided on; None for what it begins with
+    rates: tuple[float, float]  # the factor on the learning rate before and after, of batch size and lr_scale
 
 
 class Replay:
@@ -42,18 +35,14 @@ class Replay:
     def __init__(self, recorded: Recorded, bounds: Bounds) -> None:
         self._recorded, self._bounds = recorded, bounds
         self.changes: list[Change] = []
-        self.steps = self.samples = 0
-        """Steps made, and their samples."""
-        self.cut_off = False
-        """The recorded run's end was not reached: the replay would take too many steps."""
-        self.now = recorded.begin
-        """What the step that comes is made with."""
+        self.steps = self.samples = 0  # steps made, and their samples
+        self.cut_off = False  # the recorded run's end was not reached: the replay would take too many steps
+        self.now = recorded.begin  # what the step that comes is made with
         self._workers_requested = self.now.workers
         """The number of workers that was last requested. Asking for it again changes nothing, as in training."""
         self._others: dict[str, Any] = {"sync": recorded.sync, "topology": None, "tree": None, "replace": None}
         """The present values of what is no setting of a step; None: unknown."""
-        self._newest: deque[Signals] = deque(maxlen=2)
-        """The signals of the last two steps, the latest first."""
+        self._newest: deque[Signals] = deque(maxlen=2)  # the signals of the last two steps, the latest first
 
     def take_in(self, seen: Signals) -> None:
         """Adds the step that was made last. A recorded step's own settings are those in force now."""

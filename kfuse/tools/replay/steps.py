@@ -70,10 +70,8 @@ def progress_of(samples: float, noise_scale: float) -> float:
 class TradeOff:
     """The hyperbola (steps / least_steps - 1) (samples / least_samples - 1) = 1 of a recorded run."""
 
-    least_steps: float
-    """Smin: steps with batches of any size."""
-    least_samples: float
-    """Emin: samples with one of them a step."""
+    least_steps: float  # Smin: steps with batches of any size
+    least_samples: float  # Emin: samples with one of them a step
 
     @property
     def critical_batch(self) -> float:
@@ -162,8 +160,7 @@ class Recorded:
 
 # -- a replay's steps -------------------------------------------------------------------------------------------------
 
-_MOST_STEPS = 10
-"""A replayed run that takes more than so many times the recorded steps is cut off."""
+_MOST_STEPS = 10  # a replayed run that takes more than so many times the recorded steps is cut off
 
 
 class RecordedSteps:
@@ -281,5 +278,4 @@ class SimulatedSteps:
         return Signals(**{**vars(there), **changed, **dict.fromkeys(unknown)})
 
 
-StepSource = RecordedSteps | SimulatedSteps
-"""Where a replay's steps come from."""
+StepSource = RecordedSteps | SimulatedSteps  # where a replay's steps come from
