@@ -36,8 +36,6 @@ from kfuse.integrations.measure import Monitor
 from kfuse.statistics.noise_scale import NoiseScale, rounding_error
 from kfuse.statistics.step_stats import StepStats
 
-NO_DIGITS: Any = None
-
 
 def wrapped(net: nn.Module, **options: Any) -> DistributedDataParallel:
     model = DistributedDataParallel(net, **options)
@@ -134,7 +132,7 @@ def measure(
     ends = np.cumsum(problem.sizes)
     found = []
     for step in range(steps):
-        x, y = (torch.from_numpy(values) for values in draw(problem, step, NO_DIGITS))
+        x, y = (torch.from_numpy(values) for values in draw(problem, step))
         for j in mine:
             size = problem.sizes[j]
             part = slice(int(ends[j]) - size, int(ends[j]))
@@ -155,7 +153,7 @@ def check_formula(problem: Problem, steps: list[StepStats]) -> None:
     """S, G2 and |gbar| are those of a mean over micro-batches that is not weighted."""
     count, samples = len(problem.sizes), len(problem.sizes) / sum(1 / size for size in problem.sizes)  # harmonic mean
     for step, stats in list(enumerate(steps))[-5:]:
-        parts = np.split(gradients_by_hand(problem, step, NO_DIGITS), np.cumsum(problem.sizes)[:-1])
+        parts = np.split(gradients_by_hand(problem, step), np.cumsum(problem.sizes)[:-1])
         means = np.stack([part.mean(axis=0) for part in parts])
         gbar = means.mean(axis=0)
         variance = samples * float(((means - gbar) ** 2).sum()) / (count - 1)

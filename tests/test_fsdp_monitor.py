@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed import KEPT, run_workers
-from test_ddp_hook import NO_DIGITS, check_formula, check_running, error, of_size
+from test_ddp_hook import check_formula, check_running, error, of_size
 from test_statistics import LOSSES, Halves, Problem, draw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -178,7 +178,7 @@ def measure(problem: Problem, sync: bool, divide: bool) -> list[StepStats]:
     ends = np.cumsum(problem.sizes)
     found = []
     for step in range(40):
-        x, y = (torch.from_numpy(values) for values in draw(problem, step, NO_DIGITS))
+        x, y = (torch.from_numpy(values) for values in draw(problem, step))
         for j in range(each):
             at = dist.get_rank() * each + j
             monitor.samples = problem.sizes[at]

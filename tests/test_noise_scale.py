@@ -11,21 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
 
 from kfuse.statistics.noise_scale import Estimate, NoiseScale, moments, rounding_error
 
 Array = NDArray[np.float64]
 Pairs = list[tuple[float | None, float | None]]
-
-
-def step_moments(gradients: Array, sizes: list[int]) -> tuple[float | None, float | None]:
-    """Moments of one step from the gradients of single samples, cut into micro-batches of `sizes`."""
-    assert len(gradients) == sum(sizes)
-    means = [part.mean(axis=0) for part in np.split(gradients, np.cumsum(sizes)[:-1])]
-    sum_weighted_sq = sum(b * float(g @ g) for b, g in zip(sizes, means, strict=True))
-    mean = gradients.mean(axis=0)
-    return moments(sum_weighted_sq, float(mean @ mean), sum(sizes), len(sizes))
 
 
 def gaussian_moments(
@@ -42,23 +32,6 @@ def gaussian_moments(
     pairs = [moments(float(a), float(t), float(b.sum()), len(b)) for a, t in zip(sums, totals, strict=True)]
     result = np.array(pairs, dtype=np.float64)
     return result[:, 0], result[:, 1]
-
-
-@pytest.fixture(scope="module")
-def digits_gradients() -> Array:
-    """Per-sample gradients of softmax regression on digits (X / 16, no bias) at w = 0."""
-    x, y = load_digits(return_X_y=True)
-    residual = 0.1 - np.eye(10)[y]
-    gradients: Array = np.einsum("ni,nc->nic", x / 16, residual).reshape(len(x), -1)
-    return gradients
-
-
-def test_digits_closed_form(digits_gradients: Array) -> None:
-    n = len(digits_gradients)
-    variance, grad_sq = step_moments(digits_gradients, [1] * n)
-    assert variance is not None and grad_sq is not None
-    assert variance * (n - 1) / n == pytest.approx(13.31530595, rel=1e-9)  # divided by N, as stated
-    assert grad_sq + variance / n == pytest.approx(0.19747316, rel=1e-7)
 
 
 def test_moments_unknown() -> None:
@@ -81,21 +54,6 @@ def test_rounded_inputs_shift_the_variance_by_no_more_than_the_bound() -> None:
             assert measured is not None
             assert abs(measured - unit * variance) < rounding_error(total, samples, micro_batches)
             assert measured_sq == pytest.approx(unit * grad_sq, rel=1e-6)
-
-
-def test_high_noise_needs_unclamped_averages() -> None:
-    """Where G2 of one step is mostly noise, clamping it before averaging ruins the ratio."""
-    variance, grad_sq = gaussian_moments(np.random.default_rng(1), 6000, 200, 2000.0, [16] * 4)
-    plain, clamped = NoiseScale(decay=0.9995), NoiseScale(decay=0.9995)
-    for s, g2 in zip(variance, grad_sq, strict=True):
-        plain.update(float(s), float(g2))
-        clamped.update(float(s), max(float(g2), 0.0))
-    ours, theirs = plain.estimate(), clamped.estimate()
-    assert ours.noise_scale is not None and ours.low is not None and ours.high is not None
-    assert theirs.noise_scale is not None
-    assert ours.low < 2000 < ours.high
-    assert ours.noise_scale == pytest.approx(2000, rel=0.2)
-    assert theirs.noise_scale < 1400
 
 
 # -- coverage: cells of the benchmark, so that tests and table cannot differ -----------------------------------------
@@ -146,26 +104,13 @@ def test_where_coverage_would_not_hold_no_number_is_shown(coverage: Any, name: s
     assert found["low_held"] is None or found["low_held"] >= 0.9
 
 
-def test_intervals_are_not_wide_for_no_reason(coverage: Any) -> None:
-    """Where the noise scale is the batch and stands still, the interval is as narrow as the data allow."""
-    [cell] = [cell for cell in coverage.cells() if cell.name == "1 B, dim 1000, after 400 steps"]
-    ratios = []
-    for seed in range(50):
-        noise, pairs = NoiseScale(), []
-        for s, g2, batch in coverage.gaussian(cell, np.random.default_rng(seed)):
-            noise.update(s, g2, batch)
-            pairs.append(g2)
-        found = noise.estimate()
-        assert found.low is not None and found.high is not None
-        error = np.std(pairs[-200:]) / math.sqrt(200) / np.mean(pairs[-200:])  # of the mean G2, nearly all of the error
-        ratios.append((found.high / found.low - 1) / error)
-    assert np.median(ratios) < 12  # 2.1 + 2.9 standard errors of the line's end, each twice the mean's
-
-
 def test_interval_is_fiellers_of_the_lines_ends() -> None:
-    """Both ends are where the t statistic of S - r G2, at the end of the window, reaches its quantile."""
+    """Both ends are where the t statistic of S - r G2, at the end of the window, reaches its quantile.
+
+    G2 of single steps is negative now and then: clamping it before averaging would be seen.
+    """
     for steps, block in [(20, 1), (333, 10)]:
-        variance, grad_sq = gaussian_moments(np.random.default_rng(5), steps, 50, 5.0, [8] * 4)
+        variance, grad_sq = gaussian_moments(np.random.default_rng(5), steps, 50, 50.0, [8] * 4)
         noise = NoiseScale(decay=0.99)
         for s, g2 in zip(variance, grad_sq, strict=True):
             noise.update(float(s), float(g2))

@@ -295,28 +295,6 @@ def test_an_optimizers_state_has_the_statistics(kind: str) -> None:
 # -- several workers --------------------------------------------------------------------------------------------------
 
 
-def of_several(folder: str, saves: bool) -> Weights:
-    kf.init(comm_reproducible=True)
-    net = network()
-    opt = kf.FusedAdamW(net.parameters(), lr=0.05)
-    if not saves:
-        kf.load_state_dict(read(Path(folder, "state-0.pt").read_bytes()))
-    kept = loop(kf.DataLoader(problem(), net, opt, policy=Growing(), batch_micro=2, **ARGUMENTS), net, opt, 11)
-    if saves:
-        Path(folder, f"state-{kf.rank()}.pt").write_bytes(kept)
-    return weights(net)
-
-
-@pytest.mark.full
-def test_what_two_workers_save_any_number_goes_on_from(tmp_path: Path) -> None:
-    ends = run_workers(2, of_several, str(tmp_path), True)
-    states = [read((tmp_path / f"state-{rank}.pt").read_bytes()) for rank in (0, 1)]
-    assert_equal(*(state["model"] for state in states))
-    for workers in (1, 3):
-        for end in run_workers(workers, of_several, str(tmp_path), False):
-            assert_equal(end, ends[0])
-
-
 SCRIPT = """
 import pathlib, sys
 import torch
@@ -337,7 +315,7 @@ if kf.rank() == 0 and not path.exists():
 
 
 @pytest.mark.full
-def test_under_kfuse_run_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_two_workers_save_three_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     first = run_script(tmp_path, SCRIPT)
     (tmp_path / "run").rename(tmp_path / "first")
