@@ -48,24 +48,14 @@ class BackwardWatch(ABC):
     post-accumulate hook would see what earlier micro-batches left there too. Methods are in the order of a step.
     """
 
-    monitor: Monitor
-    kept: bool
-    """Some parameter had a gradient when the backward under way began."""
-    norms: list[Tensor]
-    """The norms of the gradient of the backward under way, in blocks."""
-    _measures: bool
-    """The gradient of the backward under way is measured by the parameters' hooks."""
-    before: list[Any]
-    """What `_marks` said as it began, and `after` when the latest one was over."""
-    _conditions: list[Tensor]
-    """Bool scalars on the device: this step's squares are known where all of them are true."""
-
     def __init__(self, model: nn.Module, params: Sequence[Parameter], monitor: Monitor) -> None:
         """params: those whose `.grad` is watched. A subclass calls `watch` for what it measures."""
         self.params, self.monitor = list(params), monitor
-        self._began = self._measures = self.kept = False
-        self.norms = []
-        self.before = self.after = self._marks()
+        self._began = False
+        self._measures = False  # the gradient of the backward under way is measured by the parameters' hooks
+        self.kept = False  # some parameter had a gradient when it began
+        self.norms: list[Tensor] = []  # of its gradient, in blocks
+        self.before = self.after = self._marks()  # as it began, and when the latest one was over
         self.begin_step()
         monitor.handles.append(model.register_forward_pre_hook(OfOneModel(self.before_forward)))
 
@@ -75,7 +65,8 @@ class BackwardWatch(ABC):
 
     def begin_step(self) -> None:
         """Makes the next backward the first of a step."""
-        self._conditions, self._unknown = [], False
+        self._conditions: list[Tensor] = []  # bool scalars on the device: where one is false, squares are unknown
+        self._unknown = False
         self._forwards = self._backwards = 0
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
@@ -235,9 +226,6 @@ def monitor(
 class _Plain(BackwardWatch):
     """The hooks of one model. The model keeps them, and they go with it."""
 
-    _total: Tensor | float
-    """The square of what `.grad` had after the latest backward."""
-
     def __init__(self, model: nn.Module, options: Options) -> None:
         params = [param for param in model.parameters() if param.requires_grad]
         super().__init__(model, params, Monitor(one_device("kf.monitor", params), options))
@@ -255,11 +243,10 @@ class _Plain(BackwardWatch):
             )
 
     def ended(self) -> None:
-        square = self._total = self.square()
-        self.monitor.micro_batch(square)
-        if self.kept and isinstance(square, Tensor):
-            self._total = total_square(self.gradients())
+        self._square = self.square()
+        self.monitor.micro_batch(self._square)
+        if self.kept and isinstance(self._square, Tensor):
+            self._square = total_square(self.gradients())  # of the whole step
 
     def end_step(self) -> None:
-        total = self._total
-        self.monitor.step(self.monitor.message(total if isinstance(total, Tensor) else torch.tensor(math.nan)))
+        self.monitor.step(self.monitor.message(torch.as_tensor(self._square)))

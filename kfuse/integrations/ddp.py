@@ -49,29 +49,20 @@ class _Hook(BackwardWatch):
     It does not refer to the model: DDP's reducer, which is not Python's, keeps it, and would then never be freed.
     """
 
-    _divides: bool
-    """Without a hook DDP multiplies a gradient by 1 / n as it copies it into its bucket, and divides by n one that lies
-    there already. For powers of two there is no difference."""
-    _places: dict[int, int]
-    """By id of the parameter, the address of the memory that its gradient was in before this backward."""
-    _syncs: bool
-    """DDP reduces in the backwards of the newest forward."""
-    _of_buckets: bool
-    """This backward's gradient is measured in the buckets, before their reduction."""
-    _means: list[Tensor]
-    """The buckets. They have the mean gradient when backward is over."""
-    _reduced: bool
-    """All of this backward's buckets are on their way."""
-
     def __init__(self, ddp: DistributedDataParallel, options: Options) -> None:
         self._group = ddp.process_group
         self._workers, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         named = ddp.module.named_parameters()
         params = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore]
         device = one_device("kf.ddp_hook", params)
+        # Without a hook DDP multiplies a gradient by 1 / n as it copies it into its bucket, and divides by n one that
+        # lies there already. For powers of two there is no difference.
         self._divides = ddp.gradient_as_bucket_view and self._workers & (self._workers - 1) != 0
-        self._places, self._means = {}, []
-        self._syncs = self._of_buckets = self._reduced = False
+        self._places: dict[int, int] = {}  # by id of the parameter, where its gradient lay before this backward
+        self._means: list[Tensor] = []  # the buckets, which have the mean gradient when backward is over
+        self._syncs = False  # DDP reduces in the backwards of the newest forward
+        self._of_buckets = False  # this backward's gradient is measured in the buckets, before their reduction
+        self._reduced = False  # all of this backward's buckets are on their way
         ddp.register_comm_hook(None, OfOneModel(self._reduce))
         super().__init__(ddp, params, Monitor(device, options, workers=self._workers, rank=self._rank))
         for index, param in enumerate(params):

@@ -60,15 +60,6 @@ def fsdp_monitor(
 class _Sharded(BackwardWatch):
     """The hooks of one model, which keeps them. Backwards are seen at the gathered parameters."""
 
-    _places: dict[nn.Module, list[tuple[nn.Module, str, int]]]
-    """Of each unit of FSDP2: the modules, attributes and indices in `params` of the parameters that it gathers."""
-    _gathered: dict[int, Tensor]
-    """By index, the gathered parameter that has a hook. FSDP2 makes it in the first forward, and keeps it."""
-    _pending: set[int]
-    """Indices of parameters with a gradient that is not yet in their shards' `.grad`."""
-    _left: Tensor | None
-    """The square of the shards' gradients that the latest backward left; None where it left none."""
-
     def __init__(self, model: nn.Module, options: Options) -> None:
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in units:
@@ -79,7 +70,9 @@ class _Sharded(BackwardWatch):
         self._groups = [group for unit in units for group in _param_groups(unit)]
         self._divisor()
         rank = self._mesh.mesh.flatten().tolist().index(dist.get_rank())
-        self._gathered, self._pending, self._left = {}, set(), None
+        self._gathered: dict[int, Tensor] = {}  # by index, those with a hook: FSDP2 makes each once, in a forward
+        self._pending = set[int]()  # indices of parameters with a gradient that is not yet in their shards' `.grad`
+        self._left: Tensor | None = None  # the square of the shards' gradients, as the latest backward left them
         monitor = Monitor(self._groups[0].device, options, workers=self._workers, rank=rank)
         super().__init__(model, [param for _, param in named], monitor)
         if any(_reduced_in_16_bits(group) for group in self._groups):
@@ -175,7 +168,9 @@ class _Sharded(BackwardWatch):
 def _trained(
     model: nn.Module,
 ) -> tuple[list[tuple[str, nn.Parameter]], dict[nn.Module, list[tuple[nn.Module, str, int]]]]:
-    """Returns names and parameters to be trained, and where each unit finds them: see `_Sharded`."""
+    """Returns names and parameters to be trained, and of each unit of FSDP2 where it gathers them: modules, attributes
+    and indices of parameters.
+    """
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     index_of = {id(param): index for index, (_, param) in enumerate(named)}
     places: dict[nn.Module, list[tuple[nn.Module, str, int]]] = {}

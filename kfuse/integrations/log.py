@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 FIGURES = (
     "step",
@@ -22,7 +22,8 @@ FIGURES = (
 """A record's figures, in order: those of `kfuse.statistics.figures.METRICS` that a monitor knows."""
 
 Target = Callable[[dict[str, Any]], object]
-_targets: list[Target] = []
+TARGETS: list[Target] = []
+"""Those of the latest `log_to`."""
 
 
 def log_to(*targets: Any) -> None:
@@ -39,12 +40,7 @@ def log_to(*targets: Any) -> None:
 
     Raises TypeError for anything else.
     """
-    _targets[:] = [_target(target) for target in targets]
-
-
-def targets() -> tuple[Target, ...]:
-    """Returns the targets of the latest `log_to`."""
-    return tuple(_targets)
+    TARGETS[:] = [_target(target) for target in targets]
 
 
 def _target(target: Any) -> Target:
@@ -52,8 +48,7 @@ def _target(target: Any) -> Target:
         return _Scalars(target)
     if not callable(target):
         raise TypeError(f"log_to target={target!r}: must be a folder, a TensorBoard SummaryWriter or a callable")
-    given: Target = target
-    return given
+    return cast("Target", target)
 
 
 class _Scalars:

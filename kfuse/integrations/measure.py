@@ -95,10 +95,10 @@ def total_square(tensors: Iterable[Tensor]) -> Tensor:
 class Options:
     """How the loop makes its gradients; see `kf.monitor`. Raises ValueError for values out of range."""
 
-    samples: float | None = None
-    accumulate: int = 1
-    scaler: Any = None
-    name: str = "train"
+    samples: float | None
+    accumulate: int
+    scaler: torch.amp.GradScaler | None
+    name: str
 
     def __post_init__(self) -> None:
         if self.samples is not None and not 1 <= self.samples < math.inf:
@@ -125,50 +125,33 @@ class Monitor:
     All workers have the same figures; each step's are computed on the device and copied to the host without a wait.
     """
 
-    name: str
-    """Names this monitor's figures where `kf.log_to` sends them."""
+    name: str  # names this monitor's figures where `kf.log_to` sends them
     samples: float | None
     """Samples of each micro-batch on this worker, at least 1; None: micro-batches are the unit. Set it before a
     backward whose micro-batch has another number."""
-    device: torch.device
-    """Where the squares are."""
-    workers: int
-    """n, the workers whose gradients are averaged."""
-    micro_batches: int
-    """This worker's micro-batches of the step under way."""
-    _squares: Tensor
-    """Of these, the sum of |s_j|^2 without loss scale: float64 scalar on the device."""
-    _inverse_samples: float
-    """Of these, the sum of 1 / b_j."""
-    _pending: tuple[Tensor, dist.Work | None] | None
-    """The finished step's message that is still travelling, and what says that it has arrived."""
-    _steps: int
-    """Steps whose message has arrived."""
-    _seen: float
-    """Samples of the steps that `log_to` was there for."""
-    _why: str
-    """Why figures of the step under way are unknown: the first reason that was given; `_perhaps`: the first one that
-    only the device knows to apply or not."""
-    _whys: deque[tuple[int, str]]
-    """The newest finished steps' reasons, for those that had one; `_told`: those that were logged."""
+    device: torch.device  # where the squares are
+    workers: int  # n, the workers whose gradients are averaged
+    micro_batches: int  # this worker's micro-batches of the step under way
 
     def __init__(self, device: torch.device, options: Options, *, workers: int = 1, rank: int = 0) -> None:
         self.name, self.device, self.workers, self._rank = options.name, device, workers, rank
         self.samples, self._divisor, self._scaler = options.samples, float(options.accumulate), options.scaler
         self._statistics = Statistics()
-        self.handles: list[Any] = []
-        """Of hooks, which `close` removes."""
-        self._whys, self._told = deque(maxlen=16), set[str]()
-        self._steps, self._seen, self._pending = 0, 0.0, None
+        self.handles: list[Any] = []  # of hooks, which `close` removes
+        self._whys = deque[tuple[int, str]](maxlen=16)  # the newest finished steps' reasons, for those that had one
+        self._told = set[str]()  # the reasons that were logged
+        self._steps = 0  # whose message has arrived
+        self._seen = 0.0  # samples of the steps that `log_to` was there for
+        self._pending: tuple[Tensor, dist.Work | None] | None = None  # the newest step's message, while it travels
         if workers > 1:
             wait_at_exit()
         self.drop()
 
     def drop(self) -> None:
         """Forgets the micro-batches of the step under way."""
-        self._squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.micro_batches, self._inverse_samples = 0, 0.0
-        self._why = self._perhaps = ""
+        self._squares = torch.zeros((), dtype=torch.float64, device=self.device)  # sum of |s_j|^2, without loss scale
+        self.micro_batches, self._inverse_samples = 0, 0.0  # the latter is the sum of 1 / b_j
+        self._why = self._perhaps = ""  # the first reasons given that figures are, or perhaps are, unknown
 
     # -- for training loops ------------------------------------------------------------------------------------------
 
@@ -261,16 +244,15 @@ class Monitor:
             sent.wait()
         micro_batches, seen = message[MICRO_BATCHES], message[TOTAL]
         samples = micro_batches / message[INVERSE_SAMPLES]
-        record = torch.zeros(
-            tail.RECORD_SLOTS + self.workers * tail.RANK_SLOTS, dtype=torch.float64, device=self.device
-        )
+        slots = tail.RECORD_SLOTS + self.workers * tail.RANK_SLOTS
+        record = torch.zeros(slots, dtype=torch.float64, device=self.device)
         record[tail.SUM_SQUARES] = samples * message[SQUARES] * self._divisor**2
         record[tail.SAMPLES], record[tail.MICRO_BATCHES] = samples * micro_batches, micro_batches
         record[tail.LOSS] = math.nan
         record[tail.GRAD_SQ] = seen * (self._divisor * self.workers / micro_batches) ** 2
         if self._scaler is not None:
             record[tail.SKIPPED] = (~torch.isfinite(seen)).double()  # by the scaler
-        self._statistics.keep_unread = bool(log.targets())
+        self._statistics.keep_unread = bool(log.TARGETS)
         self._statistics.push(self._steps, "micro-batches" if self.samples is None else "samples", record)
         self._steps += 1
         self._send(lag=int(devices.of(self.device).asynchronous))
@@ -295,7 +277,7 @@ class Monitor:
             self._seen += stats.samples
             known = {"step": stats.step, "samples": self._seen, "batch_size": stats.samples, "workers": self.workers}
             record = {name: known[name] if name in known else getattr(stats, name) for name in log.FIGURES}
-            for target in log.targets() if self._rank == 0 else ():
+            for target in log.TARGETS if self._rank == 0 else ():
                 target({"monitor": self.name, **record})
 
     def _reason(self, stats: StepStats) -> str | None:

@@ -32,14 +32,11 @@ _KFUSE = "kfuse"  # a key of state_dict
 class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the workers' mean gradient. A subclass makes its `updates` and calls `_attach`."""
 
-    updates: Updates
-    """Makes the updates, and has the state for them."""
+    updates: Updates  # makes the updates, and has the state for them
     reducer: Reducer
     statistics: Statistics
-    clip_norm: float | None
-    """Largest norm of the mean gradient; None: no clipping."""
-    skip_nonfinite: bool
-    """Whether an update with a gradient that is not finite is skipped."""
+    clip_norm: float | None  # largest norm of the mean gradient; None: no clipping
+    skip_nonfinite: bool  # whether an update with a gradient that is not finite is skipped
     shards_state: bool = False
     """Whether the class can keep a shard of the optimizer's state on each worker (`comm.state=sharded`)."""
     tells_fisher: bool = False
@@ -49,10 +46,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     lr_factor: float = 1.0
     """What an update multiplies each group's learning rate with (batch-size scaling, a policy's lr_scale). group["lr"]
     belongs to the user, or to their scheduler: kfuse reads it and never changes it."""
-    last_lr: float = 0.0
-    """The learning rate of the last update, as `base_lr` has it, times `lr_factor`."""
-    begun: Update | None = None
-    """The newest update, made or not: with sharded state a lost worker may interrupt it."""
+    last_lr: float = 0.0  # the learning rate of the last update, as `base_lr` has it, times `lr_factor`
+    begun: Update | None = None  # the newest update, made or not: with sharded state a lost worker may interrupt it
 
     steps_without_gradients: int = 0
     """Calls of `step` that did nothing. Workers on which they differ have lost their common step."""

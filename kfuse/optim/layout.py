@@ -21,34 +21,26 @@ MASTER = "master"
 class Extent(NamedTuple):
     """Where a piece lies: this worker's part of a bucket, or of one parameter of it."""
 
-    place: slice
-    """Of the bucket."""
-    within: slice
-    """Of `Part.place`."""
-    numels: tuple[int, ...]
-    """Of each parameter in it."""
-    offsets: tuple[int, ...]
-    """Where each one begins, counted from the start of `place`."""
-    tensors: tuple[int, ...]
-    """Which of the bucket's parameters they are; they follow each other."""
+    place: slice  # of the bucket
+    within: slice  # of `Part.place`
+    numels: tuple[int, ...]  # of each parameter in it
+    offsets: tuple[int, ...]  # where each one begins, counted from the start of `place`
+    tensors: tuple[int, ...]  # which of the bucket's parameters they are; they follow each other
 
 
 @dataclass
 class Entry:
     """What there is of one parameter's state. The same on each worker, as its number of updates is."""
 
-    known: bool = False
-    """It has moments (torch makes them at the first update)."""
-    mastered: bool = False
-    """Its master is a part of the state: from the first update on, or since it was loaded."""
+    known: bool = False  # it has moments (torch makes them at the first update)
+    mastered: bool = False  # its master is a part of the state: from the first update on, or since it was loaded
 
 
 @dataclass
 class Part:
     """The optimizer state of a part of a bucket: all of it, or with sharded state a worker's shard, or a mirror."""
 
-    place: slice
-    """Of the bucket, in elements."""
+    place: slice  # of the bucket, in elements
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """fp32, 1-D, each as long as the place: the moments by torch's names, once an update needs them; where parameters
     are 16-bit their fp32 weights, as MASTER: these are updated, and the parameters are their rounded values."""
@@ -137,21 +129,14 @@ class Part:
 class BucketState:
     """A bucket's parameters and optimizer state. Tensors are flat, in the bucket's layout."""
 
-    param: Tensor
-    """[body], in the parameters' dtype: their own memory."""
-    group: int
-    """The parameter group of all of its parameters."""
-    steps: Tensor
-    """fp32 [parameters]: updates each one has had. Whole on each worker."""
-    entries: list[Entry]
-    """Of each parameter."""
+    param: Tensor  # [body], in the parameters' dtype: their own memory
+    group: int  # the parameter group of all of its parameters
+    steps: Tensor  # fp32 [parameters]: updates each one has had. Whole on each worker.
+    entries: list[Entry]  # of each parameter
     own: Part
-    mirror: Part
-    """What this worker repeats of the worker before it; empty where there is no mirror."""
-    together: bool = True
-    """All of the bucket's parameters have had the same updates, so that one call can do them all."""
-    others: list[Part] = field(default_factory=list)
-    """Parts that this worker keeps for others while the group changes."""
+    mirror: Part  # what this worker repeats of the worker before it; empty where there is no mirror
+    together: bool = True  # all of the bucket's parameters have had the same updates, so that one call can do them all
+    others: list[Part] = field(default_factory=list)  # parts that this worker keeps for others while the group changes
 
     @property
     def parts(self) -> list[Part]:
@@ -186,12 +171,9 @@ class Piece(NamedTuple):
     master: Tensor | None
     grad: Tensor
     moments: dict[str, Tensor]
-    step: Tensor
-    """0-dim fp32, the number of this update, from 1."""
-    first: bool
-    """It is the first update of these parameters."""
-    skip: Tensor | None
-    """Where it is not 0 the update is left out; None: 0."""
+    step: Tensor  # 0-dim fp32, the number of this update, from 1
+    first: bool  # it is the first update of these parameters
+    skip: Tensor | None  # where it is not 0 the update is left out; None: 0
 
 
 def piece_of(

@@ -33,8 +33,7 @@ _LOG = logging.getLogger("kfuse")
 class Reducer:
     """Reduces an optimizer's gradients over the workers, and keeps what came of it until the update."""
 
-    engine: Engine
-    """`rebuild` replaces it."""
+    engine: Engine  # `rebuild` replaces it
 
     def __init__(self, session: Session, updates: Updates) -> None:
         """updates: have the optimizer, of whose parameters those that are trained are reduced."""
@@ -45,10 +44,8 @@ class Reducer:
         """The loss that has aborted the step under way, until the loop takes it."""
         self.in_doubt: set[int] = set()
         """Parameters whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient."""
-        self.tracked: nn.Module | None = None
-        """Whose buffers' changes are averaged."""
-        self.unit = "micro-batches"
-        """Of the statistics: these, or samples."""
+        self.tracked: nn.Module | None = None  # whose buffers' changes are averaged
+        self.unit = "micro-batches"  # of the statistics: these, or samples
         self._had_gradients = False  # some parameter has ever had a gradient, or it was warned that none has
         self._attach(self._new_engine(None))
 

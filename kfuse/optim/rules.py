@@ -118,14 +118,10 @@ def adam_options(options: Options, given: Update) -> AdamOptions:
 class _Moved:
     """The first half of an update."""
 
-    of: KeptStep
-    """The step. Another one is another object, also where a step is made again from a checkpoint."""
-    pieces: list[list[Piece]]
-    """Of each bucket."""
-    sums: Tensor
-    """fp32: the chunks' norms of this worker's shards, bucket by bucket; elsewhere 0."""
-    mirrored: Tensor
-    """The same of the shards that it mirrors."""
+    of: KeptStep  # the step. Another one is another object, also where a step is made again from a checkpoint.
+    pieces: list[list[Piece]]  # of each bucket
+    sums: Tensor  # fp32: the chunks' norms of this worker's shards, bucket by bucket; elsewhere 0
+    mirrored: Tensor  # the same of the shards that it mirrors
 
 
 class LambRule(Rule):

@@ -23,14 +23,10 @@ _LOG = logging.getLogger("kfuse")
 class Scaling:
     """What an update needs. Tensors are on the gradients' device."""
 
-    record: Tensor
-    """The step's record, in units of the true gradient, and with the slots that only the optimizer knows."""
-    factor: Tensor | None
-    """fp32 scalar that the gradients are multiplied with; None: 1."""
-    skip: Tensor | None
-    """fp32 scalar; non-zero leaves the update out. None: it is made."""
-    finite: Tensor | bool
-    """Whether all gradients are finite: a bool on the CPU, a bool scalar on CUDA."""
+    record: Tensor  # the step's record, in units of the true gradient, and with the slots that only the optimizer knows
+    factor: Tensor | None  # fp32 scalar that the gradients are multiplied with; None: 1
+    skip: Tensor | None  # fp32 scalar; non-zero leaves the update out. None: it is made.
+    finite: Tensor | bool  # whether all gradients are finite: a bool on the CPU, a bool scalar on CUDA
 
 
 def scaling(

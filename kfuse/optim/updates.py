@@ -54,8 +54,7 @@ class Update:
     in_doubt: Collection[int]
     """Parameters (indices in `engine.params`) that are left alone where `reduced.used` is 0: see `Reducer.in_doubt`."""
     lr_factor: float
-    owner_is_lost: bool = False
-    """The update is resumed after a loss: the worker whose shards this one mirrors is gone."""
+    owner_is_lost: bool = False  # the update is resumed after a loss: the worker whose shards this one mirrors is gone
 
     def skip_of(self, index: int) -> Tensor | None:
         """`scaled.skip` for one parameter: not 0 either where it is in doubt, and no worker gave it a gradient."""
@@ -73,8 +72,7 @@ class ShardsLost(RuntimeError):
 class Updates:
     """Makes the updates of an optimizer's parameters. Without shards, those about shards do nothing."""
 
-    weight_names: tuple[str, ...] = ()
-    """Entries of torch's `state` that `weights` returns: they are not averaged twice."""
+    weight_names: tuple[str, ...] = ()  # entries of torch's `state` that `weights` returns: they are not averaged twice
     engine: Engine
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
