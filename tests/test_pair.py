@@ -308,7 +308,7 @@ class Real:
 
     def __init__(self, pair: Pair, model: Quadratic, opt: Any) -> None:
         self.model, self.opt, self.pair = model, opt, pair
-        opt.average_with(pair)
+        opt.pair = pair
 
     def pull(self, rank: int, peer: Peer) -> None:
         """The snapshot that `rank` has published last arrives now."""
@@ -346,7 +346,7 @@ def test_masters_of_16_bit_parameters_are_averaged(new_pair: Any) -> None:
     opt = kf.FusedSGD(net.parameters(), lr=0.0)
     mine, theirs = ([change(weight) for weight in opt.updates.weights()] for change in (torch.clone, torch.rand_like))
     pair = new_pair(opt.updates.weights(), {1: new_pair(theirs, {}, rank=1).address})
-    opt.average_with(pair)
+    opt.pair = pair
     pulled(pair)
     net(torch.ones(4, 5, dtype=torch.bfloat16)).sum().backward()
     opt.step()

@@ -68,7 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.statistics.at_fixed_lag = session.elastic
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self._warning, self._comparison = NonfiniteWarning(), Comparison(updates, self._numbers)
-        self._pair: Pair | None = None  # averages weights with another worker's before each update
+        self.pair: Pair | None = None  # averages the weights with another worker's before each update
         self.updates = updates
         self.reducer = Reducer(session, updates)
         self.engine.compared = self._comparison.compared
@@ -81,7 +81,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def engine(self) -> Engine:
-        """The reducer's. `rebuild` replaces it."""
         return self.reducer.engine
 
     def _share_parameters(self, groups: list[dict[str, Any]]) -> None:
@@ -143,10 +142,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Between trainings: each step's record has so many numbers of a step function's (kf.fit calls it)."""
         self.statistics.carry_figures(count)
         self.engine.carry_figures(count)
-
-    def average_with(self, pair: Pair | None) -> None:
-        """From the next step on: averages the weights with another worker's before each update (pair averaging)."""
-        self._pair = pair
 
     # -- micro-batches --------------------------------------------------------------------------------------------
 
@@ -276,18 +271,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             scaled = scaling(reduced, self.engine, self.clip_norm, self.skip_nonfinite, found_inf, loss_scale)
             self.last_lr = self.base_lr * self.lr_factor
-            if self._pair is not None and self._pair.mix(self.updates.weights()):
+            if self.pair is not None and self.pair.mix(self.updates.weights()):
                 self.updates.weights_changed()
-            begun = Update(self.engine.step - 1, reduced, scaled, self.reducer.in_doubt, self.lr_factor)
-            self.begun = begun
+            begun = self.begun = Update(self.engine.step - 1, reduced, scaled, self.reducer.in_doubt, self.lr_factor)
             if not (reduced.local and reduced.idle):
                 self.updates.update(begun)
         except RuntimeError as error:  # comm.state=sharded: sums of shards, or updated parameters, did not arrive
             if not self.reducer.leave_to_loop(error):
                 raise
             return loss
-        if self._pair is not None:
-            self._pair.publish(self.updates.weights(), self.engine.step)
+        if self.pair is not None:
+            self.pair.publish(self.updates.weights(), self.engine.step)
         self.take_statistics(begun, warns=found_inf is None)  # with GradScaler skips are how it finds its scale
         self._comparison.check(begun.step, self.statistics, self.reducer.tracked)
         return loss
@@ -302,7 +296,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._warning.after_step(update.step, finite, self.statistics.arrived, self.skip_nonfinite, leads)
 
     def _numbers(self) -> dict[str, float]:
-        """Returns the settings that must be equal on all workers, by name."""
         numbers = {f"the learning rate of group {k}": rate for k, rate in enumerate(self.learning_rates())}
         numbers |= numeric_options(self.param_groups)
         numbers["clip_norm"] = math.nan if self.clip_norm is None else float(self.clip_norm)

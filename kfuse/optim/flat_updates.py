@@ -82,15 +82,8 @@ class FlatUpdates(Updates):
         self._refuse_options(self.opt.param_groups, _OTHER_ARITHMETIC)
         resumes = self.engine.kept is not None and self.engine.kept.resumed
         for bucket, state in self.flat.pairs():
-            if state.own.place != bucket.shard and not resumes:  # made before this group was formed
-                if state.has_moments or state.has_masters:
-                    raise RuntimeError(
-                        "comm.state=sharded: the group has changed, and the optimizer's state was not moved"
-                    )
-                state.own.move_to(bucket.shard)
-                state.mirror.move_to(bucket.mirrored)
-                self.flat.take(bucket, state)
-                self.rule.lay_out(bucket, state.parts)
+            if state.own.place != bucket.shard and not resumes:
+                raise RuntimeError("comm.state=sharded: the group has changed, and the optimizer's state was not moved")
         self.flat.keep_flat()
         self.rule.update(self, given)
 

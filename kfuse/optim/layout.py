@@ -49,7 +49,6 @@ class Part:
 
     @property
     def width(self) -> int:
-        """Elements of the place."""
         return int(self.place.stop - self.place.start)
 
     @property
@@ -61,7 +60,6 @@ class Part:
         return {name: tensor for name, tensor in self.tensors.items() if name != MASTER}
 
     def on(self, device: torch.device | str) -> Part:
-        """The same part, with its tensors on a device."""
         return Part(self.place, {name: tensor.to(device) for name, tensor in self.tensors.items()})
 
     def move_to(self, place: slice) -> None:
@@ -105,24 +103,19 @@ class Part:
 
     def extent(self, bucket: Bucket, which: range) -> Extent | None:
         """Where the piece of these parameters lies, one or all; None where nothing of them lies in `place`."""
-        if which not in self.extents:
-            self.extents[which] = self._find(bucket, which)
-        return self.extents[which]
-
-    def _find(self, bucket: Bucket, which: range) -> Extent | None:
+        if which in self.extents:
+            return self.extents[which]
         every = [(k, self._of_parameter(bucket, k)) for k in which]
         filled = [at for at, (_, part) in enumerate(every) if part.stop > part.start]
-        if not filled:
-            return None
-        parts = every[filled[0] : filled[-1] + 1]
-        place = self.place if len(which) > 1 or len(bucket.shapes) == 1 else parts[0][1]
-        return Extent(
-            place,
-            self.within(place),
-            numels=tuple(part.stop - part.start for _, part in parts),
-            offsets=tuple(part.start - place.start for _, part in parts),
-            tensors=tuple(k for k, _ in parts),
-        )
+        found = None
+        if filled:
+            parts = every[filled[0] : filled[-1] + 1]
+            place = self.place if len(which) > 1 or len(bucket.shapes) == 1 else parts[0][1]
+            numels = tuple(part.stop - part.start for _, part in parts)
+            offsets = tuple(part.start - place.start for _, part in parts)
+            found = Extent(place, self.within(place), numels, offsets, tuple(k for k, _ in parts))
+        self.extents[which] = found
+        return found
 
 
 @dataclass
@@ -152,7 +145,6 @@ class BucketState:
         return self.param.dtype != torch.float32 and any(entry.mastered for entry in self.entries)
 
     def held(self) -> list[Part]:
-        """All parts that are here."""
         return [*self.parts, *self.others]
 
     def compare_updates(self) -> None:
@@ -179,10 +171,7 @@ class Piece(NamedTuple):
 def piece_of(
     bucket: Bucket, state: BucketState, part: Part, which: range, first: bool, skip: Tensor | None
 ) -> Piece | None:
-    """The piece of these parameters, one or all; None where nothing of them lies in the part.
-
-    first: it is their first update.
-    """
+    """The piece of these parameters, one or all; None where nothing of them lies in the part."""
     extent = part.extent(bucket, which)
     if extent is None:
         return None
@@ -191,7 +180,7 @@ def piece_of(
         param=_cut(state.param, extent.place),
         master=None if part.master is None else _cut(part.master, extent.within),
         grad=_cut(bucket.mean, extent.place),
-        moments={name: _cut(tensor, extent.within) for name, tensor in part.tensors.items() if name != MASTER},
+        moments={name: _cut(tensor, extent.within) for name, tensor in part.moments.items()},
         step=state.steps[extent.tensors[0]],
         first=first,
         skip=skip,

@@ -90,12 +90,10 @@ class Reducer:
 
     def refuse_changed(self) -> None:
         """Raises RuntimeError if parameters were frozen, unfrozen or moved to another group since."""
-        trained = self._groups_of_trained()
-        if trained != self._group_of:
-            only_moved = trained.keys() == self._group_of.keys()
-            what = "moved to another parameter group" if only_moved else "frozen or unfrozen"
+        if self._groups_of_trained() != self._group_of:
             raise RuntimeError(
-                f"parameters were {what} after the optimizer was made: call opt.rebuild() before backward"
+                "parameters were frozen, unfrozen or moved to another parameter group after the optimizer was made: "
+                "call opt.rebuild() before backward"
             )
 
     def _lane(self) -> int:
@@ -117,7 +115,7 @@ class Reducer:
         if reduced is None:
             return
         unused = self._unused_by_all(reduced)
-        self._had_gradients = self._had_gradients or len(unused) < len(self.engine.params)
+        self._had_gradients |= len(unused) < len(self.engine.params)
         self._show_gradients(unused)
 
     def _show_gradients(self, unused: Collection[int] = ()) -> None:
@@ -145,9 +143,7 @@ class Reducer:
         return {index for index, count in enumerate(reduced.used.tolist()) if count == 0}
 
     def take(self, uses_scaler: bool) -> Reduced | None:
-        """Returns the step's reduction, complete; None without gradients, or if a worker is lost and the loop handles
-        that.
-        """
+        """Returns the step's complete reduction; None without gradients, or if the loop handles a lost worker."""
         if self.engine.reduced is None:
             if self.lost_worker_error is None and any(p.grad is not None for p in self.engine.params):
                 self._take_gradients_set_by_hand(uses_scaler)
@@ -213,9 +209,7 @@ class Reducer:
 
         The body goes on to its end, so each parameter has a gradient that it can read, which nothing is updated with.
         """
-        if not self.loop_handles_lost_workers:
-            return False
-        if not isinstance(error, CommError | ControlError):
+        if not (self.loop_handles_lost_workers and isinstance(error, CommError | ControlError)):
             return False
         self.lost_worker_error = error
         self.engine.abort()

@@ -83,13 +83,10 @@ def refuse_unplanned(session: Session, planned: bool) -> None:
         raise RuntimeError(
             f"comm.sync={session.comm.sync}: must be ssgd in a loop of your own, not kf.fit or kf.DataLoader"
         )
-    if session.elastic and not session.in_training:
-        raise RuntimeError(f"{_OWN_LOOP}; or start a fixed number of workers (torchrun)")
     if session.elastic:
         raise RuntimeError(
-            "workers of this job may join and leave, and only the model and optimizer given to kf.fit or "
-            "kf.DataLoader go along: use one optimizer, with a parameter group for each model, or a fixed number "
-            "of workers (torchrun)"
+            f"{_OWN_LOOP}, and only the model and optimizer given to kf.fit or kf.DataLoader go along to a worker that "
+            "joins: use one optimizer, with a parameter group for each model, or a fixed number of workers (torchrun)"
         )
 
 

@@ -157,10 +157,6 @@ class TorchUpdates(Updates):
         if factor == 1.0:
             yield
             return
-        for index, group in enumerate(self._inner.param_groups):
-            if "lr" not in group:
-                name = type(self._inner).__name__
-                raise RuntimeError(f'lr_factor={factor}: parameter group {index} of {name} has no "lr"')
         rates = [group["lr"] for group in self._inner.param_groups]
         try:
             for group, rate in zip(self._inner.param_groups, rates, strict=True):

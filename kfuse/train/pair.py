@@ -67,7 +67,7 @@ class PairAveraging(SyncMethod):
             pair.close()
             raise
         self._pair, self._group, self._until = pair, group, 0
-        self._opt.average_with(pair)
+        self._opt.pair = pair
 
     def after_step(self, every: int, common: bool, over: bool) -> None:
         """At a step boundary: sends and applies announcements, and meets the others where that is due.
@@ -152,7 +152,7 @@ class PairAveraging(SyncMethod):
         """Serves and pulls nothing any more. The engine reduces over all workers again."""
         if self._pair is None:
             return
-        self._opt.average_with(None)
+        self._opt.pair = None
         self._pair.close()
         self._pair = self._group = None
         self._session.apart, self._together, self._client.step = False, True, None

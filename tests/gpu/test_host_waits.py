@@ -78,7 +78,7 @@ def test_pair_averaging_waits_in_the_thread_that_serves_a_snapshot_alone() -> No
     with job(lag=AHEAD, parameters=torch.bfloat16) as it:
         weights = it.opt.updates.weights()
         pair = Pair(weights, 0, "127.0.0.1", lambda step, ranks: ranks[0])
-        it.opt.average_with(pair)
+        it.opt.pair = pair
         for _ in range(5):
             pair.pull = Pull(1, lambda: None)
             assert pair.pull.ended.wait(60)
