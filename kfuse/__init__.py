@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from kfuse.integrations.log import log_to as log_to
     from kfuse.membership import Session as Session
     from kfuse.optim import ConsistencyError as ConsistencyError
-    from kfuse.optim import FusedAdamW as FusedAdamW
-    from kfuse.optim import FusedLAMB as FusedLAMB
-    from kfuse.optim import FusedSGD as FusedSGD
     from kfuse.optim import Optimizer as Optimizer
+    from kfuse.optim.fused import FusedAdamW as FusedAdamW
+    from kfuse.optim.fused import FusedLAMB as FusedLAMB
+    from kfuse.optim.fused import FusedSGD as FusedSGD
     from kfuse.policies import GNSPolicy as GNSPolicy
     from kfuse.policies import SchedulePolicy as SchedulePolicy
     from kfuse.policies.signals import BasePolicy as BasePolicy
@@ -54,7 +54,8 @@ _PUBLIC = {
     "kfuse.integrations.log": "log_to",
     "kfuse.integrations.backward": "monitor",
     "kfuse.membership": "Session",
-    "kfuse.optim": "ConsistencyError FusedAdamW FusedLAMB FusedSGD Optimizer",
+    "kfuse.optim": "ConsistencyError Optimizer",
+    "kfuse.optim.fused": "FusedAdamW FusedLAMB FusedSGD",
     "kfuse.policies": "GNSPolicy SchedulePolicy",
     "kfuse.policies.signals": "BasePolicy Bounds Decision NoPolicy Signals",
     "kfuse.session": "init",

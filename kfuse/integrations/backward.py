@@ -104,7 +104,6 @@ class BackwardWatch(ABC):
         self.monitor.explain(why, perhaps=True)
 
     def unknown(self, why: str) -> None:
-        """Makes this step's squares unknown."""
         self._unknown = True
         self.monitor.explain(why)
 
@@ -156,7 +155,6 @@ class BackwardWatch(ABC):
             self.finish_step()
 
     def finish_step(self) -> None:
-        """Ends the step under way."""
         self.end_step()
         self.begin_step()
 

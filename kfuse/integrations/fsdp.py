@@ -75,8 +75,9 @@ class _Sharded(BackwardWatch):
         self._left: Tensor | None = None  # the square of the shards' gradients, as the latest backward left them
         monitor = Monitor(self._groups[0].device, options, workers=self._workers, rank=rank)
         super().__init__(model, [param for _, param in named], monitor)
-        if any(_reduced_in_16_bits(group) for group in self._groups):
-            monitor.low_precision()
+        for policy, param in ((group.mp_policy, group.fsdp_params[0].sharded_param) for group in self._groups):
+            if (policy.reduce_dtype or policy.param_dtype or param.dtype) in (torch.bfloat16, torch.float16):
+                monitor.low_precision()
         for place in self._places:
             monitor.handles.append(place.register_forward_pre_hook(self._before_unit))  # FSDP2 has gathered by then
         self.end_steps_with_updates()
@@ -214,11 +215,6 @@ def _param_groups(unit: FSDPModule) -> list[Any]:
     if groups is None or not all(hasattr(group, "gradient_divide_factor") for group in groups):
         raise RuntimeError(f"kf.fsdp_monitor: torch {torch.__version__} has another FSDP2 than 2.13, which it measures")
     return groups
-
-
-def _reduced_in_16_bits(group: Any) -> bool:
-    policy, param = group.mp_policy, group.fsdp_params[0].sharded_param
-    return (policy.reduce_dtype or policy.param_dtype or param.dtype) in (torch.bfloat16, torch.float16)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -32,11 +32,6 @@ _KFUSE = "kfuse"  # a key of state_dict
 class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the workers' mean gradient. A subclass makes its `updates` and calls `_attach`."""
 
-    updates: Updates  # makes the updates, and has the state for them
-    reducer: Reducer
-    statistics: Statistics
-    clip_norm: float | None  # largest norm of the mean gradient; None: no clipping
-    skip_nonfinite: bool  # whether an update with a gradient that is not finite is skipped
     shards_state: bool = False
     """Whether the class can keep a shard of the optimizer's state on each worker (`comm.state=sharded`)."""
     tells_fisher: bool = False
@@ -57,7 +52,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _attach(self, updates: Updates, clip_norm: float | None, skip_nonfinite: bool) -> None:
         """For subclasses, once `param_groups` exist. Raises ValueError with sharded state if the class has none."""
         self.set_clip_norm(clip_norm)
-        self.skip_nonfinite = skip_nonfinite
+        self.skip_nonfinite = skip_nonfinite  # whether an update with a gradient that is not finite is skipped
         session = self._session = current()
         if session.comm.sharded and not self.shards_state:
             raise ValueError(
@@ -69,7 +64,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self._warning, self._comparison = NonfiniteWarning(), Comparison(updates, self._numbers)
         self.pair: Pair | None = None  # averages the weights with another worker's before each update
-        self.updates = updates
+        self.updates = updates  # makes the updates, and has the state for them
         self.reducer = Reducer(session, updates)
         self.engine.compared = self._comparison.compared
         session.on_group_change(self._set_group)

@@ -33,18 +33,13 @@ class FlatState:
     that entry alone, and round the moments to the parameter's dtype as they load them.
     """
 
-    engine: Engine
-    states: list[BucketState]
-    """Of each bucket of gradients."""
-
     def __init__(self, opt: torch.optim.Optimizer, moment_names: Sequence[str], counts_updates: bool) -> None:
         """moment_names: of the state tensors shaped like the parameter. counts_updates: torch's `state` has each
         parameter's number of updates, as "step".
         """
         self._opt, self._moment_names, self._counts_updates = opt, moment_names, counts_updates
-        self.names = (*moment_names, MASTER)
-        """Of all state tensors shaped like the parameter."""
-        self.states = []
+        self.names = (*moment_names, MASTER)  # of all state tensors shaped like the parameter
+        self.states: list[BucketState] = []  # of each bucket of gradients
 
     def pairs(self) -> Iterator[tuple[Bucket, BucketState]]:
         return zip(self.engine.gradient_buckets, self.states, strict=True)
@@ -53,7 +48,6 @@ class FlatState:
         return [self.engine.params[i] for i in bucket.layout.params]
 
     def lay_out(self, engine: Engine) -> None:
-        """Lays parameters and state out for the engine's buckets; values are kept."""
         self.engine = engine
         groups = {id(p): index for index, group in enumerate(self._opt.param_groups) for p in group["params"]}
         self.states = [self._flatten(bucket, groups) for bucket in engine.gradient_buckets]
@@ -97,7 +91,6 @@ class FlatState:
         self.publish_masters(bucket, state, [k for k, entry in enumerate(state.entries) if entry.known or loaded[k]])
 
     def has_moments(self, of: dict[str, Any]) -> bool:
-        """Whether a parameter's state, as torch has it, has moments."""
         return any(of.get(name) is not None for name in self._moment_names)
 
     def publish(self, bucket: Bucket, state: BucketState, which: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -33,18 +34,15 @@ class FlatUpdates(Updates):
     skips_on_device = True
 
     def __init__(self, opt: torch.optim.Optimizer, rule: Rule) -> None:
-        """rule: the arithmetic."""
         super().__init__(opt)
         self.rule, self.flat = rule, FlatState(opt, rule.moment_names, rule.counts_updates)
         self._counts_differ = False  # workers may have made different updates
 
     @property
     def sharded(self) -> bool:
-        """Each worker has state for its shards alone."""
         return self.engine.options.sharded
 
     def options_of(self, state: BucketState) -> dict[str, Any]:
-        """The bucket's parameter group."""
         return self.opt.param_groups[state.group]
 
     def fisher(self) -> Tensor | None:
@@ -56,10 +54,7 @@ class FlatUpdates(Updates):
         refuse_overlaps(named)
 
     def _refuse_options(self, groups: list[dict[str, Any]], options: dict[str, bool]) -> None:
-        """Raises ValueError for an option of torch's whose arithmetic the kernels do not have.
-
-        Which implementation to take (foreach, fused, capturable) is no such option: all give the same update.
-        """
+        """Raises ValueError for an option of torch's whose arithmetic the kernels do not have."""
         for index, group in enumerate(groups):
             for name, value in options.items():
                 if name in group and bool(group[name]) == value:
@@ -69,7 +64,6 @@ class FlatUpdates(Updates):
                     )
 
     def lay_out(self, engine: Engine) -> None:
-        """Lays parameters and state out for the engine's buckets; values are kept."""
         super().lay_out(engine)
         self.flat.lay_out(engine)
         for bucket, state in self.flat.pairs():
@@ -81,9 +75,8 @@ class FlatUpdates(Updates):
         """Also raises ValueError or RuntimeError for options and parameters that the user has changed wrongly."""
         self._refuse_options(self.opt.param_groups, _OTHER_ARITHMETIC)
         resumes = self.engine.kept is not None and self.engine.kept.resumed
-        for bucket, state in self.flat.pairs():
-            if state.own.place != bucket.shard and not resumes:
-                raise RuntimeError("comm.state=sharded: the group has changed, and the optimizer's state was not moved")
+        if not resumes and any(state.own.place != bucket.shard for bucket, state in self.flat.pairs()):
+            raise RuntimeError("comm.state=sharded: the group has changed, and the optimizer's state was not moved")
         self.flat.keep_flat()
         self.rule.update(self, given)
 
@@ -236,7 +229,6 @@ class FlatUpdates(Updates):
 
     @staticmethod
     def _states_of_params(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-        """Of each parameter what a state_dict has."""
         return [state_dict["state"].get(key, {}) for group in state_dict["param_groups"] for key in group["params"]]
 
     def make_room(self, state: dict[str, Any]) -> None:
@@ -256,28 +248,21 @@ class FlatUpdates(Updates):
     def common_state(self) -> dict[str, Any]:
         if not self.sharded:
             return super().common_state()
-        flags = [
-            {
-                "known": [entry.known for entry in state.entries],
-                "mastered": [entry.mastered for entry in state.entries],
-                "steps": state.steps,
-            }
-            for state in self.flat.states
-        ]
-        return {**super().state_dict(), "shards": flags}
+        shards = [([astuple(entry) for entry in state.entries], state.steps) for state in self.flat.states]
+        return {**super().state_dict(), "shards": shards}
 
     def load_common_state(self, state: dict[str, Any], keeps_shards: bool) -> None:
         if not self.sharded:
             super().load_common_state(state, keeps_shards)
             return
         self._load_by_torch({key: value for key, value in state.items() if key != "shards"})
-        for (bucket, of_bucket), flags in zip(self.flat.pairs(), state["shards"], strict=True):
+        for (bucket, of_bucket), (entries, steps) in zip(self.flat.pairs(), state["shards"], strict=True):
             if not keeps_shards:
-                for part in (of_bucket.own, of_bucket.mirror):
-                    part.move_to(slice(0, 0))
+                of_bucket.own.move_to(slice(0, 0))
+                of_bucket.mirror.move_to(slice(0, 0))
                 of_bucket.others = []
-            of_bucket.entries = [Entry(*both) for both in zip(flags["known"], flags["mastered"], strict=True)]
-            of_bucket.steps.copy_(flags["steps"])
+            of_bucket.entries = [Entry(*entry) for entry in entries]
+            of_bucket.steps.copy_(steps)
             of_bucket.compare_updates()
             self.flat.publish(bucket, of_bucket, [k for k, entry in enumerate(of_bucket.entries) if entry.known])
 

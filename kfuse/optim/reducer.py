@@ -33,17 +33,14 @@ _LOG = logging.getLogger("kfuse")
 class Reducer:
     """Reduces an optimizer's gradients over the workers, and keeps what came of it until the update."""
 
-    engine: Engine  # `rebuild` replaces it
-
     def __init__(self, session: Session, updates: Updates) -> None:
         """updates: have the optimizer, of whose parameters those that are trained are reduced."""
         self._session, self._updates = session, updates
+        # Set by kf.DataLoader's loop: when a worker is lost `step()` does nothing, and the loop takes the error.
         self.loop_handles_lost_workers = False
-        """Set by kf.DataLoader's loop: when a worker is lost `step()` does nothing, and the loop takes the error."""
-        self.lost_worker_error: RuntimeError | None = None
-        """The loss that has aborted the step under way, until the loop takes it."""
+        self.lost_worker_error: RuntimeError | None = None  # has aborted the step under way; the loop takes it
+        # Parameters whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient.
         self.in_doubt: set[int] = set()
-        """Parameters whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient."""
         self.tracked: nn.Module | None = None  # whose buffers' changes are averaged
         self.unit = "micro-batches"  # of the statistics: these, or samples
         self._had_gradients = False  # some parameter has ever had a gradient, or it was warned that none has
@@ -65,7 +62,7 @@ class Reducer:
         return Engine(self._trained(), session.group, session.comm, names, lane, session.mirrors)
 
     def _attach(self, engine: Engine) -> None:
-        self.engine, self._group_of = engine, self._groups_of_trained()
+        self.engine, self._group_of = engine, self._groups_of_trained()  # `rebuild` replaces both
         engine.on_last_micro_batch = self.synchronize
         for bucket in engine.gradient_buckets:
             bucket.unscale = self._unscale

@@ -100,7 +100,6 @@ class SGDRule(Rule):
 
 
 def _scalars(piece: Piece, given: Update) -> dict[str, Tensor | None]:
-    """The arguments that all kernels of updates have."""
     return {"grad_scale": given.scaled.factor, "found_inf": piece.skip, "master": piece.master}
 
 
@@ -178,7 +177,7 @@ class LambRule(Rule):
         self._moved = None
 
     def _move_moments(self, updates: FlatUpdates, tables: Sequence[PackTable], given: Update, kept: KeptStep) -> _Moved:
-        """The first half of an update. tables: of whole buckets."""
+        """tables: of whole buckets."""
         sums, mirrored = torch.zeros(2, 2 * sum(table.num_chunks for table in tables), device=updates.engine.device)
         every: list[list[Piece]] = []
         for (bucket, state), *partials in zip(
@@ -209,7 +208,6 @@ class LambRule(Rule):
         partials: Tensor | None = None,
         trust: Tensor | None = None,
     ) -> None:
-        """`kfuse.kernels.lamb` of a piece."""
         m, v = piece.moments.values()
         adam, scalars = adam_options(options, given), _scalars(piece, given) | {"partials": partials, "trust": trust}
         lamb(piece.param, piece.grad, m, v, table, adam, step=piece.step, **scalars)

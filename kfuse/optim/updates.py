@@ -20,12 +20,8 @@ if TYPE_CHECKING:
     from kfuse.optim.base import DistributedOptimizer
 
 
-Groups = Sequence[Mapping[str, Any]]
-"""An optimizer's `param_groups`."""
-
-
-def named_parameters(groups: Groups) -> list[tuple[Parameter, str]]:
-    """Returns all parameters, frozen ones too, with their names in messages."""
+def named_parameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Parameter, str]]:
+    """Returns all parameters of an optimizer's `param_groups`, frozen ones too, with their names in messages."""
     named: list[tuple[Parameter, str]] = []
     for group in groups:
         names = group.get("param_names") or [None] * len(group["params"])
@@ -274,8 +270,7 @@ def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int
         opt.begun = Update(step, reduced, scaled, (), opt.lr_factor)
     try:
         opt.synchronize()  # sets each p.grad, which tells what is updated
-        in_doubt = opt.reducer.in_doubt
-        opt.updates.update(Update(step, reduced, scaled, in_doubt, opt.lr_factor, owner_is_lost))
+        opt.updates.update(Update(step, reduced, scaled, opt.reducer.in_doubt, opt.lr_factor, owner_is_lost))
     finally:
         opt.engine.reduced = None
         for p in opt.engine.params:

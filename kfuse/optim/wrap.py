@@ -64,7 +64,7 @@ class TorchUpdates(Updates):
     """Makes updates by a torch optimizer's own `step`."""
 
     def __init__(self, opt: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-        """opt: shares groups and state with `inner`, which makes the updates."""
+        """opt: shares groups and state with `inner`."""
         super().__init__(opt)
         self._inner = inner
 
