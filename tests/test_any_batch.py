@@ -167,7 +167,7 @@ X, Y = torch.randn(12, 4), torch.randint(0, 3, (12,))
 @pytest.mark.parametrize(
     ("data", "arguments", "message"),
     [
-        ([(X[0], 1, 2)] * 12, {}, r"a batch is a list of 3: it must be an \(input, target\) pair"),
+        ([(X[0], 1, 2)] * 12, {}, r"a batch is a list: it must be an \(input, target\) pair"),
         ({"inputs": X, "labels": Y}, {"loss_fn": F.cross_entropy}, r"loss_fn needs an \(input, target\) pair"),
     ],
 )

@@ -29,18 +29,9 @@ from torch.utils.data import (
 )
 
 import kfuse as kf
-from kfuse.data import (
-    DataError,
-    IterableStream,
-    MapData,
-    SourceStream,
-    StreamSampler,
-    TensorData,
-    as_stream,
-    place,
-)
+from kfuse.data import DataError, MapData, StreamSampler, TensorData, place
 from kfuse.data.fetching import Fetcher, Task
-from kfuse.data.sources import training_data
+from kfuse.data.sources import IterableStream, SourceStream, as_stream, training_data
 from kfuse.settings.tree import ConfigError
 from kfuse.train.evaluation import params_sha256
 

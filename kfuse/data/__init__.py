@@ -4,8 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kfuse.data.dataset import DataError, Dataset, DataSplit, MapData, TensorData, as_dataset
-from kfuse.data.fetching import EpochSampler, StreamSampler, micro_batch_sizes, worker_range
-from kfuse.data.sources import IterableStream, Source, SourceStream, Stream, as_stream, place
+from kfuse.data.fetching import EpochSampler, StreamSampler, worker_range
+from kfuse.data.sources import Source, Stream, place
 
 if TYPE_CHECKING:
     from kfuse.data.builtin import load_cifar10, load_digits, load_image_folder, load_text
@@ -15,20 +15,16 @@ __all__ = [
     "DataSplit",
     "Dataset",
     "EpochSampler",
-    "IterableStream",
     "MapData",
     "Source",
-    "SourceStream",
     "Stream",
     "StreamSampler",
     "TensorData",
     "as_dataset",
-    "as_stream",
     "load_cifar10",
     "load_digits",
     "load_image_folder",
     "load_text",
-    "micro_batch_sizes",
     "place",
     "worker_range",
 ]

@@ -83,18 +83,6 @@ def pinned_copy(device: Device, tensor: Tensor) -> Tensor:
     return device.pinned((tensor.numel(),), tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
-def describe(batch: Any) -> str:
-    """Returns the batch in a few words: `dict of input_ids, labels`, `tuple of 3`, `Tensor [16, 64]`."""
-    kind = type(batch).__name__
-    if isinstance(batch, Tensor):
-        return f"{kind} {list(batch.shape)}"
-    if hasattr(batch, "keys"):
-        return f"{kind} of {', '.join(map(str, batch.keys())) or 'nothing'}"
-    if isinstance(batch, (tuple, list)):
-        return f"{kind} of {len(batch)}"
-    return kind
-
-
 class DataError(ValueError):
     """The data cannot be used. The message is one line: what was wrong, and what it must be."""
 

@@ -278,7 +278,13 @@ class Failure:
 
 def serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loading, parent: int) -> None:
     """Fetches the tasks that come, in their order, until None comes. Sends each one's batch, or why there is none."""
-    _die_with(parent)
+    # The kernel ends this process with the thread that has forked it. The training worker's connections are open here
+    # too: other workers notice that it is lost once this process has ended as well.
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(0)
     sys.excepthook = _silent_without_parent
     gc.freeze()  # objects of the training worker, such as its process groups, must not be destroyed here
     for number_of_signal in _IGNORED:
@@ -315,33 +321,16 @@ def _reply(fetcher: Fetcher, task: Task, number: int, init: Callable[[int], obje
             init(number)
         return ForkingPickler.dumps((task, fetcher.fetch(task)))
     except Exception as error:
-        return ForkingPickler.dumps((task, _failure(error, number)))
-
-
-def _die_with(parent: int) -> None:
-    """Has the kernel end this process with the thread that has forked it.
-
-    The training worker's connections are open here too: other workers notice that it is lost once this process has
-    ended as well.
-    """
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
-        os._exit(0)
+        text = f"in loader process {number} (pid {os.getpid()}):\n{traceback.format_exc()}".rstrip()
+        sent: Exception = error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # it cannot be sent
+            sent = RuntimeError(f"{type(error).__name__}: {error}")
+        return ForkingPickler.dumps((task, Failure(sent, text)))
 
 
 def _silent_without_parent(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Of a thread of torch's that hands tensors over: a connection breaks as the training worker ends. No news."""
     if not isinstance(error, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
-
-
-def _failure(error: Exception, number: int) -> Failure:
-    """Returns an exception as it is sent: itself, or, where it cannot be, a RuntimeError of the same text."""
-    text = f"in loader process {number} (pid {os.getpid()}):\n{traceback.format_exc()}".rstrip()
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    return Failure(error, text)

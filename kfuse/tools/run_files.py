@@ -53,26 +53,16 @@ def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl, one at least, each with all columns. Raises ConfigError."""
-    if lines := _records(run_dir / "metrics.jsonl", METRICS):
-        return lines
-    raise ConfigError(f"{run_dir / 'metrics.jsonl'}: has no step yet")
+    """Returns the lines of metrics.jsonl, one at least, each with all columns. Raises ConfigError.
 
-
-def read_events(run_dir: Path) -> list[dict[str, Any]] | None:
-    """Returns the records of events.jsonl, None where there is no such file. Raises ConfigError."""
-    path = run_dir / "events.jsonl"
-    return _records(path, ("step", "kind")) if path.exists() else None
-
-
-def _records(path: Path, needed: Collection[str]) -> list[dict[str, Any]]:
-    """Returns the objects of a file of JSON lines. A last line that is not complete yet is left out."""
+    A last line that is not complete yet is left out.
+    """
+    path = run_dir / "metrics.jsonl"
     found = []
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
-        what = f"{path.parent}: must be the directory of a run: {path.name}"
-        raise ConfigError(f"{what}: {error.strerror or error}") from error
+        raise ConfigError(f"{run_dir}: must be the directory of a run: {path.name}: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
         if not line.endswith(b"\n"):  # a run under way is writing it
             break
@@ -82,7 +72,9 @@ def _records(path: Path, needed: Collection[str]) -> list[dict[str, Any]]:
             record = None
         if not isinstance(record, dict):
             raise ConfigError(f"{path}: line {number} is damaged: it must be a JSON object")
-        if missing := [name for name in needed if name not in record]:
+        if missing := [name for name in METRICS if name not in record]:
             raise ConfigError(f"{path}: line {number}: {missing[0]}: {_MISSING}")
         found.append(record)
+    if not found:
+        raise ConfigError(f"{path}: has no step yet")
     return found

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kfuse.comm.group import Group
 from kfuse.data import Dataset
-from kfuse.data.dataset import describe, to_device
+from kfuse.data.dataset import to_device
 from kfuse.data.fetching import random_key, seed_host
 from kfuse.train.context import TrainContext
 from kfuse.train.loss import Metric, Objective, Outcome, forward
@@ -131,7 +131,7 @@ def _row(source: str, value: Any, samples: int, weight: float) -> Tensor:
     try:
         values = torch.as_tensor(value).double()
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{source} is a {describe(value)}: must be a tensor [B] or a scalar") from None
+        raise TypeError(f"{source} is a {type(value).__name__}: must be a tensor [B] or a scalar") from None
     if values.ndim and values.shape != (samples,):
         raise ValueError(
             f"{source} is of shape {list(values.shape)} for {samples} samples: must be [B], a value for each sample, "

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfuse.data.dataset import describe, map_leaves
+from kfuse.data.dataset import map_leaves
 
 if TYPE_CHECKING:
     from kfuse.train.context import TrainContext
@@ -106,15 +106,15 @@ class Objective:
             return Outcome(_checked("loss_fn", (self.loss_fn or default_loss)(output, target)), output, target)
         if self.loss_fn is not None or not isinstance(batch, Mapping):
             raise TypeError(
-                f"a batch is a {describe(batch)}: {'loss_fn needs' if self.loss_fn else 'it must be'} an (input, "
+                f"a batch is a {type(batch).__name__}: {'loss_fn needs' if self.loss_fn else 'it must be'} an (input, "
                 "target) pair of tensors or numbers; pass step_fn= for any other"
             )
         output = _call(model, batch)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:
             raise TypeError(
-                f"model(**batch) of a {describe(batch)} returned {describe(output)} without a loss: give the batch its "
-                "labels, or pass step_fn="
+                f"model(**batch) returned a {type(output).__name__} without a loss: give the batch its labels, or pass "
+                "step_fn="
             )
         return Outcome(_checked("the model", loss), output, batch)
 
@@ -126,7 +126,7 @@ class Objective:
         try:
             weight = float(given)
         except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"weight_fn returned a {describe(given)}: must be a number above 0") from None
+            raise TypeError(f"weight_fn returned a {type(given).__name__}: must be a number above 0") from None
         if not 0 < weight < math.inf:
             raise ValueError(f"weight_fn returned {weight}: must be a number above 0")
         return weight
@@ -218,7 +218,7 @@ class Forward:
             elif isinstance(value, (int, float)):
                 scalars.append(value)
             else:
-                raise TypeError(f"step_fn's figure {name!r} is a {describe(value)}: must be a number")
+                raise TypeError(f"step_fn's figure {name!r} is a {type(value).__name__}: must be a number")
         return scalars
 
     def run(self, batch: Any) -> Outcome:

@@ -23,9 +23,9 @@ from kfuse.cli.classes import make_policy
 from kfuse.policies.signals import BasePolicy, Bounds
 from kfuse.settings.shell import explain
 from kfuse.settings.tree import AT_SHELL, ConfigError
-from kfuse.tools.replay.run import Change, Replay, compared, run
+from kfuse.tools.replay.run import Change, Replay, run
 from kfuse.tools.replay.steps import Recorded, RecordedSteps, SimulatedSteps, signals_of
-from kfuse.tools.run_files import config_path, read_config, read_events, read_metrics
+from kfuse.tools.run_files import config_path, read_config, read_metrics
 
 USAGE = """\
 kfuse replay RUN_DIR [policy=...] [policy.NAME=VALUE ...]
@@ -60,9 +60,9 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
         node = _policy_node(config, [each for each in overrides if each.key_or_group not in _BOUNDS], compose)
     except (HydraException, OmegaConfBaseException) as error:  # of overrides that it cannot read
         raise ConfigError(explain(error)) from error
-    policy, first = make_policy(node), recorded.signals[0]
-    is_own = config is not None and node == config["policy"] and bounds == first.bounds
-    events, name = read_events(run_dir) if is_own else None, type(policy).__name__
+    policy = make_policy(node)
+    is_own = config is not None and node == config["policy"] and bounds == recorded.signals[0].bounds
+    name = type(policy).__name__
     source = RecordedSteps(recorded) if is_own else SimulatedSteps(recorded, bounds)
     try:
         result = run(policy, source)
@@ -74,10 +74,6 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
     for text in (f"{name} on {run_dir}: {kind}", *_notes(recorded, config, policy)):
         console.print(text)
     _report(console, recorded, result, None if is_own else name)
-    if events is not None:
-        console.print(compared(result.changes, events, first.step))
-    elif is_own:
-        console.print("not compared with the recorded decisions: there is no events.jsonl")
     return 0
 
 

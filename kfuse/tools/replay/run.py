@@ -1,18 +1,15 @@
-"""Runs a policy over a replay's steps, and compares its decisions with those of the recorded run."""
+"""Runs a policy over a replay's steps."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
-from kfuse.policies.signals import DECISION_LAG, BasePolicy, Bounds, Decision, Signals, checked_decision
+from kfuse.policies.signals import BasePolicy, Bounds, Decision, Signals, checked_decision
 from kfuse.tools.replay.steps import DecidedSettings, Recorded, StepSource
-
-Event = tuple[int, dict[str, Any]]  # a decision of events.jsonl: its step, and what changed
 
 
 @dataclass(frozen=True)
@@ -42,12 +39,7 @@ class Replay:
         """The number of workers that was last requested. Asking for it again changes nothing, as in training."""
         self._others: dict[str, Any] = {"sync": recorded.sync, "topology": None, "tree": None, "replace": None}
         """The present values of what is no setting of a step; None: unknown."""
-        self._newest: deque[Signals] = deque(maxlen=2)  # the signals of the last two steps, the latest first
-
-    def take_in(self, seen: Signals) -> None:
-        """Adds the step that was made last. A recorded step's own settings are those in force now."""
-        self.now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)
-        self._newest.appendleft(seen)
+        self.newest: deque[Signals] = deque(maxlen=2)  # the signals of the last two steps, the latest first
 
     def apply(self, start: int, decision: Decision, seen: Signals | None, samples: int) -> None:
         """Applies a decision from the step `start` on, within the bounds."""
@@ -65,7 +57,7 @@ class Replay:
         self._others.update(wanted, replace=wanted.get("replace"))
         if new or self.now != now:
             # It is applied after the step start - 1. By then the statistics of start - 2 have been read, as the newest.
-            read = next((each for each in self._newest if each.step <= start - 2), None)
+            read = next((each for each in self.newest if each.step <= start - 2), None)
             means = (None, None) if read is None else (read.mean_grad_sq, read.mean_grad_variance)
             before, after = (self._recorded.gain(s.batch_size, *means) * s.lr_scale for s in (now, self.now))
             change = Change(max(start - 1, 0), samples, now, self.now, new, tuple(notes), seen, (before, after))
@@ -87,7 +79,8 @@ def run(policy: BasePolicy, source: StepSource) -> Replay:
             out.apply(*pending.popleft(), source.samples)
         if (seen := source.step(out.now)) is None:
             break
-        out.take_in(seen)
+        out.now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)  # those in force now
+        out.newest.appendleft(seen)
         decision = checked_decision(policy.decide(seen), f"{name}.decide")
         if decision is not None:
             pending.append((seen.in_force_at, decision, seen))
@@ -95,65 +88,3 @@ def run(policy: BasePolicy, source: StepSource) -> Replay:
         out.apply(*pending.popleft(), source.samples)
     out.steps, out.samples, out.cut_off = source.next_step - first, source.samples - used, source.cut_off
     return out
-
-
-# -- beside the recorded decisions ------------------------------------------------------------------------------------
-
-
-def decisions(events: Iterable[Mapping[str, Any]]) -> list[Event]:
-    """Returns the decisions that hold in the end, in order: (step, what changed), from the records of events.jsonl.
-
-    Where a run has gone back to an earlier step (it was resumed, or parts of its state were lost), it has made those
-    after that step again. Numbers of workers are left out: they change when the workers are ready, at any step.
-    An event that a new leader has sent again counts once.
-    """
-    found: list[Event] = []
-    for event in events:
-        kind, step = event["kind"], event["step"]
-        if kind in ("resumed", "went_back", "started"):
-            found = [each for each in found if kind != "started" and each[0] < step]
-        elif kind == "decision" and "why" not in event:
-            left_out = ("time", "step", "kind", "workers", "replace")
-            changed = {name: value for name, value in event.items() if name not in left_out}
-            is_again = bool(found) and step <= found[-1][0] and (step, changed) in found
-            if changed and not is_again:
-                found.append((step, changed))
-    return sorted(found, key=lambda each: each[0])
-
-
-def began_at(events: Iterable[Mapping[str, Any]]) -> int:
-    """Returns the first step of which events.jsonl has events: 0, or that of the checkpoint of another directory."""
-    first = next((event for event in events if event["kind"] in ("view", "resumed", "decision")), None)
-    return first["step"] if first is not None and first["kind"] == "resumed" else 0
-
-
-def compared(changes: Sequence[Change], events: Sequence[Mapping[str, Any]], first: int) -> str:
-    """Says whether the run's own policy decides in a replay what its events have. first: metrics.jsonl's first step."""
-    # Those announced before the first line were decided on steps that are not there.
-    since = max(began_at(events), first + DECISION_LAG - 1 if first > 0 else 0)
-    found = [each for each in decisions(events) if each[0] >= since]
-    replayed: list[Event] = []
-    for each in (each for each in changes if each.step >= since):
-        pairs = {"batch_size": (each.before.batch_size, each.after.batch_size), "lr": each.rates}
-        settings = {name: [*pair] for name, pair in pairs.items() if pair[0] != pair[1]}
-        others = ({name: value} for name, value in each.others.items() if name != "replace")
-        replayed += [(each.step, fields) for fields in (settings, *others) if fields]
-    for number, (ours, theirs) in enumerate(zip_longest(replayed, found), 1):
-        if ours is None or theirs is None or not _same_decision(ours, theirs):
-            return f"not as recorded from decision {number} on: replayed {ours}, recorded {theirs}"
-    return f"{len(found)} decisions, as recorded in events.jsonl"
-
-
-def _same_decision(replayed: Event, recorded: Event) -> bool:
-    """Whether step, fields and values are the same, rates in proportion: the replayed ones are factors."""
-    (step, ours), (at, theirs) = replayed, recorded
-    if step != at or ours.keys() != theirs.keys():
-        return False
-    for name, value in theirs.items():
-        mine = [*ours[name]] if isinstance(ours[name], tuple) else ours[name]
-        if name == "lr":
-            if None in value or not math.isclose(mine[1] * value[0], mine[0] * value[1], rel_tol=1e-9):
-                return False
-        elif mine != (value[1] if name == "sync" else value):
-            return False
-    return True
