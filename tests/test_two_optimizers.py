@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
+from problems import relative
+from test_kfuse_run import run_script
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -29,15 +29,7 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def drift(ours: list[nn.Module], theirs: list[nn.Module]) -> float:
-    pairs = [
-        (p, q) for a, b in zip(ours, theirs, strict=True) for p, q in zip(a.parameters(), b.parameters(), strict=True)
-    ]
-    return max(float((p - q).detach().norm() / q.detach().norm()) for p, q in pairs)
-
-
-def sgd(nets: list[nn.Module], fused: bool) -> list[Any]:
-    kind: Any = kf.FusedSGD if fused else torch.optim.SGD
+def sgd(kind: Any, nets: list[nn.Module]) -> list[Any]:
     return [kind(each.parameters(), lr=0.1, momentum=0.9) for each in nets]
 
 
@@ -52,7 +44,7 @@ def one_backward(schedule: str, steps: int) -> float:
         return [net(16, 16, 3, seed=1), net(16, 3, 3, seed=2), net(16, 3, 2, seed=3)]
 
     ours, theirs = make(), make()
-    opts, plain = sgd(ours, True), sgd(theirs, False)
+    opts, plain = sgd(kf.FusedSGD, ours), sgd(torch.optim.SGD, theirs)
 
     def loss(nets: list[nn.Module], x: Tensor, step: int, rank: int) -> Tensor:
         encoded = nets[0](x)
@@ -78,7 +70,7 @@ def one_backward(schedule: str, steps: int) -> float:
             opt.step()
         for opt in (*opts, *plain):
             opt.zero_grad()
-    return drift(ours, theirs)
+    return max(relative(a.parameters(), b.parameters()) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(("schedule", "workers"), [("tree", 2), ("all_to_all", 3)])
@@ -140,9 +132,5 @@ for step in kf.DataLoader((x, y), net, opt, batch_size=8, batch_micro=4):
 @pytest.mark.full
 def test_a_second_optimizer_is_refused_where_workers_may_join(tmp_path: Path) -> None:
     """Its state would not go along to a worker that joins."""
-    script = tmp_path / "train.py"
-    script.write_text(SECOND_OPTIMIZER)
-    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--run-dir", str(tmp_path / "run"), str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == 1 and "only the model and optimizer given to kf.fit" in said, said
+    ended = run_script(tmp_path, SECOND_OPTIMIZER, status=1)
+    assert "only the model and optimizer given to kf.fit" in ended.said, ended.said
