@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -63,13 +64,13 @@ def gradients(net: nn.Module) -> list[Tensor | None]:
 
 def relative(ours: Iterable[Tensor | None], theirs: Iterable[Tensor | None]) -> float:
     """The largest relative difference; infinite where only one of the two has a tensor."""
-    worst = 0.0
+    errors = [0.0]
     for a, b in zip(ours, theirs, strict=True):
         if a is None or b is None:
-            worst = worst if a is b else float("inf")
-        else:
-            worst = max(worst, float(((a - b).norm() / b.norm()).detach()))
-    return worst
+            errors.append(0.0 if a is b else math.inf)
+        elif not torch.equal(a, b):
+            errors.append(float(((a - b).norm() / b.norm()).detach()))
+    return float(torch.tensor(errors).max())  # a NaN if there is one
 
 
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {

@@ -28,12 +28,6 @@ OPTIMIZERS: dict[str, Make] = {
 ALL = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
-def networks() -> tuple[nn.Module, nn.Module]:
-    """The network in bf16, and the same values in fp32."""
-    net = network().bfloat16()
-    return net, copy.deepcopy(net).float()
-
-
 def batch(step: int, count: int = 8) -> tuple[Tensor, Tensor]:
     x, y = problem()
     places = torch.arange(step * count, (step + 1) * count) % len(x)
@@ -42,19 +36,19 @@ def batch(step: int, count: int = 8) -> tuple[Tensor, Tensor]:
 
 def gradients(net: nn.Module, step: int, parts: int = 1) -> list[list[Tensor]]:
     """Of each of the step's micro-batches, by torch alone: bf16."""
-    x, y = batch(step)
-    found = []
-    for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
-        found.append(list(torch.autograd.grad(F.cross_entropy(net(xs).float(), ys), list(net.parameters()))))
-    return found
+    pairs = zip(*(each.chunk(parts) for each in batch(step)), strict=True)
+    return [list(torch.autograd.grad(F.cross_entropy(net(x).float(), y), list(net.parameters()))) for x, y in pairs]
+
+
+def backward(net: nn.Module, opt: Any, step: int, parts: int) -> None:
+    for j, (x, y) in enumerate(zip(*(each.chunk(parts) for each in batch(step)), strict=True)):
+        with opt.micro_batch(samples=len(x), last=j == parts - 1):
+            F.cross_entropy(net(x).float(), y).backward()
 
 
 def train(net: nn.Module, opt: Any, steps: range, parts: int = 1) -> None:
     for step in steps:
-        x, y = batch(step)
-        for j, (xs, ys) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
-            with opt.micro_batch(samples=len(xs), last=j == parts - 1):
-                F.cross_entropy(net(xs).float(), ys).backward()
+        backward(net, opt, step, parts)
         opt.step()
         opt.zero_grad()
 
@@ -68,13 +62,10 @@ def assert_rounded(net: nn.Module, opt: Any) -> None:
     assert all(torch.equal(p, m.bfloat16()) for p, m in zip(net.parameters(), masters(net, opt), strict=True))
 
 
-def bits(net: nn.Module, opt: Any) -> bytes:
+def bits(net: nn.Module, opt: Any) -> list[Any]:
     """Of the parameters and of the optimizer's whole state."""
-    buffer = b""
-    for p in net.parameters():
-        for value in [p.detach(), *(opt.state[p][name] for name in sorted(opt.state[p]))]:
-            buffer += str(value.dtype).encode() + value.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return buffer
+    tensors = [value for p in net.parameters() for value in (p, *(opt.state[p][name] for name in sorted(opt.state[p])))]
+    return [(value.dtype, value.detach().reshape(-1).view(torch.uint8).tolist()) for value in tensors]
 
 
 def through_a_file(state: Any) -> Any:
@@ -91,7 +82,8 @@ def through_a_file(state: Any) -> Any:
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.05}], ids=["", "clipped"])
 def test_masters_are_the_parameters_of_an_fp32_training_with_these_gradients(make: Make, options: Any) -> None:
     """Micro-batches' bf16 gradients are added up in fp32: bit by bit the sums that an fp32 model would have."""
-    net, twin = networks()
+    net = network().bfloat16()
+    twin = copy.deepcopy(net).float()
     opt, other = make(net.parameters(), **options), make(twin.parameters(), **options)
     for step in range(6):
         found = gradients(net, step, parts=4)
@@ -114,12 +106,9 @@ def test_masters_are_the_parameters_of_an_fp32_training_with_these_gradients(mak
 @pytest.mark.parametrize("way", ["in place", "another tensor"])
 def test_changed_gradients_are_used(way: str) -> None:
     """Elements that were not changed keep their fp32 values."""
-    net, _ = networks()
+    net = network().bfloat16()
     opt = kf.FusedSGD(net.parameters(), lr=1.0)
-    x, y = batch(0)
-    for j in range(2):
-        with opt.micro_batch(samples=4, last=j == 1):
-            F.cross_entropy(net(x[4 * j : 4 * j + 4]).float(), y[4 * j : 4 * j + 4]).backward()
+    backward(net, opt, 0, parts=2)
     (bucket,) = opt.engine.gradient_buckets
     kept = dict(zip(bucket.layout.params, bucket.view(bucket.mean.clone()), strict=True))
     first = next(iter(net.parameters()))
@@ -136,7 +125,7 @@ def test_changed_gradients_are_used(way: str) -> None:
 
 
 def test_a_parameter_without_a_gradient_stays() -> None:
-    net, _ = networks()
+    net = network().bfloat16()
     opt = kf.FusedAdamW(net.parameters(), lr=0.1)
     unused = copy.deepcopy(net[2].bias)
     for step in range(2):
@@ -203,7 +192,7 @@ def test_buckets_are_in_the_order_of_backward() -> None:
 
 
 def test_elements_that_were_not_changed_keep_their_masters() -> None:
-    net, _ = networks()
+    net = network().bfloat16()
     opt = kf.FusedSGD(net.parameters(), lr=1e-2)
     train(net, opt, range(3))
     with torch.no_grad():
@@ -219,7 +208,7 @@ def test_elements_that_were_not_changed_keep_their_masters() -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])  # without momentum the masters are all the state
 def test_freezing_and_unfreezing_keeps_masters(kind: str) -> None:
-    net, _ = networks()
+    net = network().bfloat16()
     opt = OPTIMIZERS[kind](net.parameters())
     train(net, opt, range(3))
     before = [m.clone() for m in masters(net, opt)]
@@ -237,12 +226,12 @@ def test_freezing_and_unfreezing_keeps_masters(kind: str) -> None:
 @ALL
 @pytest.mark.parametrize(("order", "done"), [("model first", 3), ("optimizer first", 0)])
 def test_a_training_that_is_loaded_goes_on_bit_by_bit(make: Make, order: str, done: int) -> None:
-    net, _ = networks()
+    net = network().bfloat16()
     opt = make(net.parameters())
     train(net, opt, range(done))
     states = through_a_file((net.state_dict(), opt.state_dict()))
     train(net, opt, range(done, 6))
-    other = networks()[0]
+    other = network().bfloat16()
     with torch.no_grad():
         other[0].weight.add_(1.0)
     second = make(other.parameters())
@@ -255,7 +244,7 @@ def test_a_training_that_is_loaded_goes_on_bit_by_bit(make: Make, order: str, do
 
 def test_torchs_adamw_takes_our_state_and_we_take_its() -> None:
     """torch rounds moments to the parameter's type. From its state the master is the parameter itself."""
-    net, _ = networks()
+    net = network().bfloat16()
     opt = kf.FusedAdamW(net.parameters(), lr=1e-2)
     train(net, opt, range(3))
     theirs = copy.deepcopy(net)
@@ -282,7 +271,7 @@ def test_torchs_adamw_takes_our_state_and_we_take_its() -> None:
 
 def test_torchs_sgd_goes_on_from_our_state() -> None:
     """torch's fused kernel would leave all but the last elements of a bf16 parameter as they are."""
-    net, theirs = networks()[0], networks()[0]
+    net, theirs = network().bfloat16(), network().bfloat16()
     opt = kf.FusedSGD(net.parameters(), lr=1e-2, momentum=0.9)
     train(net, opt, range(3))
     theirs.load_state_dict(net.state_dict())
@@ -299,11 +288,11 @@ def test_torchs_sgd_goes_on_from_our_state() -> None:
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_a_state_that_arrives_from_another_worker_finds_its_place(kind: str) -> None:
     """Masters and moments are made before, and loading what lies in them copies nothing."""
-    net, _ = networks()
+    net = network().bfloat16()
     make = OPTIMIZERS[kind]
     opt = make(net.parameters())
     train(net, opt, range(3))
-    theirs = networks()[0]
+    theirs = network().bfloat16()
     other = make(theirs.parameters())
     state = opt.state_dict()
     other.updates.make_room(state)
@@ -323,7 +312,7 @@ def test_a_state_that_arrives_from_another_worker_finds_its_place(kind: str) -> 
 
 
 def test_a_wrapped_optimizer_updates_in_bf16_as_torch_does() -> None:
-    net, _ = networks()
+    net = network().bfloat16()
     twin = copy.deepcopy(net)
     opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2))
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,21 +125,29 @@ def test_parameters_have_ddps_bits(workers: int, accumulate: int) -> None:
 
 
 def measure(
-    problem: Problem, monitor: Monitor, model: nn.Module, steps: int, mine: range, divide: bool = False
+    problem: Problem,
+    monitor: Monitor,
+    model: nn.Module,
+    mine: range,
+    divide: bool = False,
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[StepStats]:
-    """Steps at a fixed point. mine: this worker's micro-batches. divide: each loss by their number."""
+    """Steps at a fixed point. mine: this worker's micro-batches. divide: each loss by their number. no_sync: of all
+    micro-batches but the last.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     ends = np.cumsum(problem.sizes)
     found = []
-    for step in range(steps):
+    for step in range(40):
         x, y = (torch.from_numpy(values) for values in draw(problem, step))
         for j in mine:
             size = problem.sizes[j]
             part = slice(int(ends[j]) - size, int(ends[j]))
             monitor.samples = size
-            with model.no_sync() if hasattr(model, "no_sync") and j != mine[-1] else nullcontext():
+            with nullcontext() if j == mine[-1] else no_sync():
                 loss = LOSSES[problem.loss](model(x[part]), y[part])
-                optimizer.zero_grad() if j == mine[0] else None  # between forward and backward, as some loops do
+                if j == mine[0]:
+                    optimizer.zero_grad(set_to_none=bool(step % 2))  # between forward and backward, as some loops do
                 (loss / len(mine) if divide else loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
@@ -197,7 +205,7 @@ def ddp_statistics() -> list[list[StepStats]]:
         model = wrapped(Halves(problem))
         monitor = kf.ddp_hook(model, accumulate=first if divide else 1)
         mine = range(first, len(sizes)) if dist.get_rank() else range(first)
-        found.append(measure(problem, monitor, model, 40, mine, divide))
+        found.append(measure(problem, monitor, model, mine, divide, model.no_sync))
     return found
 
 
@@ -214,10 +222,10 @@ def test_monitor_statistics_are_the_formula() -> None:
     problem = of_size("linear regression", (3, 8, 8, 5))
     net = Halves(problem)
     monitor = kf.monitor(net, accumulate=4)
-    steps = measure(problem, monitor, net, 40, range(4), divide=True)
+    steps = measure(problem, monitor, net, range(4), divide=True)
     check_formula(problem, steps)
     check_running(steps)
-    (one,) = measure(of_size("linear regression", (8,)), monitor, net, 1, range(1))
+    one = measure(of_size("linear regression", (8,)), monitor, net, range(1))[0]
     assert one.grad_norm is not None and one.grad_variance is one.grad_sq is None
     assert monitor.why is not None and "one micro-batch" in monitor.why
     monitor.close()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed import KEPT, run_workers
-from test_ddp_hook import check_formula, check_running, error, of_size
-from test_statistics import LOSSES, Halves, Problem, draw
+from test_ddp_hook import check_formula, check_running, error, measure, of_size
+from test_statistics import Halves, Problem
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -138,7 +139,20 @@ def all_cases(accumulate: int, names: list[str]) -> dict[str, Any]:
     return found
 
 
-def check_cases(workers: int, accumulate: int, names: list[str]) -> None:
+HYBRID = [name for name in CASES if name.startswith("hybrid")]
+OTHERS = [name for name in CASES if name not in HYBRID]
+
+
+@pytest.mark.parametrize(
+    "workers, accumulate, names",
+    [
+        (2, 2, ["plain", "without sync", "hybrid, one shard"]),
+        pytest.param(2, 3, OTHERS, marks=pytest.mark.full),
+        pytest.param(3, 1, OTHERS, marks=pytest.mark.full),
+        pytest.param(4, 2, HYBRID, marks=pytest.mark.full),
+    ],
+)
+def test_parameters_have_fsdp2s_bits(workers: int, accumulate: int, names: list[str]) -> None:
     ranks = run_workers(workers, all_cases, accumulate, names)
     for name in names:
         assert len({repr(found[name][1:]) for found in ranks}) == 1, name
@@ -150,55 +164,31 @@ def check_cases(workers: int, accumulate: int, names: list[str]) -> None:
             assert stats.grad_variance == pytest.approx(variance, rel=0.05 if rough else 1e-4), name
 
 
-def test_parameters_have_fsdp2s_bits() -> None:
-    check_cases(2, 2, ["plain", "without sync", "hybrid, one shard"])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("workers, accumulate", [(2, 3), (3, 1)])
-def test_parameters_have_fsdp2s_bits_in_all_cases(workers: int, accumulate: int) -> None:
-    check_cases(workers, accumulate, [name for name in CASES if not name.startswith("hybrid")])
-
-
-@pytest.mark.full
-def test_parameters_of_a_hybrid_mesh_have_fsdp2s_bits() -> None:
-    check_cases(4, 2, [name for name in CASES if name.startswith("hybrid")])
-
-
 # -- statistics ------------------------------------------------------------------------------------------------------
 
 
-def measure(problem: Problem, sync: bool, divide: bool) -> list[StepStats]:
-    """Steps at a fixed point, micro-batches shared out to the workers in equal numbers."""
-    net = Halves(problem)
-    model = sharded(net, [net.left])
-    each = len(problem.sizes) // dist.get_world_size()
-    monitor = kf.fsdp_monitor(model, accumulate=each if divide else 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ends = np.cumsum(problem.sizes)
-    found = []
-    for step in range(40):
-        x, y = (torch.from_numpy(values) for values in draw(problem, step))
-        for j in range(each):
-            at = dist.get_rank() * each + j
-            monitor.samples = problem.sizes[at]
-            part = slice(int(ends[at]) - problem.sizes[at], int(ends[at]))
-            model.set_requires_gradient_sync(sync or j == each - 1)  # type: ignore[operator]
-            loss = LOSSES[problem.loss](model(x[part]), y[part])
-            (loss / each if divide else loss).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=bool(step % 2))
-        stats = monitor.stats
-        assert stats is not None
-        found.append(stats)
-    monitor.close()
-    return found
+@contextmanager
+def without_sync(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
 
 
 def statistics(cases: list[tuple[Problem, bool, bool]]) -> list[list[StepStats]]:
+    """Of micro-batches that are shared out to the workers in equal numbers."""
     dist.init_process_group("gloo")
-    return [measure(*case) for case in cases]
+    found = []
+    for problem, sync, divide in cases:
+        net = Halves(problem)
+        model = sharded(net, [net.left])
+        each = len(problem.sizes) // dist.get_world_size()
+        monitor = kf.fsdp_monitor(model, accumulate=each if divide else 1)
+        mine = range(dist.get_rank() * each, (dist.get_rank() + 1) * each)
+        found.append(
+            measure(problem, monitor, model, mine, divide, nullcontext if sync else partial(without_sync, model))
+        )
+        monitor.close()
+    return found
 
 
 def test_statistics_are_the_formula() -> None:
@@ -364,26 +354,22 @@ def test_what_is_not_known_is_unknown() -> None:
 def wrong_uses() -> dict[str, str]:
     dist.init_process_group("gloo")
     found = {}
-
-    def said(kind: str, act: Callable[[], object]) -> None:
-        found[kind] = error(act)
-
     parts = nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 2))
     fully_shard(parts[0])
-    said("a part", lambda: kf.fsdp_monitor(parts))
+    found["a part"] = error(lambda: kf.fsdp_monitor(parts))
     model = nn.Linear(5, 2)
     sharded(model, [], ignored_params={model.bias})
-    said("ignored", lambda: kf.fsdp_monitor(model))
+    found["ignored"] = error(lambda: kf.fsdp_monitor(model))
     two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
     model = nn.Linear(6, 2, bias=False)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), two["tensor"]))
-    said("tensor parallel", lambda: kf.fsdp_monitor(sharded(model, [], mesh=two["data"])))
+    found["tensor parallel"] = error(lambda: kf.fsdp_monitor(sharded(model, [], mesh=two["data"])))
     model = sharded(nn.Linear(5, 2), [])
     kf.fsdp_monitor(model)
     for param in model.parameters():
         optimizer = torch.optim.SGD([param], lr=0.1)
         param.register_post_accumulate_grad_hook(lambda param, optimizer=optimizer: optimizer.step())
-    said("inside backward", lambda: model(torch.ones(4, 5)).sum().backward())
+    found["inside backward"] = error(lambda: model(torch.ones(4, 5)).sum().backward())
     KEPT.append(parts)
     return found
 

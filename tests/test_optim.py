@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_lamb import PlainLAMB
+from problems import relative
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -72,9 +73,7 @@ def train(net: nn.Module, opt: torch.optim.Optimizer, steps: int, seed: int = 0,
 
 
 def difference(ours: nn.Module, theirs: nn.Module) -> float:
-    """The largest relative difference of any parameter, in the 2-norm."""
-    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    return max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs if b.numel())
+    return relative(ours.parameters(), theirs.parameters())
 
 
 def same(ours: nn.Module, theirs: nn.Module) -> bool:
