@@ -93,7 +93,6 @@ class Dataset(Protocol):
 
     def __len__(self) -> int:
         """The number of samples."""
-        ...
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> Any:
         """Returns the batch of the samples `indices` (int64 `[B]`): any nested structure of tensors and plain values.
@@ -102,7 +101,6 @@ class Dataset(Protocol):
         generator: on the CPU. Random augmentation draws from it and from nothing else, so that the batch is a pure
         function of the indices and the generator's state. None: no augmentation.
         """
-        ...
 
 
 @dataclass(frozen=True)

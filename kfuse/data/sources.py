@@ -53,7 +53,6 @@ class Source(Protocol):
         give the same samples in every process, at any time. Random transforms may draw from the global generators of
         torch, numpy and random, which are seeded for each sample by its number. Opening a shard must not draw.
         """
-        ...
 
 
 def place(number: int, shards: int, block: int = BLOCK) -> tuple[int, int]:

@@ -134,17 +134,6 @@ def test_its_processes_die_with_it() -> None:
     assert_ended("rank0", "rank1")
 
 
-def test_what_triton_needs_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    assert doctor.compiler().found.startswith(f"no {tmp_path}/Python.h")
-    (tmp_path / "Python.h").write_text("")
-    assert doctor.compiler().status == "ok"
-    monkeypatch.delenv("CC")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.compiler().status == "fail" and doctor.compiler().remedy
-
-
 H100 = {"name": "NVIDIA H100", "capability": "9.0", "memory_gib": 79.2, "free_gib": 78.5}
 
 

@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +41,7 @@ class Line:
 USAGE = """\
 kfuse doctor [override ...]
 
-Checks this machine: devices, compiler, which transport these overrides choose, and, with two processes, the reduction
+Checks this machine: devices, which transport these overrides choose, and, with two processes, the reduction
 and the kernels. Overrides are those of a run (kfuse --help). Exit status 0, or 1 where a line says `fail`."""
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -69,8 +68,6 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
         devices, problem = result()
     gpus = len(devices["gpus"]) if devices else 0
     yield from gpu_lines(devices, problem)
-    if gpus:
-        yield compiler()
     yield shared_memory(config["data"]["workers"])
     yield _transport(options, gpus)
     if options.schedule == "symmetric" and gpus < 2:  # the line transport says so
@@ -132,11 +129,12 @@ def _reduction(answers: Sequence[tuple[Any, str | None]], gpus: int) -> Line:
 def _kernels(found: Mapping[str, str | None] | None, problem: str | None, gpus: int) -> Line:
     where = "on GPU 0" if gpus else "in Triton's interpreter"
     if found is None:
-        remedy = "See the line compiler." if gpus else "Triton does not work here: pip install triton"
-        return Line("kernels", "fail", f"{where}: {problem}", remedy)
+        return Line("kernels", "fail", f"{where}: {problem}", "Triton does not work here: pip install triton")
     wrong = [f"{name}: {why}" for name, why in found.items() if why is not None]
     if wrong:
-        remedy = "Compare the version of Triton with the one that this torch needs (pip check)."
+        remedy = (
+            "Triton must have torch's version (pip check), a C compiler and Python.h (apt install gcc python3-dev)."
+        )
         return Line("kernels", "fail", f"{where}: {'; '.join(wrong)}", remedy)
     return Line("kernels", "ok", f"{', '.join(found)} {where}: as their PyTorch implementations")
 
@@ -199,21 +197,6 @@ def _no_gpu(built_for: str | None) -> Line:
         return Line("GPUs", "warn", f"{found}; this machine has a GPU, and this torch is built for CPUs only", remedy)
     remedy = f"Its driver must support CUDA {built_for}: compare with the version that nvidia-smi shows."
     return Line("GPUs", "fail", "this machine has a GPU, and torch cannot use it", remedy)
-
-
-def compiler() -> Line:
-    """Looks for what Triton compiles its launchers with: $CC, gcc or clang, and Python.h (triton/runtime/build.py)."""
-    cc = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    scheme = sysconfig.get_default_scheme()
-    header = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"], "Python.h")
-    if cc is None:
-        remedy = "Install one: apt install gcc (or conda install gcc), or name one in $CC."
-        return Line("compiler", "fail", "no C compiler: Triton compiles no kernel without", remedy)
-    if not header.exists():
-        name = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
-        remedy = f"Install Python's headers: apt install {name} (or use a Python of conda or uv, which have them)."
-        return Line("compiler", "fail", f"no {header}: Triton compiles no kernel without", remedy)
-    return Line("compiler", "ok", f"{cc}, with {header}")
 
 
 def shared_memory(loaders: int) -> Line:

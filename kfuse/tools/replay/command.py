@@ -144,8 +144,6 @@ def _notes(recorded: Recorded, config: Mapping[str, Any] | None, policy: BasePol
     for setting, allowed in policy.lr_settings.items():
         if config is not None and (has := config["lr"].get(setting)) not in allowed:
             yield f"{name} is right with lr.{setting}={', '.join(allowed)}; the run has {has}"
-    if type(policy).after_step is not BasePolicy.after_step or type(policy).after_epoch is not BasePolicy.after_epoch:
-        yield f"{name}: its hooks are not called"
 
 
 _WIDTH = 110  # characters of the tables: a narrower terminal wraps them

@@ -188,13 +188,9 @@ class RecordedSteps:
 class SimulatedSteps:
     """Steps with other settings than the run's, up to the progress that the run made.
 
-    Signals are those of the recorded step at the same progress, but for what the settings decide:
-
-    1) S, G2, their means, the noise scale and its interval are per-sample quantities: they are taken as they are.
-       The square of the mean gradient's norm is G2 + S / B. A step of one micro-batch measures none of these.
-    2) The learning rate is the recorded one, by the factors of the other batch size and lr_scale.
-    3) Figures of workers are kept where the number of workers is the same, step times where the batch size is the same
-       too. Elsewhere they are unknown.
+    Signals are those of the recorded step at the same progress, but for what the settings decide. S, G2, their means
+    and the noise scale are per-sample quantities: they are taken as they are. Figures of workers are kept where the
+    number of workers is the same, step times where the batch size is the same too.
     """
 
     def __init__(self, recorded: Recorded, bounds: Bounds) -> None:
@@ -273,7 +269,7 @@ class SimulatedSteps:
             unknown += ["grad_sq", "grad_variance", "noise_scale", "noise_scale_low", "noise_scale_high"]
         elif there.batch_size != now.batch_size:
             known = there.grad_sq is not None and there.grad_variance is not None
-            square = (there.grad_sq or 0.0) + (there.grad_variance or 0.0) / count
+            square = (there.grad_sq or 0.0) + (there.grad_variance or 0.0) / count  # |mean gradient|^2 = G2 + S / B
             changed["grad_norm"] = math.sqrt(square) if known and square >= 0 else None
         return Signals(**{**vars(there), **changed, **dict.fromkeys(unknown)})
 
