@@ -45,24 +45,23 @@ def log_to(*targets: Any) -> None:
 
 def _target(target: Any) -> Target:
     if isinstance(target, str | os.PathLike) or hasattr(target, "add_scalar"):
-        return _Scalars(target)
+        return _scalars(target)
     if not callable(target):
         raise TypeError(f"log_to target={target!r}: must be a folder, a TensorBoard SummaryWriter or a callable")
     return cast("Target", target)
 
 
-class _Scalars:
-    """Writes a record's known figures to a SummaryWriter."""
+def _scalars(writer: Any) -> Target:
+    """Returns what writes a record's known figures to a SummaryWriter, which is made for a folder at the first one."""
 
-    def __init__(self, writer: Any) -> None:
-        """writer: a SummaryWriter, or a folder. Ranks that send nothing leave no files there."""
-        self._writer = writer
-
-    def __call__(self, record: dict[str, Any]) -> None:
-        if isinstance(self._writer, str | os.PathLike):
+    def write(record: dict[str, Any]) -> None:
+        nonlocal writer
+        if isinstance(writer, str | os.PathLike):
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._writer))
+            writer = SummaryWriter(str(writer))
         for name in FIGURES[1:]:
             if record[name] is not None:
-                self._writer.add_scalar(f"{record['monitor']}/{name}", record[name], record["step"])
+                writer.add_scalar(f"{record['monitor']}/{name}", record[name], record["step"])
+
+    return write

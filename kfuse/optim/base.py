@@ -142,12 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step's samples and each worker's range of micro-batches (kf.fit does)."""
-        check_owner(self.engine)
-        if self.engine.parts > 1:
-            raise RuntimeError(
-                f"opt.accumulate({self.engine.parts}) is for bare backwards: kf.fit and kf.DataLoader cut a batch into "
-                "micro-batches themselves (micro_batch=), with the mean loss of each; call opt.accumulate(1) before"
-            )
+        self._check_undivided()
         self.reducer.unit = "samples"
         self.engine.begin(plan)
 
@@ -169,13 +164,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         adds them, and are taken and measured as the context ends. The reduction then starts there, not during backward.
         Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
         """
-        check_owner(self.engine)
+        self._check_undivided()
         engine = self.engine
-        if engine.parts > 1:
-            raise RuntimeError(
-                f"opt.accumulate({engine.parts}) is for bare backwards of loss / {engine.parts}: in opt.micro_batch "
-                "the loss is the mean, undivided; call opt.accumulate(1) before"
-            )
         if (weight is not None) != (engine.now.plan is not None and engine.now.plan.by_weight):
             raise ValueError("opt.micro_batch(weight=...): kf.fit and kf.DataLoader pass it, where weight_fn= is given")
         if samples is not None and samples < 1:
@@ -186,6 +176,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.reducer.unit = unit
         counted = 1.0 if samples is None else float(samples)
         return MicroBatch(engine, counted if weight is None else weight, last, several_backwards)
+
+    def _check_undivided(self) -> None:
+        check_owner(self.engine)
+        if (parts := self.engine.parts) > 1:
+            raise RuntimeError(
+                f"opt.accumulate({parts}) is for bare backwards of loss / {parts}: kf.fit, kf.DataLoader and "
+                "opt.micro_batch take the mean loss, undivided; call opt.accumulate(1) before"
+            )
 
     def accumulate(self, backwards: int) -> None:
         """From now on a step is so many bare backwards on this worker, each of a loss DIVIDED by their number.

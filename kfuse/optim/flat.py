@@ -23,6 +23,7 @@ from kfuse.optim.layout import (
     refuse_overlaps,
     with_own_storage,
 )
+from kfuse.optim.rules import Rule
 from kfuse.optim.updates import named_parameters
 
 
@@ -33,12 +34,9 @@ class FlatState:
     that entry alone, and round the moments to the parameter's dtype as they load them.
     """
 
-    def __init__(self, opt: torch.optim.Optimizer, moment_names: Sequence[str], counts_updates: bool) -> None:
-        """moment_names: of the state tensors shaped like the parameter. counts_updates: torch's `state` has each
-        parameter's number of updates, as "step".
-        """
-        self._opt, self._moment_names, self._counts_updates = opt, moment_names, counts_updates
-        self.names = (*moment_names, MASTER)  # of all state tensors shaped like the parameter
+    def __init__(self, opt: torch.optim.Optimizer, rule: Rule) -> None:
+        self._opt, self._moment_names, self._counts_updates = opt, rule.moment_names, rule.counts_updates
+        self.names = (*rule.moment_names, MASTER)  # of all state tensors shaped like the parameter
         self.states: list[BucketState] = []  # of each bucket of gradients
 
     def pairs(self) -> Iterator[tuple[Bucket, BucketState]]:

@@ -35,7 +35,7 @@ class FlatUpdates(Updates):
 
     def __init__(self, opt: torch.optim.Optimizer, rule: Rule) -> None:
         super().__init__(opt)
-        self.rule, self.flat = rule, FlatState(opt, rule.moment_names, rule.counts_updates)
+        self.rule, self.flat = rule, FlatState(opt, rule)
         self._counts_differ = False  # workers may have made different updates
 
     @property

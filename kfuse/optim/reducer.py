@@ -146,8 +146,15 @@ class Reducer:
                 self._take_gradients_set_by_hand(uses_scaler)
             self.synchronize()
         reduced, self.engine.reduced = self.engine.reduced, None
-        if not self._had_gradients and self.lost_worker_error is None:
-            self._warn_of_no_gradients()
+        if self.engine.params and not self._had_gradients and self.lost_worker_error is None:
+            # The loss may be that of another model or of a copy, or FSDP has replaced the parameters.
+            self._had_gradients = True
+            _LOG.warning(
+                "%s.step(): none of its %d parameters has ever had a gradient, so nothing is trained. "
+                "Does the loss come from the model whose parameters it was given?",
+                type(self._updates.opt).__name__,
+                len(self.engine.params),
+            )
         if reduced is not None:
             self._take_back_gradients()
         return reduced
@@ -162,17 +169,6 @@ class Reducer:
                 "workers: with several workers and a GradScaler, gradients must come from backward, not from p.grad = "
             )
         self.engine.take_gradients()
-
-    def _warn_of_no_gradients(self) -> None:
-        """Warns once: the loss may be that of another model or of a copy, or FSDP has replaced the parameters."""
-        self._had_gradients = True
-        if self.engine.params:
-            _LOG.warning(
-                "%s.step(): none of its %d parameters has ever had a gradient, so nothing is trained. "
-                "Does the loss come from the model whose parameters it was given?",
-                type(self._updates.opt).__name__,
-                len(self.engine.params),
-            )
 
     def _take_back_gradients(self) -> None:
         """Where the user replaced a `p.grad` or its `.data` (it may also be changed in place), buckets get the values.

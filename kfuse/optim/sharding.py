@@ -70,15 +70,13 @@ def move(
     tensors. Wanted and names are the same on all ranks. Raises CommError, and ShardsLost on every rank.
     """
     everywhere = _announce(group, held, what)
-    plans: list[list[Move]] = []
-    lost: list[str] = []
-    for bucket, theirs, wanted_places, of_bucket in zip(buckets, everywhere, wanted, names, strict=True):
-        try:
-            plans.append(plan_moves(theirs, wanted_places) if of_bucket else [])
-        except ShardsLost as error:
-            lost.append(f"{bucket.name}, {error}")
-    if lost:
-        raise ShardsLost(f"comm.state=sharded: no worker has this optimizer state any more: {'; '.join(lost)}")
+    try:
+        plans = [
+            plan_moves(theirs, wanted_places) if of_bucket else []
+            for theirs, wanted_places, of_bucket in zip(everywhere, wanted, names, strict=True)
+        ]
+    except ShardsLost as error:
+        raise ShardsLost(f"comm.state=sharded: no worker has this optimizer state any more: {error}") from None
     moved: list[list[Part]] = []
     for bucket, mine, plan, wanted_places, of_bucket in zip(buckets, held, plans, wanted, names, strict=True):
         new = [Part(place) for place in wanted_places[group.rank] if place.stop > place.start]
