@@ -138,21 +138,19 @@ class BackwardWatch(ABC):
 
         def updated(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             alive = watch()
-            if alive is not None and any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                alive._updated()
+            if alive is None or all(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
+                return
+            if torch._C._current_graph_task_id() != -1:
+                raise RuntimeError(
+                    "an optimizer steps inside backward, so a step's gradient is never there as a whole for kf.monitor "
+                    "and kf.fsdp_monitor: step after backward"
+                )
+            if alive.monitor.micro_batches:  # else another optimizer of the same model ended this step
+                alive.finish_step()
 
         handle = register_optimizer_step_post_hook(updated)
         weakref.finalize(self, handle.remove)
         self.monitor.handles.append(handle)
-
-    def _updated(self) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                "an optimizer steps inside backward, so a step's gradient is never there as a whole for kf.monitor and "
-                "kf.fsdp_monitor: step after backward"
-            )
-        if self.monitor.micro_batches:  # else another optimizer of the same model ended this step
-            self.finish_step()
 
     def finish_step(self) -> None:
         self.end_step()

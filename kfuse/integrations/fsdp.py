@@ -26,6 +26,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from kfuse.integrations.backward import CHANGED, BackwardWatch
 from kfuse.integrations.measure import Monitor, Options, one_device, total_square
 
+Places = dict[nn.Module, list[tuple[nn.Module, str, int]]]
+"""Of each unit of FSDP2: the modules, attributes and indices of the parameters that it gathers."""
+
 
 def fsdp_monitor(
     model: nn.Module,
@@ -166,15 +169,11 @@ class _Sharded(BackwardWatch):
         return float(self._workers) if factor is None else float(factor)
 
 
-def _trained(
-    model: nn.Module,
-) -> tuple[list[tuple[str, nn.Parameter]], dict[nn.Module, list[tuple[nn.Module, str, int]]]]:
-    """Returns names and parameters to be trained, and of each unit of FSDP2 where it gathers them: modules, attributes
-    and indices of parameters.
-    """
+def _trained(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], Places]:
+    """Returns names and parameters to be trained, and where FSDP2 gathers them."""
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     index_of = {id(param): index for index, (_, param) in enumerate(named)}
-    places: dict[nn.Module, list[tuple[nn.Module, str, int]]] = {}
+    places: Places = {}
 
     def walk(module: nn.Module, unit: nn.Module) -> None:
         unit = module if isinstance(module, FSDPModule) else unit

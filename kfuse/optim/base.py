@@ -72,15 +72,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         global _latest
         _latest = weakref.ref(self)
         if not session.elastic:  # in an elastic job the training loop shares all of the state
-            self._share_parameters(self.param_groups)
+            share_from_first(session.group, [p for group in self.param_groups for p in group["params"]])
 
     @property
     def engine(self) -> Engine:
         return self.reducer.engine
-
-    def _share_parameters(self, groups: list[dict[str, Any]]) -> None:
-        """All workers take rank 0's values of these groups' parameters. Raises ValueError, CommError."""
-        share_from_first(self._session.group, [p for group in groups for p in group["params"]])
 
     def set_clip_norm(self, clip_norm: float | None) -> None:
         """The largest norm of the mean gradient from now on; None: no clipping. Raises ValueError unless positive."""
@@ -101,7 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         if has_buckets:
-            self._share_parameters(self.param_groups[-1:])
+            share_from_first(self._session.group, params)
 
     def rebuild(self) -> None:
         """After freezing or unfreezing parameters: lays the buckets out again. State of parameters is kept."""
@@ -309,8 +305,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         0.0 for one that an optimizer does not have, or keeps on a GPU, where reading it would wait.
         """
         rates = [group.get("lr", 0.0) for group in self.param_groups]
-        unread = [isinstance(rate, Tensor) and devices.of(rate.device).asynchronous for rate in rates]
-        return [0.0 if skip else float(rate) for skip, rate in zip(unread, rates, strict=True)]
+        return [0.0 if isinstance(lr, Tensor) and devices.of(lr.device).asynchronous else float(lr) for lr in rates]
 
     def learning_rates(self) -> list[float]:
         """Returns each group's learning rate in the coming update: the group's own times `lr_factor`."""

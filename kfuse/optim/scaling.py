@@ -39,7 +39,6 @@ def scaling(
 ) -> Scaling:
     """How the reduced gradients are used. Nothing waits for a CUDA device.
 
-    engine: has the gradients.
     found_inf, loss_scale: what torch's GradScaler passes to an optimizer's step. loss_scale is None too where the user
     has unscaled the gradients (`scaler.unscale_`).
     clip_norm: the largest norm of the mean gradient, without the loss scale. The gradients' factor is then
@@ -123,10 +122,7 @@ class NonfiniteWarning:
     def after_step(
         self, step: int, finite: Tensor | bool, arrived: Sequence[tuple[int, bool]], skips: bool, warns: bool
     ) -> None:
-        """finite: whether this step's gradients are. arrived: where `finite` is on a GPU, `Statistics.arrived` is
-        judged in its place. skips: whether such updates are skipped. warns: whether this worker logs the warning
-        (rank 0 does).
-        """
+        """arrived: `Statistics.arrived`, in place of this step's `finite` where that is on a GPU. warns: on rank 0."""
         for number, nonfinite in [(step, not finite)] if isinstance(finite, bool) else arrived:
             if nonfinite and not self._was_nonfinite and warns:
                 outcome = "left out" if skips else "made all the same, since skip_nonfinite is off"

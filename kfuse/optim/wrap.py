@@ -127,13 +127,12 @@ class TorchUpdates(Updates):
                 p.grad = gradient
         if type(self._inner) in _BEGIN_WITH_ZEROS:
             for index in lacking:
-                for state in self._state_of(params[index], copy=False, weights=False).values():
+                for state in self._states_of(params[index]):
                     state.zero_()
 
-    def _state_of(self, p: Tensor, copy: bool = True, weights: bool = True) -> dict[str, Tensor]:
-        """The tensors of a parameter's state, by name. weights: and the parameter, as ""."""
-        tensors = {k: v for k, v in self._inner.state.get(p, {}).items() if isinstance(v, Tensor)}
-        tensors |= {"": p.detach()} if weights else {}
+    def _state_of(self, p: Tensor, copy: bool = True) -> dict[str, Tensor]:
+        """A parameter, as "", and the tensors of its state, by name."""
+        tensors = {k: v for k, v in self._inner.state.get(p, {}).items() if isinstance(v, Tensor)} | {"": p.detach()}
         return {name: value.clone() if copy else value for name, value in tensors.items()}
 
     @contextmanager
