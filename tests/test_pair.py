@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from elastic_job import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import OPTIMIZERS
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -65,30 +68,26 @@ def test_no_pull_is_torn_by_a_thread_that_publishes_all_the_time() -> None:
     numel, step = 2**19, 0
     snapshots = Snapshots([torch.zeros(numel)], 0, CPU)
     server = SnapshotServer(snapshots, LOCAL)
-    over, seen, failures = threading.Event(), set[int](), list[BaseException]()
+    over, seen = threading.Event(), set[int]()
 
     def pulls() -> None:
         into = torch.empty(numel)
-        try:
-            while not over.is_set():
-                found = pull(server.peer, into)
-                assert torch.equal(into, torch.full((numel,), float(found)))
-                seen.add(found)
-        except BaseException as error:
-            failures.append(error)
+        while not over.is_set():
+            found = pull(server.peer, into)
+            assert torch.equal(into, torch.full((numel,), float(found)))
+            seen.add(found)
 
-    threads = [threading.Thread(target=pulls) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 60
-    while not failures and (len(seen) <= 20 or step <= 40) and time.monotonic() < deadline:
-        step += 1
-        snapshots.publish([torch.full((numel,), float(step))], step)
-    over.set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        pulling = [threads.submit(pulls) for _ in range(3)]
+        deadline = time.monotonic() + 60
+        while (len(seen) <= 20 or step <= 40) and time.monotonic() < deadline:
+            step += 1
+            snapshots.publish([torch.full((numel,), float(step))], step)
+        over.set()
+        for each in pulling:
+            each.result()
     server.close()
-    assert not failures and len(seen) > 20 and step > 40
+    assert len(seen) > 20 and step > 40
     assert len(snapshots.buffers) <= 5
 
 
@@ -143,13 +142,13 @@ def test_silent_strangers_do_not_keep_others_away(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pair_module, "SILENCE_S", 0.2)
     server = SnapshotServer(Snapshots(filled(7), 7, CPU), LOCAL)
     strangers = [socket.create_connection((LOCAL, server.peer.port)) for _ in range(80)]
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            assert pull(server.peer, torch.empty(11)) == 7
-            break
-        except OSError:
-            assert time.monotonic() < deadline
+
+    def served() -> bool:
+        with contextlib.suppress(OSError):
+            return pull(server.peer, torch.empty(11)) == 7
+        return False
+
+    wait_until("a pull", served)
     for stranger in strangers:
         stranger.close()
     server.close()
@@ -248,11 +247,7 @@ def test_who_does_not_answer_is_left_out_for_a_while(
 
 @pytest.mark.parametrize("answers", [set(), {4, 9, 14, 19, 24, 29}], ids=["never", "now and then"])
 def test_a_worker_that_nobody_answers_says_so_once(
-    answers: set[int],
-    server: SnapshotServer,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    new_pair: Any,
+    answers: set[int], server: SnapshotServer, monkeypatch: pytest.MonkeyPatch, caplog: Any, new_pair: Any
 ) -> None:
     """It trains alone. One whose others answer now and then does not say so."""
     monkeypatch.setattr(pair_module, "_LEFT_OUT_S", 0.0)
@@ -277,15 +272,6 @@ def test_peers_are_chosen_uniformly_and_by_the_seed() -> None:
 
 # -- the update: real workers in one process, so that the test sets the order of events ------------------------------
 
-OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "sgd": (lambda p: kf.FusedSGD(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
-    "adamw": (lambda p: kf.FusedAdamW(p, lr=0.01), lambda p: torch.optim.AdamW(p, lr=0.01)),
-    "wrapped": (
-        lambda p: kf.Optimizer(torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True)),
-        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
-    ),
-}
-
 
 class Quadratic(nn.Module):
     """1/2 sum h x^2 - b x, in two parameters."""
@@ -303,24 +289,6 @@ class Quadratic(nn.Module):
         return torch.cat([self.first, self.rest]).detach().clone()
 
 
-class Real:
-    """A worker as it is in training."""
-
-    def __init__(self, pair: Pair, model: Quadratic, opt: Any) -> None:
-        self.model, self.opt, self.pair = model, opt, pair
-        opt.pair = pair
-
-    def pull(self, rank: int, peer: Peer) -> None:
-        """The snapshot that `rank` has published last arrives now."""
-        self.pair.peers = {rank: peer}
-        pulled(self.pair)
-
-    def step(self) -> None:
-        self.model().backward()
-        self.opt.step()
-        self.opt.zero_grad()
-
-
 class Published:
     """The published recursion, in float64: x <- (x + y) / 2, then the optimizer's update by the old x's gradient."""
 
@@ -332,9 +300,8 @@ class Published:
         self.opt.zero_grad()
         self.model().backward()
         if self.arrived is not None:
-            with torch.no_grad():
-                self.model.first.copy_((self.model.first + self.arrived[:3]) / 2)
-                self.model.rest.copy_((self.model.rest + self.arrived[3:]) / 2)
+            for p, arrived in zip(self.model.parameters(), self.arrived.split((3, 4)), strict=True):
+                p.data = (p.data + arrived) / 2
             self.arrived = None
         self.opt.step()
         self.snapshot = self.model.values()
@@ -362,26 +329,28 @@ def test_any_order_of_events_gives_the_published_update(name: str, new_pair: Any
     h, b = torch.linspace(0.3, 2.0, 7), torch.randn(7, generator=generator)
     starts = torch.randn(count, 7, generator=generator)
     published = [Published(Quadratic(h.double(), b.double(), x.double()), OPTIMIZERS[name][1]) for x in starts]
-    real = []
-    for rank, start in enumerate(starts):
-        model = Quadratic(h, b, start)
-        opt = OPTIMIZERS[name][0](model.parameters())
-        real.append(Real(new_pair(opt.updates.weights(), {}, rank), model, opt))
+    models = [Quadratic(h, b, start) for start in starts]
+    opts = [OPTIMIZERS[name][0](model.parameters()) for model in models]
+    pairs = [new_pair(opt.updates.weights(), {}, rank) for rank, opt in enumerate(opts)]
+    for opt, pair in zip(opts, pairs, strict=True):
+        opt.pair = pair
     pulls = old = 0
     for _ in range(200):
         i = order.randrange(count)
         if order.random() < 0.5 and published[i].arrived is None:
             j = order.choice([rank for rank in range(count) if rank != i])
-            real[i].pull(j, real[j].pair.address)
+            pairs[i].peers = {j: pairs[j].address}
+            pulled(pairs[i])
             published[i].arrived = published[j].snapshot
             pulls += 1
             continue
         snapshots = [each.snapshot for each in published]
         old += published[i].arrived is not None and not any(published[i].arrived is each for each in snapshots)
-        real[i].step()
+        models[i]().backward()
+        opts[i].step()
+        opts[i].zero_grad()
         published[i].step()
-        found = real[i].model.values().double()
-        torch.testing.assert_close(found, published[i].model.values(), rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(models[i].values().double(), published[i].model.values(), rtol=2e-5, atol=2e-6)
     assert pulls > 50 and old > 10
 
 

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from distributed import run_workers
 from policy_signals import BOUNDS, signals
-from problems import network, problem
+from problems import Seen, network, problem
 from torch import nn
 
 import kfuse as kf
 from kfuse.optim.flat_updates import FlatUpdates
 from kfuse.policies import (
     AutoscalePolicy,
+    ComposePolicy,
     CriticalBatchPolicy,
     CurvaturePolicy,
     GNSPolicy,
@@ -143,26 +144,14 @@ def test_seesaw_cuts_where_the_authors_do() -> None:
         assert all(abs(a - b) <= 1 for a, b in zip(ours, milestones, strict=True)), (cut, ours)
 
 
-class Watched(SeesawPolicy):
-    """Keeps the signals."""
-
-    def __init__(self) -> None:
-        super().__init__(cut=2)
-        self.seen: list[Signals] = []
-
-    def decide(self, signals: Signals) -> Decision | None:
-        self.seen.append(signals)
-        return super().decide(signals)
-
-
 def watched(**length: int) -> tuple[dict[str, Any], list[Signals]]:
     torch.manual_seed(0)
-    model, policy = nn.Linear(3, 2), Watched()
+    model, policy, seen = nn.Linear(3, 2), SeesawPolicy(cut=2), Seen()
     opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    data = torch.randn(800, 3), torch.randint(0, 2, (800,))
-    result = kf.fit(model, data, opt, kf.Hook(policy), batch_size=8, batch_micro=2, **length)  # type: ignore[arg-type]
+    data, both = (torch.randn(800, 3), torch.randint(0, 2, (800,))), kf.Hook(ComposePolicy(policy, seen))
+    result = kf.fit(model, data, opt, both, batch_size=8, batch_micro=2, **length)  # type: ignore[arg-type]
     assert result is not None
-    return result, policy.seen
+    return result, seen.signals
 
 
 def test_seesaw_trains_the_same_samples_in_fewer_steps() -> None:
@@ -195,16 +184,11 @@ def test_sync_switch_asks_once_so_that_the_step_is_the_first() -> None:
 
 def switched(step: int) -> tuple[list[bool], bytes]:
     """In which steps the mean gradient's norm is known, which it is with ssgd; the model."""
-    known: list[bool] = []
-
-    class Kept(SyncSwitchPolicy):
-        def decide(self, signals: Signals) -> Any:
-            known.append(signals.grad_norm is not None)
-            return super().decide(signals)
-
     kf.init()
-    net = network()
-    kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), kf.Hook(Kept(step)), batch_size=16, train_steps=24)
+    net, seen = network(), Seen()
+    both = kf.Hook(ComposePolicy(SyncSwitchPolicy(step), seen))
+    kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), both, batch_size=16, train_steps=24)
+    known = [each.grad_norm is not None for each in seen.signals]
     return known, b"".join(param.detach().numpy().tobytes() for param in net.parameters())
 
 
@@ -313,15 +297,8 @@ def test_trace_and_largest_entry_are_those_of_torchs_state(optimizer: Any) -> No
         assert opt.updates.fisher().tolist() == pytest.approx(fisher_of(opt), rel=1e-5)
 
 
-class Seeing(kf.BasePolicy):
+class Seeing(Seen):
     fisher_every = 3
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[float | None, float | None]] = []
-
-    def decide(self, signals: kf.Signals) -> kf.Decision | None:
-        self.seen.append((signals.fisher_trace, signals.fisher_max))
-        return None
 
 
 def seen_and_left() -> tuple[list[tuple[float | None, float | None]], tuple[float, float]]:
@@ -329,7 +306,7 @@ def seen_and_left() -> tuple[list[tuple[float | None, float | None]], tuple[floa
     net, policy = network(), Seeing()
     opt = kf.FusedAdamW(net.parameters(), betas=(0.9, 0.95))
     kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=16, train_steps=10)
-    return policy.seen, fisher_of(opt)
+    return [(each.fisher_trace, each.fisher_max) for each in policy.signals], fisher_of(opt)
 
 
 def test_all_workers_see_the_leaders_figures_with_the_same_bits_for_any_number_of_them() -> None:

@@ -18,18 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed import run_workers
+from problems import OPTIMIZERS
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import lr_scheduler as schedulers
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import kfuse as kf
 
-PAIRS: dict[str, tuple[Any, Any]] = {
-    "adamw": (lambda p: torch.optim.AdamW(p, lr=0.01), lambda p: kf.FusedAdamW(p, lr=0.01)),
-    "sgd": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), lambda p: kf.FusedSGD(p, lr=0.05, momentum=0.9)),
-    "wrapped": (lambda p: torch.optim.Adam(p, lr=0.01), lambda p: kf.Optimizer(torch.optim.Adam(p, lr=0.01))),
-}
 STEPS = 4
 Parts = list[tuple[Tensor, ...]]
 """A step's micro-batches: inputs, targets, and what else the model is given."""
@@ -43,7 +39,8 @@ class World:
         self.seed = 0 if kind == "wrapped" else kf.rank()
 
     def optimizer(self, params: Any) -> Any:
-        return PAIRS[self.kind][self.ours](params)
+        ours, theirs = OPTIMIZERS[self.kind]
+        return (ours if self.ours else theirs)(params)
 
     def wrap(self, net: nn.Module, **options: Any) -> nn.Module:
         return net if self.ours or kf.size() == 1 else DistributedDataParallel(net, **options)
@@ -192,22 +189,6 @@ def gan(world: World, loop: str) -> Outcome:
     return inner, opts, losses, (None, kf.size())
 
 
-class Averages:
-    """By hand in a deepcopy, and by torch's AveragedModel, as an exponential moving average and as a plain one."""
-
-    def __init__(self, net: nn.Module) -> None:
-        ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
-        self.models = (copy.deepcopy(net), ema, AveragedModel(net))
-
-    @torch.no_grad()
-    def update(self, net: nn.Module) -> None:
-        by_hand, *averaged = self.models
-        for average, p in zip(by_hand.parameters(), net.parameters(), strict=True):
-            average.lerp_(p, 0.3)
-        for model in averaged:
-            model.update_parameters(net)  # type: ignore[operator]
-
-
 class Adapted(nn.Module):
     """Adapters over a frozen base."""
 
@@ -308,7 +289,7 @@ def rate_finder(world: World) -> Outcome:
         losses += world.backward(net, opt, micro_batches(step))
         update(opt)
         for group in opt.param_groups:
-            group["lr"] = 0.02 if step >= 8 else group["lr"] * 3 if step >= 2 else group["lr"]
+            group["lr"] = 0.02 if step >= 8 else group["lr"] * 2 if step >= 2 else group["lr"]
     return [inner], [opt], losses, (16 * kf.size(), 2 * kf.size())
 
 
@@ -335,20 +316,6 @@ def mixed_precision(world: World, clip: bool, parts: int) -> Outcome:
         seen.append(scaler.get_scale())
     assert 512.0 in seen
     return [inner], [opt], seen, None
-
-
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "one cycle": lambda opt: schedulers.OneCycleLR(opt, 0.1, total_steps=12),  # changes the momentum too
-    "warm-up from 0": lambda opt: schedulers.SequentialLR(
-        opt, [schedulers.LambdaLR(opt, lambda step: step / 4), schedulers.CosineAnnealingLR(opt, 8)], [4]
-    ),
-    "plateau": lambda opt: schedulers.ReduceLROnPlateau(opt, patience=1),
-}
-
-
-def advance(scheduler: Any, step: int) -> None:
-    plateau = isinstance(scheduler, schedulers.ReduceLROnPlateau)
-    scheduler.step(*([1.0 + step / 10] if plateau else []))
 
 
 SCRIPTS: list[Any] = [
@@ -406,15 +373,15 @@ def replay(
     opt: Any,
     seen: list[Parts],
     clip: float | None = None,
-    after: Callable[[int], None] = lambda step: None,
+    after: Callable[[], None] = lambda: None,
 ) -> None:
     """Trains the twin with what all workers have seen."""
-    for step, mine in enumerate(seen):
+    for mine in seen:
         World(False, "").backward(net, opt, of_all_workers(mine))
         if clip is not None:
             nn.utils.clip_grad_norm_(net.parameters(), clip)
         update(opt)
-        after(step)
+        after()
 
 
 def gan_from_a_loader(theirs: Any, ours: Any, seed: int) -> None:
@@ -449,43 +416,44 @@ def gan_from_a_loader(theirs: Any, ours: Any, seed: int) -> None:
     assert_plausible(opt_d, STEPS, 8, 2)
 
 
+def ema(net: nn.Module) -> AveragedModel:
+    return AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
+
+
 def averages_from_a_loader(theirs: Any, ours: Any, seed: int) -> None:
     """Steps of 16 samples, each epoch's last one of 5, in micro-batches of 4 and 1."""
     net = mlp(seed)
     twin = from_rank_0(net)
-    opt, averages, seen = ours(net.parameters()), Averages(net), list[Parts]()
+    opt, average, seen = ours(net.parameters()), ema(net), list[Parts]()
     loader = kf.DataLoader(
         samples(0, 37, rank=0), net, opt, batch_size=16, batch_micro=4, train_epochs=2, train_clip_norm=0.3
     )
     for step in loader:
         seen.append(list(step_of(step, net)))
         update(opt)
-        averages.update(net)
-    plain, expected = theirs(twin.parameters()), Averages(twin)
-    replay(twin, plain, seen, 0.3, lambda step: expected.update(twin))
+        average.update_parameters(net)
+    plain, expected = theirs(twin.parameters()), ema(twin)
+    replay(twin, plain, seen, 0.3, lambda: expected.update_parameters(twin))
     assert_same(net, twin)
-    for one, other in zip(averages.models, expected.models, strict=True):
-        assert_same(one, other)
+    assert_same(average, expected)
     assert_same_state(opt, plain)
     assert_plausible(opt, 6, 5, 2)
 
 
 def scheduled_in_a_loader(theirs: Any, ours: Any, seed: int) -> None:
-    """The loader steps a scheduler that it is given; else the loop's body does."""
-    for name, given in (("one cycle", True), ("warm-up from 0", True), ("plateau", False)):
+    """The loader steps a scheduler that it is given, here one that changes the momentum too; else the body does."""
+    for given in (True, False):
         net = mlp(seed)
         twin = from_rank_0(net)
-        opt, seen = ours(net.parameters()), list[Parts]()
-        scheduler = SCHEDULERS[name](opt)
+        opt, plain, seen = ours(net.parameters()), theirs(twin.parameters()), list[Parts]()
+        scheduler, reference = (OneCycleLR(each, 0.1, total_steps=12) for each in (opt, plain))
         more = {"batch_size": 8, "batch_micro": 2, "train_epochs": 2, "train_steps": 10}
         for step in kf.DataLoader(samples(0, 48, rank=0), net, opt, scheduler=scheduler if given else None, **more):
             seen.append(list(step_of(step, net)))
             update(opt)
             if not given:
-                advance(scheduler, len(seen) - 1)
-        plain = theirs(twin.parameters())
-        reference = SCHEDULERS[name](plain)
-        replay(twin, plain, seen, after=lambda step, it=reference: advance(it, step))
+                scheduler.step()
+        replay(twin, plain, seen, after=reference.step)
         assert len(seen) == 10
         assert_same(net, twin)
         assert opt.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
@@ -519,24 +487,19 @@ def one_loop_after_another(theirs: Any, ours: Any, seed: int) -> None:
     assert_same_state(opt, plain)
 
 
-LOADED = [
-    gan_from_a_loader,
-    averages_from_a_loader,
-    scheduled_in_a_loader,
-    one_loop_after_another,
-]
+LOADED = [gan_from_a_loader, averages_from_a_loader, scheduled_in_a_loader, one_loop_after_another]
 
 
 def with_each_optimizer() -> None:
     kf.init()
     if kf.size() > 1:
         dist.init_process_group("gloo")
-    for kind, pair in PAIRS.items():
+    for kind, (ours, theirs) in OPTIMIZERS.items():
         try:
             for script, *how in SCRIPTS:
                 in_both_worlds(script, *how, kind=kind)
             for script in LOADED:
-                script(*pair, 0 if kind == "wrapped" else kf.rank())
+                script(theirs, ours, 0 if kind == "wrapped" else kf.rank())
         except AssertionError as error:
             raise AssertionError(f"{script.__name__} {kind}: {error}") from error
 
@@ -578,34 +541,11 @@ def test_gradients_of_a_generators_loss_before_the_discriminators_name_the_remed
     opt.step()
 
 
-@pytest.mark.parametrize(
-    ("contexts", "last", "message"),
-    [
-        (False, True, r"another backward before opt\.step\(\): .*wrap each in `with opt\.micro_batch"),
-        (True, False, r"opt\.step\(\) before the step's last micro-batch: .*last=\.\.\.\)"),
-    ],
-)
-def test_accumulation_as_in_plain_torch_names_the_remedy(contexts: bool, last: bool, message: str) -> None:
+def test_a_step_inside_a_micro_batch_names_its_place() -> None:
     net = mlp(0)
     opt = kf.FusedSGD(net.parameters())
-    with pytest.raises(RuntimeError, match=message):
-        for j in range(2):
-            x, y = samples(j)
-            with opt.micro_batch(samples=8, last=last) if contexts else contextlib.nullcontext():
-                F.mse_loss(net(x), y).backward()
-        opt.step()
-
-
-@pytest.mark.parametrize("by_loader", [False, True])
-def test_a_step_inside_a_micro_batch_names_its_place(by_loader: bool) -> None:
-    net = mlp(0)
-    opt = kf.FusedSGD(net.parameters())
-    steps = kf.DataLoader(samples(0), net, opt, batch_size=8, batch_micro=8) if by_loader else [[samples(0)]]
-    with pytest.raises(
-        RuntimeError, match=r"opt\.step\(\) inside a micro-batch: .*call opt\.step\(\) .*once after the"
-    ):
-        for step in steps:
+    with pytest.raises(RuntimeError, match=r"opt\.step\(\) inside a micro-batch: .*once after the"):
+        for step in kf.DataLoader(samples(0), net, opt, batch_size=8, batch_micro=8):
             for x, y in step:
-                with contextlib.nullcontext() if by_loader else opt.micro_batch(samples=8):
-                    F.mse_loss(net(x), y).backward()
-                    opt.step()
+                F.mse_loss(net(x), y).backward()
+                opt.step()
