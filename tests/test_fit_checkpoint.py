@@ -318,19 +318,14 @@ def test_a_state_is_refused_where_training_would_go_on_as_another(
 ) -> None:
     """8 steps end the first epoch. 12 end within the second one, where the order of the samples counts."""
 
-    def fit(
-        steps: int, optimizer: Any = kf.FusedAdamW, width: int = 12, samples: int = 64, **arguments: Any
-    ) -> dict[str, Any] | None:
+    def fit(steps: int, optimizer: Any = kf.FusedAdamW, width: int = 12, samples: int = 64, **given: Any) -> Any:
         net = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
-        given = {"batch_size": 8, "train_epochs": 4, "checkpoint_dir": tmp_path, "checkpoint_resume": "auto"}
-        return kf.fit(
-            net, problem(samples), optimizer(net.parameters(), lr=0.01), train_steps=steps, **given | arguments
-        )
+        given = {"batch_size": 8, "train_epochs": 4, "checkpoint_resume": "auto", "train_steps": steps} | given
+        return kf.fit(net, problem(samples), optimizer(net.parameters(), lr=0.01), checkpoint_dir=tmp_path, **given)
 
     fit(steps)
     if why is None:
-        summary = fit(16, **other)
-        assert summary is not None and summary["steps"] == 16
+        assert fit(16, **other)["steps"] == 16
     else:
         with pytest.raises(ValueError, match=f"another (training|program)'s state: {why}"):
             fit(16, **other)

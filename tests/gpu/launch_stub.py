@@ -1,14 +1,6 @@
 """A double of Triton's driver for two GPUs: records each launch's device, stream, grid and arguments. Nothing runs.
 
-What stays real: kfuse's launchers, and Triton's own `JITFunction.run`, with its argument binder, its specialisation and
-its cache (triton 3.7.1, runtime/jit.py:700-762). So a binary that is not in the cache shows. What is doubled:
-
-- the current device and the current stream (triton/backends/driver.py:52-62 asks torch.cuda for both);
-- the compiler: `JITFunction._do_compile` counts, and returns a binary that only records its launches;
-- the tensors: real ones of the CPU, which say that they are on `cuda:1` (FakeTensorMode refuses even `t[0]` on a CPU
-  build of torch: "not linked with support for cuda devices").
-
-Each kernel's result is computed by its PyTorch implementation, so that whole steps go on with true values.
+README.md beside this file says what is real and what is doubled.
 """
 
 from __future__ import annotations
@@ -16,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,55 +47,44 @@ IMPLEMENTATIONS = {
 
 @dataclass(frozen=True)
 class Started:
-    """One launch, as the driver saw it. arguments: by the kernel's own names, constants included."""
+    """One launch, as the driver saw it."""
 
     kernel: str
     device: int
     stream: int
-    grid: tuple[int, int, int]
-    arguments: dict[str, Any]
     devices: set[int | None]
     """Where its tensors lie."""
 
 
 @dataclass
 class SeenLaunches:
+    """Triton's driver, and torch.cuda's current device."""
+
     started: list[Started] = field(default_factory=list)
-    compiled: list[tuple[str, str, bool]] = field(default_factory=list)
-    """(kernel, Triton's cache key, whether it was compiled ahead of its first launch)."""
+    compiled: list[tuple[str, str]] = field(default_factory=list)
+    """(kernel, Triton's cache key)."""
     uploads: list[tuple[torch.device, bool]] = field(default_factory=list)
     """Tables copied to a device: which one, and whether from pinned memory."""
     device: int = 0
     """The current one."""
-
-    def current(self) -> int:
-        return self.device
-
-    def exchange(self, device: int) -> int:
-        """As torch.cuda._exchange_device: makes `device` current (not for a negative one), returns the one before."""
-        before = self.device
-        self.device = device if device >= 0 else before
-        return before
-
-    @staticmethod
-    def stream(device: int) -> int:
-        """The stream that is current on a device: another number for each."""
-        return 1000 + device
-
-
-class _Driver:
-    def __init__(self, seen: SeenLaunches) -> None:
-        self._seen = seen
 
     @staticmethod
     def get_current_target() -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        return self._seen.current()
+        return self.device
 
-    def get_current_stream(self, device: int) -> int:
-        return self._seen.stream(device)
+    @staticmethod
+    def get_current_stream(device: int) -> int:
+        """The stream that is current on a device: another number for each."""
+        return 1000 + device
+
+    def exchange(self, device: int) -> int:
+        """As torch.cuda._exchange_device: makes `device` current (not for a negative one), returns the one before."""
+        before = self.device
+        self.device = device if device >= 0 else before
+        return before
 
 
 class _Binary:
@@ -119,8 +101,7 @@ class _Binary:
     def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
         arguments = dict(zip(self._kernel.arg_names, rest[-len(self._kernel.arg_names) :], strict=True))
         devices = {value.device.index for value in arguments.values() if isinstance(value, Tensor)}
-        started = Started(self._kernel.__name__, self._seen.device, stream, (x, y, z), arguments, devices)
-        self._seen.started.append(started)
+        self._seen.started.append(Started(self._kernel.__name__, self._seen.device, stream, devices))
 
 
 class _Pretence(TorchFunctionMode):
@@ -196,15 +177,16 @@ def recorded(on: torch.device = GPU) -> Iterator[SeenLaunches]:
     """Context: every tensor is on `on`, and device 0 is current. Yields what is launched meanwhile."""
     seen = SeenLaunches()
     with pytest.MonkeyPatch.context() as patch, _Pretence(seen, on):
-        patch.setattr(torch.cuda, "current_device", seen.current)
+        patch.setattr(torch.cuda, "current_device", seen.get_current_device)
         for name in ("_exchange_device", "_maybe_exchange_device"):
             patch.setattr(torch.cuda, name, seen.exchange)
-        patch.setattr(torch.cuda, "current_stream", lambda device: _Stream(seen.stream(device.index)))
-        patch.setattr(driver, "_active", _Driver(seen))
+        stream = seen.get_current_stream
+        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream(device.index)))
+        patch.setattr(driver, "_active", seen)
 
         def compile_(jit: JITFunction[Any], key: str, *rest: Any) -> Any:
-            *_, device, _constexprs, _options, _attrs, ahead = rest
-            seen.compiled.append((jit.__name__, key, ahead))
+            device = rest[-5]
+            seen.compiled.append((jit.__name__, key))
             binary = jit.device_caches[device][0][key] = _Binary(seen, jit)
             return binary
 
@@ -220,8 +202,3 @@ def recorded(on: torch.device = GPU) -> Iterator[SeenLaunches]:
         triton_reduce._uploaded_program.cache_clear()
         yield seen
     _PINNED.clear()
-
-
-@dataclass(frozen=True)
-class _Stream:
-    cuda_stream: int

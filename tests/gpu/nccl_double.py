@@ -249,10 +249,7 @@ class ProcessGroupNCCL:
         return self._enqueue(message, [mine, out], lambda gloo: gloo._allgather_base(out, mine.clone()))
 
     def _reduce_scatter_base(self, out: Tensor, tensor: Tensor) -> Work:
-        """The rank's part of the sum, perhaps in place: NCCL allows `out` where the rank's part of `tensor` is, only.
-
-        Raises ValueError for another size, type or overlap.
-        """
+        """In place NCCL allows `out` where the rank's part of `tensor` is, only."""
         if tensor.numel() != self.size * out.numel() or out.dtype != tensor.dtype:
             raise ValueError("input tensor must be the same size as output size times world size")
         start = out.data_ptr() - tensor.data_ptr()
@@ -266,7 +263,6 @@ class ProcessGroupNCCL:
         return self._enqueue(message, [tensor], lambda gloo: gloo.reduce(tensor, root))
 
     def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int]) -> Work:
-        """cut[r] elements go to rank r, into[r] come from it. Raises ValueError where the splits do not add up."""
         if sum(into) != out.numel() or sum(cut) != tensor.numel():
             raise ValueError("Split sizes doesn't match total dim 0 size")
         message = f"alltoall {tensor.dtype}"

@@ -5,20 +5,7 @@ TorchDispatchMode sees each operation of torch with the memory that it reads and
 are no operations on the CPU (`Tensor.to`, `.cpu()`, `.tolist()`, factories) are replaced. Each stream, and the host,
 has a vector clock (Fidge 1988, Mattern 1989): what happened before what.
 
-Rules, each with its source in torch 2.13:
-1. An operation is enqueued on the current stream, after all that the host has done. Streams order nothing between them
-   but by event.wait, wait_stream, and a collective (torch/cuda/streams.py).
-2. Memory that is dropped is used again at once by the stream that allocated it. Other streams' uses must be ordered
-   before, or announced by record_stream (c10/cuda/CUDACachingAllocator.cpp, `free`). Pinned memory is kept until the
-   copies that use it are over (aten/src/ATen/core/CachingHostAllocator.h).
-3. A copy between host and device waits for the stream, unless it is `non_blocking` and the host's side is pinned
-   (aten/src/ATen/native/cuda/Copy.cu, `copy_kernel_cuda`). `torch.tensor(..., device=)` is such a copy.
-4. `.item()`, `.tolist()`, `.cpu()`, `bool()`, `nonzero`, boolean indices and `equal` wait for the stream.
-5. Triton launches on the current device (triton/runtime/jit.py), which is 0 until somebody sets another. During
-   backward it is that of the tensors (torch/csrc/autograd/engine.cpp, `set_device`). Kernels of `kfuse.kernels` run in
-   their PyTorch form here; what those read on the host is no wait.
-6. A message belongs to the communicator's own stream. Its Work holds its tensors until `synchronize` (TensorShelf in
-   torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp), and no longer than it lives: who drops it has to hold them.
+README.md beside this file has the rules, with their sources.
 
 What lies on the host: pinned memory, what torch's factories make without `device=` or with the string "cpu", and what
 is computed from those. All other memory is the device's; so models and batches are made before recording begins.
@@ -35,8 +22,6 @@ from typing import Any
 
 import torch
 from gpu.order import OURS, Order, RecordedDevice, patched, site
-from gpu.order import RecordedEvent as RecordedEvent
-from gpu.order import RecordedStream as RecordedStream
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -101,19 +86,10 @@ class Recorder(Order):
         fresh = [t for t in tensors_in(result) if t.untyped_storage()._cdata not in known]
         if not (reads or writes or fresh):
             return result
-        self._record(function, args, kwargs, reads, writes, fresh)
+        self._record(function._schema.name.removeprefix("aten::"), args, kwargs, reads, writes, fresh)
         return result
 
-    def _record(
-        self,
-        function: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        reads: list[Tensor],
-        writes: list[Tensor],
-        fresh: list[Tensor],
-    ) -> None:
-        name = function._schema.name.removeprefix("aten::")
+    def _record(self, name: str, args: Any, kwargs: Any, reads: Any, writes: Any, fresh: Any) -> None:
         place, in_kernel = site()
         what = f"{name} ({place})"
         given = [t for t in (*reads, *writes) if t.numel()]
@@ -169,8 +145,6 @@ class Recorder(Order):
         return make
 
     def _to(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        recorder = self
-
         def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             device = kwargs.get("device", args[0] if args else None)
             if isinstance(device, str):
@@ -178,17 +152,15 @@ class Recorder(Order):
             elif isinstance(device, torch.device):
                 target = "device"
             elif isinstance(device, Tensor):
-                target = recorder.memory_of(device).kind
+                target = self.memory_of(device).kind
             else:
                 return original(tensor, *args, **kwargs)
-            kind = recorder.memory_of(tensor).kind
-            if (kind == "device") == (target == "device"):
+            if (self.memory_of(tensor).kind == "device") == (target == "device"):
                 return original(tensor, *args, **kwargs)
-            non_blocking = bool(kwargs.get("non_blocking", False))
             with _disable_current_modes():
                 copy = original(tensor, *args, **kwargs).clone()
-            recorder.memory_of(copy, target)
-            recorder.transfer(tensor, copy, non_blocking, "Tensor.to")
+            self.memory_of(copy, target)
+            self.transfer(tensor, copy, bool(kwargs.get("non_blocking")), "Tensor.to")
             return copy
 
         return to

@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ import torch
 from torch import nn
 
 import kfuse as kf
-from kfuse.cli.app import main
 from kfuse.statistics.noise_scale import MOST_VALUES, t_of_mean
 from kfuse.tools.cbs import in_script
 from kfuse.tools.cbs.estimate import (
@@ -258,22 +256,20 @@ def problem(name: str) -> tuple[Net, kf.Optimizer | kf.FusedAdamW, tuple[torch.T
     return net, OPTIMIZERS[name](net), (x, (x[:, 0] + torch.randn(256) > 0).long())
 
 
-def precision_of(name: str) -> str:
-    return "bf16-true" if "bf16" in name else "fp32"
-
-
 @pytest.mark.parametrize(("name", "trained"), [("FusedAdamW", True), ("torch's SGD", False), ("bf16, masters", True)])
 def test_critical_batch_leaves_model_optimizer_and_random_state_as_they_were(name: str, trained: bool) -> None:
+    precision = "bf16-true" if "bf16" in name else "fp32"
+
     def run(measured: bool) -> tuple[list[bytes], list[float]]:
         net, opt, data = problem(name)
         if trained:
-            kf.fit(net, data, opt, train_steps=20, batch_size=8, batch_micro=2, train_precision=precision_of(name))
+            kf.fit(net, data, opt, train_steps=20, batch_size=8, batch_micro=2, train_precision=precision)
         net.layers[2].eval()
         torch.manual_seed(5), np.random.seed(5), random.seed(5)
         if measured:
             before, stats, pointers = state(net, opt), opt.stats, [p.data_ptr() for p in net.parameters()]
             modes = [module.training for module in net.modules()]
-            found = kf.critical_batch(net, data, opt, train_precision=precision_of(name), **ARGUMENTS)  # type: ignore[arg-type]
+            found = kf.critical_batch(net, data, opt, train_precision=precision, **ARGUMENTS)  # type: ignore[arg-type]
             assert len(found.losses) >= 2 and np.isfinite(found.losses).all()
             assert state(net, opt) == before and opt.stats == stats
             assert [p.data_ptr() for p in net.parameters()] == pointers
@@ -334,9 +330,6 @@ def test_a_measurement_that_fails_leaves_them_as_they_were_too() -> None:
 
 def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     net, opt, data = problem("FusedAdamW")
-    plain = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"kf.Optimizer wraps any\), not SGD"):
-        kf.critical_batch(net, data, plain, **ARGUMENTS)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lr_scaling=adascale: must be one of none, linear, sqrt"):
         kf.critical_batch(net, data, opt, lr_scaling="adascale")
     with pytest.raises(ValueError, match="batch_micro=8: must be at most 4"):
@@ -353,13 +346,11 @@ def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 # -- kfuse cbs: what is refused, before anything is trained -----------------------------------------------------------
 
 
-def test_wrong_arguments_end_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_end_in_one_line(command: Callable[..., tuple[int, str, str]]) -> None:
     for words, message in (
         ([], "run=: must be the directory of a run"),
         (["ruin=x"], "ruin=x: must be one of run=, steps=, "),
         (["run=x", "factors=2"], "factors=2: must be a list, each a number"),
     ):
-        monkeypatch.setattr(sys, "argv", ["kfuse", "cbs", *words])
-        assert main() == 2
-        said = capsys.readouterr().err
-        assert said.startswith("kfuse: error: ") and message in said and said.count("\n") == 1, said
+        status, _, said = command("cbs", *words)
+        assert status == 2 and said.startswith("kfuse: error: ") and message in said and said.count("\n") == 1, said

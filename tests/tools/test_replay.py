@@ -6,9 +6,7 @@ import math
 import os
 import re
 import signal
-import sys
-import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,53 +14,36 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from elastic_job import (
-    DEADLINE_S,
-    Job,
-    assert_none_left,
-    command_line,
-    override,
-    read_lines,
-    wait_until,
-    words,
-)
+from elastic_job import DEADLINE_S, Job, assert_none_left, command_line, override, read_lines, wait_until, words
+from policy_signals import BOUNDS
+from policy_signals import signals as signals_at
+from problems import Seen
 from witness import seen
 
 import kfuse as kf
-from kfuse.cli.app import main
 from kfuse.policies import BasePolicy, SchedulePolicy
-from kfuse.policies.signals import DECISION_LAG, OF_COLUMNS, OTHER_SIGNALS, RUNNING_MEANS, Bounds, Decision, Signals
+from kfuse.policies.signals import DECISION_LAG, OF_COLUMNS, OTHER_SIGNALS, RUNNING_MEANS, Decision, Signals
 from kfuse.tools.replay.run import run
 from kfuse.tools.replay.steps import DecidedSettings, Recorded, RecordedSteps, SimulatedSteps, signals_of
 from kfuse.train.learning_rate import gain
 
-Capsys = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
+Command = Callable[..., tuple[int, str, str]]
 
-BOUNDS = Bounds(8, 1024, 1, 8)
 MICRO = 8
 
 
-def course(noise: Sequence[float | None], batch_size: int = 32, epoch: int | None = None, workers: int = 1) -> Recorded:
+def course(noise: Sequence[float | None], batch_size: int = 32, epoch: int | None = None) -> Recorded:
     """A run of constant batch size, with these noise scales. epoch: samples of one."""
     signals = [
-        Signals(
+        signals_at(
+            batch_size,
+            None if n is None else (n, n, n),
             step=step,
             epoch=0 if epoch is None else batch_size * step // epoch,
             samples=batch_size * (step + 1),
-            lr=0.1,
-            lr_scale=1.0,
-            batch_size=batch_size,
-            workers=workers,
-            micro_batches=batch_size // MICRO,
-            micro_batch=MICRO,
             grad_sq=2.0,
             grad_variance=None if n is None else 2.0 * n,
             grad_norm=math.sqrt(2.0 + 2.0 * (n or 0.0) / batch_size),
-            noise_scale=n,
-            noise_scale_low=n,
-            noise_scale_high=n,
-            bounds=BOUNDS,
             epoch_samples=epoch,
         )
         for step, n in enumerate(noise)
@@ -70,26 +51,15 @@ def course(noise: Sequence[float | None], batch_size: int = 32, epoch: int | Non
     return Recorded(signals, "linear", "ssgd")
 
 
-class Fixed(BasePolicy):
+class Fixed(Seen):
     """Begins with this batch size."""
 
     def __init__(self, batch_size: int) -> None:
+        super().__init__()
         self._batch_size = batch_size
 
     def initial(self) -> Decision | None:
         return Decision(batch_size=self._batch_size)
-
-
-class Watching(BasePolicy):
-    """Keeps the signals, and asks for `decision` after step `at`."""
-
-    def __init__(self, at: int = -1, decision: Decision | None = None) -> None:
-        self.seen: list[Signals] = []
-        self._at, self._decision = at, decision
-
-    def decide(self, signals: Signals) -> Decision | None:
-        self.seen.append(signals)
-        return self._decision if signals.step == self._at else None
 
 
 # -- steps of another policy --------------------------------------------------------------------------------------
@@ -123,9 +93,9 @@ def test_its_signals_follow_its_own_settings() -> None:
         replace(each, throughput=(1.0,), eval_accuracy=0.5, loss=1.0, link_latencies=((0.0,),))
         for each in recorded.signals
     ]
-    watching = Watching(9, Decision(batch_size=128, workers=2, lr_scale=0.5))
+    watching = Seen({9: Decision(batch_size=128, workers=2, lr_scale=0.5)})
     result = run(watching, SimulatedSteps(Recorded(signals, "linear"), BOUNDS))
-    before, after = watching.seen[12], watching.seen[13]
+    before, after = watching.signals[12], watching.signals[13]
     assert before == signals[12]  # with the run's own settings: exactly as recorded
     assert (after.step, after.batch_size, after.workers, after.lr_scale) == (13, 128, 2, 0.5)
     assert after.samples == 13 * 32 + 128 and after.micro_batches == 16
@@ -137,10 +107,10 @@ def test_its_signals_follow_its_own_settings() -> None:
     change = result.changes[0]
     assert (change.step, change.samples, change.before) == (9 + DECISION_LAG - 1, 13 * 32, DecidedSettings(32, 1))
     assert change.after == DecidedSettings(128, 2, 0.5)
-    epochs = [each.epoch for each in watching.seen]
-    assert epochs == [max(0, each.samples - 1) // 640 for each in watching.seen]
-    ends = {each.samples for each in watching.seen if each.samples % 640 == 0}
-    assert ends == set(range(640, watching.seen[-1].samples + 1, 640)), "an epoch's last step is short"
+    epochs = [each.epoch for each in watching.signals]
+    assert epochs == [max(0, each.samples - 1) // 640 for each in watching.signals]
+    ends = {each.samples for each in watching.signals if each.samples % 640 == 0}
+    assert ends == set(range(640, watching.signals[-1].samples + 1, 640)), "an epoch's last step is short"
 
 
 def test_a_changes_means_are_those_that_had_been_read_as_it_was_applied() -> None:
@@ -148,18 +118,17 @@ def test_a_changes_means_are_those_that_had_been_read_as_it_was_applied() -> Non
     signals = [
         replace(each, mean_grad_sq=float(each.step), mean_grad_variance=1.0) for each in course([9.0] * 20).signals
     ]
-    recorded, asking = Recorded(signals, "adascale"), Watching(9, Decision(batch_size=64))
+    recorded, asking = Recorded(signals, "adascale"), Seen({9: Decision(batch_size=64)})
     (change,) = run(asking, RecordedSteps(recorded)).changes
     assert change.rates == (1.0, gain("adascale", 64, 32, 11.0, 1.0))
 
 
 def test_a_step_of_one_micro_batch_measures_nothing() -> None:
-    watching = Watching()
-    watching.initial = lambda: Decision(batch_size=8)  # type: ignore[method-assign]
+    watching = Fixed(8)
     run(watching, SimulatedSteps(course([100.0] * 50), BOUNDS))
-    assert {(each.grad_sq, each.grad_variance, each.noise_scale, each.noise_scale_low) for each in watching.seen} == {
-        (None,) * 4
-    }
+    assert {
+        (each.grad_sq, each.grad_variance, each.noise_scale, each.noise_scale_low) for each in watching.signals
+    } == {(None,) * 4}
 
 
 def test_the_noise_scale_where_it_is_unknown() -> None:
@@ -187,19 +156,14 @@ def test_decisions_are_clipped_to_the_bounds_of_their_step_and_said_once() -> No
     assert replayed.changes[0].notes[0].startswith("batch_size 5000 clipped to 1024")
     later = replace(BOUNDS, batch_max=64)
     signals = [replace(each, bounds=later if each.step >= 20 else BOUNDS) for each in course([100.0] * 40).signals]
-    asking = Watching()
-    asking.decide = lambda signals: Decision(batch_size=999) if signals.step in (5, 25) else None  # type: ignore[method-assign]
-    replayed = run(asking, RecordedSteps(Recorded(signals)))
+    replayed = run(Seen(dict.fromkeys((5, 25), Decision(batch_size=999))), RecordedSteps(Recorded(signals)))
     assert [(each.step, each.after.batch_size) for each in replayed.changes] == [(8, 999), (28, 64)]
 
 
 def test_sync_topology_and_tree_are_reported_where_they_are_new() -> None:
-    asked = Decision(sync="local:4", topology="tree", tree=(0, 0))
-    policy = types.SimpleNamespace(initial=lambda: None, decide=lambda signals: asked)
-    replayed = run(policy, RecordedSteps(course([100.0] * 30)))  # type: ignore[arg-type]
-    assert [(each.step, each.others) for each in replayed.changes] == [
-        (3, {"sync": "local:4", "topology": "tree", "tree": (0, 0)})
-    ]
+    asked = {"sync": "local:4", "topology": "tree", "tree": (0, 0)}
+    replayed = run(Seen(dict.fromkeys(range(30), Decision(**asked))), RecordedSteps(course([100.0] * 30)))  # type: ignore[arg-type]
+    assert [(each.step, each.others) for each in replayed.changes] == [(3, asked)]
 
 
 # -- what is recorded, and read back ------------------------------------------------------------------------------
@@ -237,21 +201,16 @@ def train(directory: Path, hook: kf.Hook | None = None, **arguments: Any) -> Non
     kf.fit(model, (x, y), opt, hook, run_dir=directory, **arguments)
 
 
-def replay(monkeypatch: Patch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["kfuse", "replay", *map(str, words)])
-    return main()
-
-
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
     train(tmp_path / "run")
     return tmp_path / "run"
 
 
-def test_the_table_and_the_summary(recorded: Path, monkeypatch: Patch, capsys: Capsys) -> None:
+def test_the_table_and_the_summary(recorded: Path, command: Command) -> None:
     phases = "policy.phases=[{step: 8, batch_size: 16, lr_scale: 0.5}]"
-    assert replay(monkeypatch, recorded, "policy=schedule", phases) == 0
-    out = capsys.readouterr().out
+    status, out, _ = command("replay", str(recorded), "policy=schedule", phases)
+    assert status == 0
     assert "SchedulePolicy on" in out and "another policy" in out
     row = next(line.split() for line in out.splitlines() if "8 -> 16" in line)
     assert row[:2] == ["7", "64"], "in force from step 8 on, as asked for"
@@ -270,13 +229,12 @@ BAD = [
 ]
 
 
-def test_what_cannot_be_replayed_is_one_clear_line(recorded: Path, monkeypatch: Patch, capsys: Capsys) -> None:
+def test_what_cannot_be_replayed_is_one_clear_line(recorded: Path, command: Command) -> None:
     before = sorted(path.name for path in recorded.iterdir())
     for given, told in BAD:
-        assert replay(monkeypatch, *(recorded if word == "RUN" else word for word in given)) == 2
-        captured = capsys.readouterr()
-        assert told in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("kfuse: error: ")
-        assert captured.out == "" and sorted(path.name for path in recorded.iterdir()) == before
+        status, out, err = command("replay", *(str(recorded) if word == "RUN" else word for word in given))
+        assert status == 2 and told in err and err.count("\n") == 1 and err.startswith("kfuse: error: ")
+        assert out == "" and sorted(path.name for path in recorded.iterdir()) == before
 
 
 class Raising(BasePolicy):
@@ -286,32 +244,28 @@ class Raising(BasePolicy):
         return Decision(batch_size=int(1 / (signals.step - 7)))
 
 
-def test_a_policy_that_raises_is_reported_with_its_traceback(
-    recorded: Path, monkeypatch: Patch, capsys: Capsys
-) -> None:
-    assert replay(monkeypatch, recorded, f"policy._target_={Raising.__module__}.Raising") == 1
-    captured = capsys.readouterr()
-    assert "ZeroDivisionError" in captured.err and "signals.step - 7" in captured.err
-    assert "raised an error" in captured.out
+def test_a_policy_that_raises_is_reported_with_its_traceback(recorded: Path, command: Command) -> None:
+    status, out, err = command("replay", str(recorded), f"policy._target_={Raising.__module__}.Raising")
+    assert status == 1 and "ZeroDivisionError" in err and "signals.step - 7" in err and "raised an error" in out
 
 
 def test_a_resumed_run_is_recorded_as_its_policy_saw_it(tmp_path: Path) -> None:
     """With other bounds. Steps after the last checkpoint are made again, and the one before is decided on again."""
 
-    class Ends(Watching):
+    class Ends(Seen):
         def decide(self, signals: Signals) -> Decision | None:
             if signals.step == 8:
                 raise RuntimeError("the end")
             return super().decide(signals)
 
-    first, second = Ends(), Watching()
+    first, second = Ends(), Seen()
     keeps = {"checkpoint_dir": tmp_path / "checkpoints", "checkpoint_every_steps": 5, "checkpoint_keep": 99}
     with pytest.raises(RuntimeError, match="the end"):
         train(tmp_path / "run", kf.Hook(first), **keeps)
     wait_until("the checkpoint", (tmp_path / "checkpoints" / "step-00000005").exists)
     train(tmp_path / "run", kf.Hook(second), **keeps, checkpoint_resume="auto", batch_max=64)
     rebuilt = signals_of(read_lines(tmp_path / "run" / "metrics.jsonl"))
-    assert rebuilt == [*first.seen[:4], *second.seen]
+    assert rebuilt == [*first.signals[:4], *second.signals]
     assert [each.bounds.batch_max for each in rebuilt] == [512] * 4 + [64] * 44
 
 
@@ -323,15 +277,13 @@ DIGITS = words(
 )
 
 
-def assert_replayed(job: Job, monkeypatch: Patch, capsys: Capsys, least: int = 1) -> None:
+def assert_replayed(job: Job, command: Command, least: int = 1) -> None:
     """The run's own policy makes the decisions on the batch size that its events have. Some were made again."""
-    capsys.readouterr()
     made = {(event["step"], *event["batch_size"]) for event in job.of_kind("decision") if "batch_size" in event}
-    assert replay(monkeypatch, job.directory) == 0
-    out = capsys.readouterr().out
+    status, out, _ = command("replay", str(job.directory))
     rows = [line.replace("->", "").split() for line in out.splitlines() if re.match(r" *\d+ +\d+ +\d+ -> \d+ ", line)]
     replayed = {(int(step), int(before), int(after)) for step, _, before, after, *_ in rows}
-    assert len(replayed) >= least and replayed <= made, out
+    assert status == 0 and len(replayed) >= least and replayed <= made, out
     assert "the run's own policy" in out
 
 
@@ -350,7 +302,7 @@ def witness(directory: Path, **arguments: Any) -> list[str]:
 
 
 @pytest.mark.full
-def test_workers_that_come_and_go_and_a_killed_leader(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
+def test_workers_that_come_and_go_and_a_killed_leader(tmp_path: Path, command: Command) -> None:
     """By the noise scale, with audits, evaluations, throughputs and links, on up to three workers."""
     saw = tmp_path / "saw"
     slow = witness(saw, pace_s=0.02, alone_s=0.3)  # so that the others come in time
@@ -364,11 +316,11 @@ def test_workers_that_come_and_go_and_a_killed_leader(tmp_path: Path, monkeypatc
     assert_none_left(job.pids)
     assert job.summary["workers"] > 1 and job.of_kind("failure")
     assert_rebuilt(job, seen(saw))
-    assert_replayed(job, monkeypatch, capsys, least=2)
+    assert_replayed(job, command, least=2)
 
 
 @pytest.mark.full
-def test_a_resumed_run(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
+def test_a_resumed_run(tmp_path: Path, command: Command) -> None:
     """In another directory; and in the same one, where steps after the last checkpoint are made again."""
     saw = tmp_path / "saw"
     overrides = [*DIGITS, "train.epochs=3", "checkpoint.every_steps=25"]
@@ -391,4 +343,4 @@ def test_a_resumed_run(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> No
         # Elsewhere too: the checkpoint has the records of the last 128 steps.
         assert [line["step"] for line in job.metrics] == list(range(job.summary["steps"]))
         assert_rebuilt(job, [each for each in seen(saw) if each.step < resumed_at - 1] + seen(again))
-        assert_replayed(job, monkeypatch, capsys)
+        assert_replayed(job, command)
