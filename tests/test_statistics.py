@@ -214,17 +214,16 @@ def backward(opt: Any, net: nn.Module, x: Tensor, y: Tensor, samples: bool = Tru
 
 
 def test_without_sample_counts_a_micro_batch_takes_the_samples_place() -> None:
-    found = []
-    for samples in (True, False):
+    def measured(samples: bool) -> Any:
         net, x, y = regression(count=32)
         opt = kf.FusedSGD(net.parameters(), lr=0.0)
         for _ in range(20):
             backward(opt, net, x, y, samples, parts=8)
             opt.step()
             opt.zero_grad()
-        assert opt.stats is not None
-        found.append(opt.stats)
-    by_sample, by_micro_batch = found
+        return opt.stats
+
+    by_sample, by_micro_batch = measured(True), measured(False)
     assert (by_sample.unit, by_sample.samples, by_sample.micro_batches) == ("samples", 32, 8)
     assert (by_micro_batch.unit, by_micro_batch.samples, by_micro_batch.micro_batches) == ("micro-batches", 8, 8)
     assert by_micro_batch.grad_norm == pytest.approx(by_sample.grad_norm, rel=1e-6)
