@@ -32,8 +32,7 @@ _KFUSE = "kfuse"  # a key of state_dict
 class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the workers' mean gradient. A subclass makes its `updates` and calls `_attach`."""
 
-    shards_state: bool = False
-    """Whether the class can keep a shard of the optimizer's state on each worker (`comm.state=sharded`)."""
+    shards_state: bool = False  # whether the class can keep its state in shards (`comm.state=sharded`)
     tells_fisher: bool = False
     """Whether the class has `fisher`. It is right where each worker has all of the state (comm.state=replicated)."""
     _step_supports_amp_scaling = True  # GradScaler then passes scale and found_inf to step() and does not unscale
@@ -44,8 +43,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     last_lr: float = 0.0  # the learning rate of the last update, as `base_lr` has it, times `lr_factor`
     begun: Update | None = None  # the newest update, made or not: with sharded state a lost worker may interrupt it
 
+    # Calls of `step` that did nothing. Workers on which they differ have lost their common step.
     steps_without_gradients: int = 0
-    """Calls of `step` that did nothing. Workers on which they differ have lost their common step."""
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 

@@ -158,7 +158,6 @@ class FlatUpdates(Updates):
         return [(bucket.layout.params, state.steps) for bucket, state in self.flat.pairs()] if self.sharded else []
 
     def state_dict(self, only: int | None = None) -> dict[str, Any]:
-        """Also raises CommError, which names the ranks that did not call it within the timeout."""
         if not self.sharded:
             return super().state_dict()
         if only is None:

@@ -44,8 +44,7 @@ class Part:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """fp32, 1-D, each as long as the place: the moments by torch's names, once an update needs them; where parameters
     are 16-bit their fp32 weights, as MASTER: these are updated, and the parameters are their rounded values."""
-    extents: dict[range, Extent | None] = field(default_factory=dict)
-    """By parameters, what `extent` has found: every step asks again."""
+    extents: dict[range, Extent | None] = field(default_factory=dict)  # what `extent` has found: every step asks again
 
     @property
     def width(self) -> int:
@@ -133,7 +132,6 @@ class BucketState:
 
     @property
     def parts(self) -> list[Part]:
-        """What this worker keeps of the state."""
         return [self.own, self.mirror] if self.mirror.width else [self.own]
 
     @property

@@ -71,7 +71,6 @@ class Reducer:
         self._updates.lay_out(engine)
 
     def rebuild(self) -> None:
-        """Parameters were added, frozen or unfrozen: lays the buckets out again. State of parameters is kept."""
         old = self.engine
         if old.reduced is not None or (old.now.begun and not old.interrupted):
             raise RuntimeError("parameters can change between steps, not between backward and opt.step()")

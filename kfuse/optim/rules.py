@@ -31,10 +31,8 @@ Options = Mapping[str, Any]
 class Rule:
     """An optimizer's arithmetic. It is told tensors, options and scalars."""
 
-    moment_names: tuple[str, ...]
-    """Names of the state tensors shaped like the parameter, as torch's optimizer of the same kind names them."""
-    counts_updates: bool = False
-    """`state` has each parameter's number of updates, as "step"."""
+    moment_names: tuple[str, ...]  # of the state tensors shaped like the parameter, as torch names them
+    counts_updates: bool = False  # `state` has each parameter's number of updates, as "step"
 
     def keeps_state(self, options: Options) -> bool:
         """Whether an update with these options makes state, or needs the state that is there."""

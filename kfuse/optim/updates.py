@@ -47,8 +47,7 @@ class Update:
     step: int
     reduced: Reduced
     scaled: Scaling
-    in_doubt: Collection[int]
-    """Parameters (indices in `engine.params`) that are left alone where `reduced.used` is 0: see `Reducer.in_doubt`."""
+    in_doubt: Collection[int]  # indices of parameters that are left alone where `reduced.used` is 0
     lr_factor: float
     owner_is_lost: bool = False  # the update is resumed after a loss: the worker whose shards this one mirrors is gone
 
@@ -165,7 +164,7 @@ class Updates:
 
     def state_dict(self, only: int | None = None) -> dict[str, Any]:
         """Returns torch's state_dict, whole. With sharded state every worker calls it at the same point, and gets it in
-        the host's memory. only: the rank that gets the shards. Raises CommError.
+        the host's memory. only: the rank that gets the shards. Raises CommError, which names those that did not call.
         """
         state: dict[str, Any] = without_compiler(torch.optim.Optimizer.state_dict)(self.opt)
         return state
