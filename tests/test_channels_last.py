@@ -101,8 +101,7 @@ def test_micro_batches_are_those_of_torchs_adamw() -> None:
             q.grad.copy_(p.grad)
         opt.step(), plain.step()
         opt.zero_grad(), plain.zero_grad()
-        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(list(net.parameters()), list(twin.parameters()), rtol=1e-6, atol=1e-7)
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -148,8 +147,7 @@ def test_a_wrapped_optimizer_follows() -> None:
         assert net[0].weight.grad is opt.engine.gradient_buckets[0].views[-1]
         opt.zero_grad(), plain.zero_grad()
     assert net[0].weight.is_contiguous(memory_format=LAST)
-    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(list(net.parameters()), list(twin.parameters()), rtol=1e-6, atol=1e-7)
 
 
 # -- several workers --------------------------------------------------------------------------------------------------

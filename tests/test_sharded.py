@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -160,8 +161,7 @@ def gan(state: str) -> list[Tensor]:
 def test_a_loss_that_reaches_the_last_steps_gradients_of_another_optimizer() -> None:
     expected, found = run_workers(2, gan, "replicated"), run_workers(2, gan, "sharded")
     assert s.same(*found)
-    for p, q in zip(found[0], expected[0], strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
 
 
 def by_hand(state: str) -> list[Tensor]:
@@ -191,14 +191,6 @@ def by_hand(state: str) -> list[Tensor]:
     opt.zero_grad()
     opt.accumulate(1)
     return s.values(model)
-
-
-@pytest.mark.full
-def test_gradients_set_by_hand_and_several_backwards() -> None:
-    expected = run_workers(1, by_hand, "replicated")[0]
-    for found in run_workers(2, by_hand, "sharded"):
-        for p, q in zip(found, expected, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
 # -- loss scaling, overflow -----------------------------------------------------------------------------------------
@@ -237,8 +229,7 @@ def test_grad_scaler(unscale: bool) -> None:
         assert scales == replicated[0][1] == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11, 2.0**11]
         assert skipped == [False, False, True, False, False, False]
         assert s.same(params, found[0][0])
-        for p, q in zip(params, replicated[0][0], strict=True):
-            torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(params, replicated[0][0], rtol=2e-5, atol=2e-5)
 
 
 def overflowing(state: str) -> list[Tensor]:
@@ -253,12 +244,12 @@ def overflowing(state: str) -> list[Tensor]:
 
 
 @pytest.mark.full
-def test_gradients_whose_squares_overflow() -> None:
-    expected = run_workers(1, overflowing, "replicated")[0]
+@pytest.mark.parametrize(("training", "workers"), [(by_hand, 2), (overflowing, 3)])
+def test_unusual_gradients_as_with_replicated_state(training: Callable[[str], list[Tensor]], workers: int) -> None:
+    expected = run_workers(1, training, "replicated")[0]
     assert not s.same(expected, s.values(s.net()))
-    for params in run_workers(3, overflowing, "sharded"):
-        for p, q in zip(params, expected, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    for params in run_workers(workers, training, "sharded"):
+        torch.testing.assert_close(params, expected, rtol=2e-6, atol=1e-6)
 
 
 # -- its state --------------------------------------------------------------------------------------------------------
