@@ -90,10 +90,7 @@ class Images(ABC):
         return len(self.labels)
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Returns normalised images float32 `[B, 3, H, W]` and labels int64 `[B]`.
-
-        Augmented, with random numbers of `generator`, if there is one and the data set augments.
-        """
+        """Returns normalised images float32 `[B, 3, H, W]` and labels int64 `[B]`; augmented as `pixels` does."""
         images = self.pixels(indices, generator if self.augment else None)
         return (images.float() / 255.0 - self.mean) / self.std, self.labels[torch.as_tensor(indices, dtype=torch.int64)]
 
@@ -103,10 +100,7 @@ class Images(ABC):
 
 
 class Cifar10(Images):
-    """CIFAR-10 (Krizhevsky 2009): images uint8 `[N, 3, 32, 32]`, in memory.
-
-    Augmentation is `crop_and_flip`.
-    """
+    """CIFAR-10 (Krizhevsky 2009): images uint8 `[N, 3, 32, 32]`, in memory. Augmentation is `crop_and_flip`."""
 
     def __init__(self, images: Tensor, labels: Tensor, augment: bool) -> None:
         super().__init__(labels, CIFAR10_PIXELS, augment)
@@ -118,10 +112,7 @@ class Cifar10(Images):
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
-    """Crops each image at random from its zero-padded self, and mirrors it with probability 1/2.
-
-    `[B, C, H, W]` to the same shape and dtype.
-    """
+    """Crops each image `[C, H, W]` at random from its zero-padded self, and mirrors it with probability 1/2."""
     batch, channels, height, width = images.shape
     corner = torch.randint(0, 2 * padding + 1, (batch, 2), generator=generator)
     flip = torch.randint(0, 2, (batch, 1), generator=generator, dtype=torch.bool)
@@ -263,10 +254,7 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _list_images(folder: Path, classes: Sequence[str]) -> tuple[list[Path], np.ndarray]:
-    """Returns the image files of all classes, sorted within each, and their labels.
-
-    Raises DataError for a class without an image, and for a folder of another class.
-    """
+    """Returns all images' files and labels, by class. Raises DataError for a class without one, or an unknown one."""
     unknown = sorted(set(_class_names(folder)) - set(classes))
     if unknown:
         raise DataError(f"{folder} has classes that are not those to train on: {', '.join(unknown)}")

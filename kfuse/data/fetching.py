@@ -156,10 +156,7 @@ class LoaderError(RuntimeError):
 
 
 class Fetcher:
-    """Fetches micro-batches of one data set in the caller's thread.
-
-    `kfuse.data.feeder.Feeder` has the same methods, and fetches in loader processes.
-    """
+    """Fetches micro-batches of one data set in the caller's thread. `Feeder` does the same in loader processes."""
 
     def __init__(self, data: Dataset | Stream, sampler: EpochSampler | StreamSampler) -> None:
         """sampler: the order of the samples in each epoch, and the seed."""

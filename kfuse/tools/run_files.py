@@ -53,10 +53,7 @@ def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl, one at least, each with all columns. Raises ConfigError.
-
-    A last line that is not complete yet is left out.
-    """
+    """Returns the lines of metrics.jsonl, one at least, each with all columns. Raises ConfigError."""
     path = run_dir / "metrics.jsonl"
     found = []
     try:

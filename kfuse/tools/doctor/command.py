@@ -160,10 +160,7 @@ def version(package: str) -> str | None:
 
 
 def gpu_lines(devices: Mapping[str, Any] | None, problem: str | None) -> Iterator[Line]:
-    """Yields the lines of GPUs and NCCL.
-
-    devices: what `self_test.devices` returned. problem: one line, where it returned nothing.
-    """
+    """Yields the lines of GPUs and NCCL from what `self_test.devices` returned; problem: why it returned nothing."""
     if devices is None:
         remedy = "Run nvidia-smi: if it fails or hangs too, the driver must be loaded anew (or the machine restarted)."
         yield Line("GPUs", "fail", str(problem), remedy)
