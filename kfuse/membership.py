@@ -113,8 +113,10 @@ class Session:
 
     def proposed_generation(self) -> int:
         """The generation of the view that the supervisor has proposed to this worker; 0 if there is none."""
-        client, view = self.control_client, self.view
-        return 0 if client is None or view is None else client.proposed(view.generation)
+        if self.control_client is None or self.view is None:
+            return 0
+        view = self.control_client.view(self.view.generation)
+        return 0 if view is None else view.generation
 
     def stop_reason(self) -> str | None:
         """Why the supervisor asks training to stop; None if it does not, or there is no supervisor."""

@@ -194,7 +194,7 @@ class Chaos(BasePolicy):
         own, deadline = session.current(), time.monotonic() + _PATIENCE_S
         client = own.control_client
         while client is not None and own.view is not None and not right(own.group.size):
-            if client.proposed(own.view.generation) or client.stop:
+            if client.view(own.view.generation) or client.stop:
                 return
             assert time.monotonic() < deadline, f"{own.group.size} workers at step {self._step}: no good for {why}"
             time.sleep(0.005)

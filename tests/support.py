@@ -102,7 +102,7 @@ class Supervised:
         self.job: dict[str, Any] = {"run_dir": "."}
 
     def __getattr__(self, name: str) -> Any:
-        answers: dict[str, Any] = {"proposed": 0, "await_over": True, "announced": {}}
+        answers: dict[str, Any] = {"await_over": True, "announced": {}}
         return lambda *given, **named: answers.get(name)
 
 

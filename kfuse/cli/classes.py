@@ -38,7 +38,7 @@ def check(config: Mapping[str, Any], settings: Mapping[str, Any], facts: dict[st
     fixed = isinstance(launcher, TorchrunLauncher)
     facts |= rules.policy_facts(policy) | rules.optimizer_facts(optimizer)
     facts |= {"job": "fixed" if fixed else "elastic", "job.gpus": getattr(launcher, "gpus", 0) or None}
-    facts |= {"job.workers": launcher.workers} if fixed else {}
+    facts |= {"job.workers": launcher.rendezvous.size} if fixed else {}
     rules.check(facts, shell=True)
     spec, samples = _check_data(config["data"])
     facts |= {"data": "stream" if samples is None else "data set"}

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +32,8 @@ from kfuse.settings import instantiate
 from kfuse.settings.tree import flat
 from kfuse.train.build import build_trainer, set_threads
 
+_FAILURES = (JobFailed, CommError, ConsistencyError, DeviceError)
+
 
 def run(cfg: DictConfig, run_dir: Path) -> int:
     """Trains and returns the exit status: 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
@@ -54,34 +56,34 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
 
 def supervise(launcher: Launcher, job: dict[str, Any], recorder: Recorder, elasticity: Elasticity) -> int:
     """Runs a job to its end and returns the exit status, as `run` does."""
-    why, failure = "failed", ""
+    supervisor = Supervisor(launcher, job, recorder, elasticity)
+
+    async def work() -> str | None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, supervisor.stop, "interrupted")
+        loop.add_signal_handler(signal.SIGTERM, supervisor.stop, "terminated")
+        return await supervisor.run()
+
+    return _to_its_end(recorder, lambda: asyncio.run(work()))
+
+
+def _to_its_end(recorder: Recorder, work: Callable[[], str | None]) -> int:
+    """Does the work, which returns why training ended, and records its end. Returns the exit status."""
+    why: str | None = "failed"
+    failure = ""
     try:
-        why = asyncio.run(_supervise(Supervisor(launcher, job, recorder, elasticity))) or ""
-    except JobFailed as error:
+        why = work()
+    except _FAILURES as error:
         failure = str(error)
-    finally:
-        status = _end(recorder, why, failure)
-    if why == NOT_TRAINED:
-        print("kfuse: the script has ended without using kf.fit or kf.DataLoader: nothing was trained", file=sys.stderr)
-    return status
-
-
-async def _supervise(supervisor: Supervisor) -> str | None:
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, supervisor.stop, "interrupted")
-    loop.add_signal_handler(signal.SIGTERM, supervisor.stop, "terminated")
-    return await supervisor.run()
-
-
-def _end(recorder: Recorder, why: str, failure: str) -> int:
-    """Writes the end of a run: why it ended, and an error or "". Returns the exit status."""
-    if failure:
         recorder.failed(failure)
-    recorder.close(why or None)
+    finally:
+        recorder.close(why)
     if failure:
         print(f"kfuse: error: {failure}; the run directory is {recorder.directory.path}", file=sys.stderr)
         return 1
-    return STOP_STATUS.get(why, 0)
+    if why == NOT_TRAINED:
+        print("kfuse: the script has ended without using kf.fit or kf.DataLoader: nothing was trained", file=sys.stderr)
+    return STOP_STATUS.get(why or "", 0)
 
 
 # -- under torchrun there is no supervisor: rank 0 keeps the run directory and the display -----------------------------
@@ -96,14 +98,7 @@ def _lead(rendezvous: Rendezvous, job: dict[str, Any], recorder: Recorder) -> in
             recorder.keep([(kind, data)])
 
     rendezvous.announce(job)
-    why, failure = "failed", ""
-    try:
-        why = _train(rendezvous, job, record)
-    except (CommError, ConsistencyError, DeviceError) as error:
-        failure = str(error)
-    finally:
-        status = _end(recorder, why, failure)
-    return status
+    return _to_its_end(recorder, lambda: _train(rendezvous, job, record))
 
 
 def follow(rendezvous: Rendezvous) -> int:
@@ -113,24 +108,21 @@ def follow(rendezvous: Rendezvous) -> int:
         if isinstance(job, int):
             return job
         set_up_logging(job["observe"]["log_level"], f"worker {rendezvous.rank}")
-        return STOP_STATUS.get(_train(rendezvous, job), 0)
-    except RuntimeError as error:
-        if not isinstance(error, CommError | ConsistencyError | DeviceError):
-            raise
+        return STOP_STATUS.get(_train(rendezvous, job) or "", 0)
+    except _FAILURES as error:
         print(f"kfuse: rank {rendezvous.rank} ends: {error}", file=sys.stderr)
         return 1
 
 
-def _train(rendezvous: Rendezvous, job: dict[str, Any], record: Record | None = None) -> str:
-    """Returns why training ended, or "". Raises CommError if a worker is lost."""
+def _train(rendezvous: Rendezvous, job: dict[str, Any], record: Record | None = None) -> str | None:
+    """Returns why training ended. Raises CommError if a worker is lost."""
     set_threads(job)
     session.join_fixed_group(rendezvous, CommOptions.of(flat(job)), job["comm"]["timeout_s"], record)
     with _stop_signals() as reasons:
         trainer = build_trainer(job)
         trainer.decisions.stop_requests = reasons
         summary = trainer.run()
-    reason: str | None = None if summary is None else summary["exit_reason"]
-    return reason or ""
+    return None if summary is None else summary["exit_reason"]
 
 
 @contextlib.contextmanager

@@ -132,11 +132,6 @@ class ControlClient:
             raise ControlError(f"waited {timeout_s:.0f} s for a view after {after}")
         return found
 
-    def proposed(self, current: int) -> int:
-        """The generation to switch to, 0 if there is none newer than `current`."""
-        view = self.view(current)
-        return 0 if view is None else view.generation
-
     def await_over(self, current: int) -> bool:
         """Waits until the job is over: True. False if the supervisor forms a recovering view first."""
         self._await(lambda: True if self._over else self.view(current, recovers=True))

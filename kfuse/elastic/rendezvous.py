@@ -121,14 +121,9 @@ class TorchrunLauncher:
 
     def __init__(self) -> None:
         """Raises ValueError where torchrun did not start this process."""
-        rendezvous = Rendezvous.of_environment()
-        if rendezvous is None:
-            raise ValueError(
-                "launcher=torchrun: torchrun did not start this process; start it by "
-                "torchrun --nproc-per-node N -m kfuse launcher=torchrun ..."
-            )
+        if (rendezvous := Rendezvous.of_environment()) is None:
+            raise ValueError("torchrun did not start this process: torchrun ... -m kfuse launcher=torchrun ...")
         self.rendezvous = rendezvous
-        self.workers = rendezvous.size
 
 
 @functools.cache

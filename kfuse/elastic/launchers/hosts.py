@@ -1,7 +1,7 @@
 """Workers on several machines without a cluster manager: each host's agent offers slots and starts workers in them.
 
 agent -> launcher: hello (token, slots, host, only), line (worker, text), ended (worker, status), alive.
-launcher -> agent: welcome, start (worker, command, env, folder, share), kill (worker), alive, over.
+launcher -> agent: welcome (command, folder, share), start (worker, env), kill (worker), alive, over.
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ async def offer(
     kill_with_agent: if this process ends, the kernel sends its workers SIGKILL; else SIGTERM. only: number of the one
     process that this agent is for; None: it is for any. Raises AgentError; then all of its workers have ended.
     """
-    reader, writer = await _connect(host, port, token=token, slots=slots, host=socket.gethostname(), only=only)
-    agent, why = _Agent(writer, kill_with_agent), ""
+    hello = {"token": token, "slots": slots, "host": socket.gethostname(), "only": only}
+    reader, writer, job = await _connect(host, port, hello)
+    folder = job["folder"] if os.path.isdir(job["folder"]) else None
+    end_signal = signal.SIGKILL if kill_with_agent else signal.SIGTERM
+    launcher = LocalLauncher(job["command"], parent_end_signal=end_signal, share=job["share"], folder=folder)
+    agent, why = _Agent(writer, launcher), ""
     heartbeats = asyncio.create_task(_send_heartbeats(writer))
     try:
         try:
@@ -48,7 +52,7 @@ async def offer(
                     case "over":
                         return
                     case "start":
-                        await agent.start(message["worker"], message)
+                        await agent.start(message["worker"], message["env"])
                     case "kill" if message["worker"] in agent.processes:
                         agent.processes[message["worker"]].kill()
         except (OSError, ValueError) as error:
@@ -63,8 +67,10 @@ async def offer(
     raise AgentError(f"the supervisor at {host}:{port} is gone{why}")
 
 
-async def _connect(address: str, port: int, **hello: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection that the supervisor has accepted. Tries again for `_CONNECT_S`: hosts come up in any order.
+async def _connect(
+    address: str, port: int, hello: dict[str, Any]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, dict[str, Any]]:
+    """A connection and the supervisor's welcome. Tries again for `_CONNECT_S`: hosts come up in any order.
 
     Raises AgentError.
     """
@@ -74,8 +80,8 @@ async def _connect(address: str, port: int, **hello: Any) -> tuple[asyncio.Strea
             reader, writer = await asyncio.open_connection(address, port, limit=MAX_LINE)
             set_acknowledgement_timeout(writer.get_extra_info("socket"), _SILENCE_S)
             send(writer, "hello", **hello)
-            if await reader.readline():
-                return reader, writer
+            if line := await reader.readline():
+                return reader, writer, decode(line)
             raise AgentError(f"the supervisor at {address}:{port} refused this host: is the token its own?")
         except OSError as error:
             if asyncio.get_running_loop().time() > deadline:
@@ -92,16 +98,14 @@ async def _send_heartbeats(writer: asyncio.StreamWriter) -> None:
 class _Agent:
     """The workers of this host."""
 
-    def __init__(self, writer: asyncio.StreamWriter, kill_with_agent: bool) -> None:
-        self._writer = writer
-        self._launcher = LocalLauncher(parent_end_signal=signal.SIGKILL if kill_with_agent else signal.SIGTERM)
+    def __init__(self, writer: asyncio.StreamWriter, launcher: LocalLauncher) -> None:
+        self._writer, self._launcher = writer, launcher
         self.processes: dict[int, LocalProcess] = {}
         self.watching: set[asyncio.Task[None]] = set()
 
-    async def start(self, number: int, message: dict[str, Any]) -> None:
-        folder = message["folder"] if os.path.isdir(message["folder"]) else None
+    async def start(self, number: int, env: dict[str, str]) -> None:
         try:
-            process = await self._launcher.start(message["env"], message["command"], folder, message["share"])
+            process = await self._launcher.start(env)
         except OSError as error:
             send(self._writer, "line", worker=number, text=f"the worker cannot be started: {error}")
             send(self._writer, "ended", worker=number, status=127)
@@ -189,15 +193,13 @@ class HostsLauncher:
     A worker for which there is no slot waits for one, as long as it takes.
     """
 
-    def __init__(
-        self, command: list[str] | None, host: str, port: int, token: str, slots: int, most: int | None = None
-    ) -> None:
+    def __init__(self, command: list[str] | None, host: str, port: int, token: str, slots: int, most: int) -> None:
         """host: this machine's address, as the other hosts reach it. slots: how many workers this machine takes.
 
         most: how many workers the job has at most. As many as a host may get of them share its cores.
         """
-        self._most = most
-        self._command, self._host, self._port, self._token, self._slots = command, host, port, token, slots
+        self._command, self._host, self._port, self._token = command, host, port, token
+        self._slots, self._most = slots, most
         self._server = Server(token, self._serve)
         self._hosts: list[_Host] = []
         self._waiting: list[HostProcess] = []
@@ -240,15 +242,13 @@ class HostsLauncher:
             self._waiting.remove(process)
             host.processes[process.number] = process
             process.agent, process.running = host.agent, True
-            share = host.slots if self._most is None else min(host.slots, self._most)
-            start = {"command": self._command, "env": process.env, "folder": os.getcwd(), "share": share}
-            send(host.agent, "start", worker=process.number, **start)
+            send(host.agent, "start", worker=process.number, env=process.env)
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one agent's connection. When it ends, the host is lost."""
         host = _Host(str(hello["host"]), writer, int(hello["slots"]), hello.get("only"))
         set_acknowledgement_timeout(writer.get_extra_info("socket"), _SILENCE_S)
-        send(writer, "welcome")
+        send(writer, "welcome", command=self._command, folder=os.getcwd(), share=min(host.slots, self._most))
         beating = asyncio.create_task(_send_heartbeats(writer))
         self._hosts.append(host)
         self._place()

@@ -86,13 +86,15 @@ class LocalLauncher:
         *,
         parent_end_signal: signal.Signals | None = None,
         share: int | None = None,
+        folder: str | None = None,
     ) -> None:
         """parent_end_signal: the signal that the kernel (Linux) sends a worker when this process ends; None: none.
 
         share: how many workers share this machine's cores: each gets its part as OMP_NUM_THREADS, unless that is set.
+        folder: working directory; None: this process's.
         """
         self._command = command or [sys.executable, "-m", "kfuse.cli.worker"]
-        self._parent_end_signal, self._share = parent_end_signal, share
+        self._parent_end_signal, self._share, self._folder = parent_end_signal, share, folder
         self._processes: list[LocalProcess] = []
 
     @property
@@ -106,18 +108,8 @@ class LocalLauncher:
         """The address at which workers of this machine reach it."""
         return "127.0.0.1"
 
-    async def start(
-        self,
-        env: Mapping[str, str],
-        command: list[str] | None = None,
-        folder: str | None = None,
-        share: int | None = None,
-    ) -> LocalProcess:
-        """Starts one worker, with the lowest free slot as LOCAL_RANK beside `env` in its environment. Raises OSError.
-
-        command, share: None for the launcher's own. folder: working directory; None: this process's.
-        """
-        share = share or self._share
+    async def start(self, env: Mapping[str, str]) -> LocalProcess:
+        """Starts one worker, with the lowest free slot as LOCAL_RANK beside `env` in its environment. Raises OSError."""
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self._processes = [process for process in self._processes if not process.ended]
         taken = {process.slot for process in self._processes}
@@ -125,16 +117,16 @@ class LocalLauncher:
         process = LocalProcess(slot)
         await asyncio.get_running_loop().subprocess_exec(
             lambda: process,
-            *(command or self._command),
+            *self._command,
             # gloo and the store log many lines for each lost peer, which kfuse reports as an event.
             env={
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
-                **({} if share is None else {"OMP_NUM_THREADS": str(max(1, cores // share))}),
+                **({} if self._share is None else {"OMP_NUM_THREADS": str(max(1, cores // self._share))}),
                 **os.environ,
                 "LOCAL_RANK": str(slot),
                 **env,
             },
-            cwd=folder,
+            cwd=self._folder,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

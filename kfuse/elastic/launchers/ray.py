@@ -54,7 +54,7 @@ class RayLauncher(HostsLauncher):
             raise ValueError(f"gpus={gpus}: must be a whole number, as NCCL needs a GPU for each worker")
         if importlib.util.find_spec("ray") is None:
             raise ValueError("launcher=ray: Ray is not installed; needed is pip install 'kfuse[ray]'")
-        super().__init__(None, host or "", 0, secrets.token_hex(16), slots=0)
+        super().__init__(None, host or "", 0, secrets.token_hex(16), slots=0, most=1)
         self._address, self._cpus, self._needed_gpus = address, cpus, gpus
         self._keeping: set[asyncio.Task[None]] = set()
         self._closing = threading.Event()
