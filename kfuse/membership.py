@@ -188,7 +188,8 @@ class Session:
         group = rendezvous.form_group(view, rank, old, self.check, new)
         try:
             group.connect_lanes(max(1, self.lanes_used))
-            measure_links(group, self.comm)
+            if self.comm.tree == "latency":  # it follows this view's links
+                measure(group)
         except CommError:
             group.retire()
             raise
@@ -278,9 +279,3 @@ class Session:
         if self._record is not None:
             self._record(kind, data)
         self.send("record", kind=kind, data=data)
-
-
-def measure_links(group: Group, comm: CommOptions) -> None:
-    """Where the tree follows them: in each view, as it forms. Raises CommError."""
-    if comm.tree == "latency":
-        measure(group)

@@ -21,10 +21,11 @@ from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import Group, drop_retired
 from kfuse.comm.settings import CommOptions, CommSettings
+from kfuse.comm.topology import measure
 from kfuse.elastic import protocol
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.logs import set_up_logging
-from kfuse.membership import Record, Session, measure_links
+from kfuse.membership import Record, Session
 from kfuse.settings import rules
 from kfuse.settings.tree import by_key, resolved
 
@@ -124,7 +125,8 @@ def join_fixed_group(
 ) -> Session:
     """The session of a worker of a job of fixed size, in its only view. Raises CommError if others do not connect."""
     group, view = rendezvous.form_group(_take_device(comm), timeout_s)
-    measure_links(group, comm)
+    if comm.tree == "latency":
+        measure(group)
     made = _use(Session(group, comm, record=record))
     made.view = view
     made.log_view()

@@ -235,7 +235,6 @@ def alone(script: str) -> str:
 def assert_alone(script: str, tmp_path: Path, failures: int) -> None:
     """The script on three workers, of which some are lost: all steps, and the bits of one worker."""
     ended = run_script(tmp_path, script, "--elastic-replace=false", "--observe-progress=false", workers=3)
-    assert ended.status == 0, ended.said
     assert ended.steps == list(range(40))
     assert len(ended.of_kind("failure")) == failures and not ended.of_kind("went_back"), ended.said
     assert run_workers(1, alone, script) == [ended.summary["params_sha256"]]

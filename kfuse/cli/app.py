@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -36,8 +35,6 @@ _TOOLS = {
     "schedule": "kfuse.tools.step_programs",
 }
 """The commands that train nothing. Each module has `USAGE` and `main`."""
-# A home directory at the start of a value, which not every shell expands and Hydra does not read.
-_HOME = re.compile(r"(?:^|(?<=[=,\['\"]))~(?=/|$)")
 
 
 def main() -> int:
@@ -50,7 +47,7 @@ def main() -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     survive_closed_output()
-    words = [_HOME.sub(os.path.expanduser("~"), word) for word in sys.argv[1:]]
+    words = sys.argv[1:]
     if words and words[0] in _TOOLS:
         return _tool(words[0], words[1:])
     if "WORLD_SIZE" not in os.environ:  # else torchrun has started this process
@@ -157,10 +154,8 @@ def _jobs(args: argparse.Namespace) -> list[list[str]]:
 
 
 def _compose(args: argparse.Namespace, overrides: list[str]) -> DictConfig:
-    """Composes one run's configuration, as Hydra will. Returns it."""
+    """One run's configuration, as Hydra will compose it."""
     if args.config_dir is not None:
-        if not os.path.isdir(args.config_dir):
-            raise ConfigError(f"--config-dir={args.config_dir}: must be a directory")
         overrides = [*overrides, f"hydra.searchpath=['file://{os.path.abspath(args.config_dir)}']"]
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"), warnings.catch_warnings():
         warnings.filterwarnings("error", "provider=hydra.searchpath")  # a path that is not there

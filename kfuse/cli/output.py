@@ -12,8 +12,6 @@ from typing import Any
 class _Output(io.FileIO):
     """A file descriptor of this process. After a write has failed it is /dev/null."""
 
-    words: str
-
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
@@ -22,18 +20,16 @@ class _Output(io.FileIO):
             os.dup2(null, self.fileno())
             os.close(null)
             if error.errno != errno.EPIPE:
-                print(f"kfuse: {self.words} cannot be written: {error.strerror}", file=sys.stderr)
+                print(f"kfuse: output cannot be written: {error.strerror}", file=sys.stderr)
             return len(data)
 
 
 def survive_closed_output() -> None:
     """From now on what is written to a closed pipe is dropped; of a full disk one line says so on standard error."""
-    for name, words in (("stdout", "standard output"), ("stderr", "standard error")):
+    for name in ("stdout", "stderr"):
         stream: Any = getattr(sys, name)
         if stream is not None and stream is getattr(sys, f"__{name}__"):  # else a test captures it
             stream.flush()
-            output = _Output(stream.fileno(), "w", closefd=False)
-            output.words = words
+            output = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
             lines = stream.line_buffering or stream.write_through
-            text = io.TextIOWrapper(io.BufferedWriter(output), stream.encoding, stream.errors, line_buffering=lines)
-            setattr(sys, name, text)
+            setattr(sys, name, io.TextIOWrapper(output, stream.encoding, stream.errors, line_buffering=lines))

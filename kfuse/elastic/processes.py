@@ -220,10 +220,6 @@ class Processes:
                     worker.why = f"did not call kf.init, kf.fit or kf.DataLoader within {silent:.0f} s"
                 worker.kill()
 
-    def kill_all(self) -> None:
-        for worker in self.alive():
-            worker.kill()
-
     async def all_ended(self) -> None:
         """Returns when all workers have ended, and their output was passed on."""
         await asyncio.gather(*self._tasks, return_exceptions=True)

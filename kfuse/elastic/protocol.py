@@ -106,7 +106,6 @@ class Losses:
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """A message as one line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 

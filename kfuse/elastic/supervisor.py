@@ -84,7 +84,8 @@ class Supervisor:
         finally:
             watching.cancel()
             over.cancel()
-            self.processes.kill_all()
+            for worker in self.processes.alive():
+                worker.kill()
             await self._server.close()
             await self.processes.all_ended()
             await self._launcher.close()
@@ -100,20 +101,16 @@ class Supervisor:
                 await self.views.add_up_to(job.wanted)
 
     def _limit_to_gpus(self) -> None:
-        """Each worker needs a GPU of its own, where there are any. Raises JobFailed for more workers at first.
+        """Lowers the maximum, which is often a default, to the number of GPUs, with a log line and an event.
 
-        A larger maximum is no error, since it is often a default: it is lowered, with a log line and an event.
+        The command lines have refused more workers than that at first.
         """
         limits, gpus = self.job.elasticity, self.processes.gpus
-        if not gpus or limits.max <= gpus:
-            return
-        why = f"each needs a GPU of its own, and this machine shows {gpus}"
-        if limits.count > gpus:
-            raise JobFailed(f"{limits.count} workers: must be at most {gpus}, as {why}")
-        self.job.elasticity = replace(limits, max=gpus)
-        note = f"at most {limits.max} workers clipped to {gpus}: {why}"
-        _log.warning("%s", note)
-        self.records.event("clipped", note=note)
+        if 0 < gpus < limits.max:
+            self.job.elasticity = replace(limits, max=gpus)
+            note = f"at most {limits.max} workers clipped to {gpus}: each needs a GPU of its own"
+            _log.warning("%s", note)
+            self.records.event("clipped", note=note)
 
     def stop(self, reason: str) -> None:
         """Asks the workers to stop at the next step boundary; another call, or a long silence, kills them.
@@ -197,10 +194,10 @@ class Supervisor:
             case "announce":
                 self._meetings.announce(message["announcement"])
             case "decision":  # of rank 0, for all others
+                number, decision = message["number"], message["decision"]
                 for other in self.processes.alive():
                     if other is not worker:
-                        decided = {"number": message["number"], "decision": message["decision"]}
-                        other.send("decision", worker=worker.number, **decided)
+                        other.send("decision", worker=worker.number, number=number, decision=decision)
             case "meet":
                 self._meetings.stand(worker, message)
             case "alive":  # a heartbeat

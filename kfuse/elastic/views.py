@@ -179,7 +179,6 @@ class Views:
     # -- lost workers ------------------------------------------------------------------------------------------------
 
     def booted(self) -> None:
-        """A worker has booted: workers that ended before they could join are no longer counted."""
         self._since_boot = _Row()
 
     async def ended(self, worker: Worker, was: State, status: int | None) -> None:

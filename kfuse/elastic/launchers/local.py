@@ -109,7 +109,7 @@ class LocalLauncher:
         return "127.0.0.1"
 
     async def start(self, env: Mapping[str, str]) -> LocalProcess:
-        """Starts one worker, with the lowest free slot as LOCAL_RANK beside `env` in its environment. Raises OSError."""
+        """Starts one worker, with `env` and the lowest free slot as LOCAL_RANK in its environment. Raises OSError."""
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self._processes = [process for process in self._processes if not process.ended]
         taken = {process.slot for process in self._processes}
