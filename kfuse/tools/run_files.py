@@ -71,6 +71,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"{path}: line {number} is damaged: it must be a JSON object")
         if missing := [name for name in METRICS if name not in record]:
             raise ConfigError(f"{path}: line {number}: {missing[0]}: {_MISSING}")
+        if wrong := [name for name in METRICS if not isinstance(record[name], int | float | None)]:
+            raise ConfigError(f"{path}: line {number}: {wrong[0]}={record[wrong[0]]!r}: must be a number or null")
         found.append(record)
     if not found:
         raise ConfigError(f"{path}: has no step yet")
