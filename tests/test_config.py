@@ -17,6 +17,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 import kfuse.cli.run
+from kfuse.cli import kfuse_run
 from kfuse.cli.check import prepare, validate
 from kfuse.settings import instantiate
 from kfuse.settings.tree import AT_SHELL, ConfigError
@@ -248,3 +249,29 @@ def test_every_example_of_the_help_runs(
         status, _, err = command(*example.split(), f"{where}=run{number}")
         assert status == 0, err
     assert len(runs) == 11  # five, and a sweep of six
+
+
+@pytest.mark.full
+def test_home_directory_is_found_wherever_a_path_is_taken(
+    workplace: Path, runs: Runs, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(workplace))
+    (workplace / "options" / "model").mkdir(parents=True)
+    (workplace / "options" / "model" / "mine.yaml").write_text("_target_: users_own.Net\nwidth: 7\n")
+    (workplace / "options" / "manifest.json").touch()  # so that it looks like a checkpoint
+    (workplace / "train.py").touch()
+    given = [
+        "--config-dir ~/options model=mine hydra.run.dir='~/run' checkpoint.resume=~/options",
+        "-m model=gpt data=text data.path=~/book.txt,~/./book.txt hydra.sweep.dir=~/sweep",
+    ]
+    for words in given:
+        status, _, err = command(*words.split())
+        assert status == 0, err
+    assert [run_dir for _, run_dir in runs] == [workplace / name for name in ("run", "sweep/0", "sweep/1")]
+    assert runs[0][0].model == {"_target_": "users_own.Net", "width": 7}
+    assert runs[0][0].checkpoint.resume == f"{workplace}/options"
+    assert [cfg.data.path for cfg, _ in runs[1:]] == [f"{workplace}/book.txt", f"{workplace}/./book.txt"]
+    args = kfuse_run._parse(["--run-dir", "~/run", "--token-file=~/token", "~/train.py"])
+    assert (args.run_dir, args.token_file, args.script) == tuple(
+        workplace / name for name in ("run", "token", "train.py")
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -35,6 +36,8 @@ _TOOLS = {
     "schedule": "kfuse.tools.step_programs",
 }
 """The commands that train nothing. Each module has `USAGE` and `main`."""
+# A home directory at the start of a value: bash expands none after a name with a dot, and Hydra does not read it.
+_HOME = re.compile(r"(?:^|(?<=[=,\['\"]))~(?=/|$)")
 
 
 def main() -> int:
@@ -47,7 +50,7 @@ def main() -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     survive_closed_output()
-    words = sys.argv[1:]
+    words = [_HOME.sub(os.path.expanduser("~"), word) for word in sys.argv[1:]]
     if words and words[0] in _TOOLS:
         return _tool(words[0], words[1:])
     if "WORLD_SIZE" not in os.environ:  # else torchrun has started this process

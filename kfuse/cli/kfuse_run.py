@@ -92,15 +92,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for leaf in leaves(JobSettings).values():
         about = f"{leaf.setting.help} ({leaf.allowed}; default {show(leaf.default)})".replace("%", "%%")
         parser.add_argument(_flag(leaf), dest=leaf.name, metavar="VALUE", type=_value, default=leaf.default, help=about)
-    parser.add_argument("--run-dir", type=Path, help="new directory for metrics and events (default runs/DATE/TIME)")
+    parser.add_argument("--run-dir", type=_path, help="new directory for metrics and events (default runs/DATE/TIME)")
     parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
-    parser.add_argument("--token-file", type=Path, help="holds the job's secret; needed with --listen and --join")
+    parser.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
     gpus, cores = devices.count(), os.cpu_count() or 1
     slots = "workers that this host takes (default: its GPUs, or its cores where it has none)"
     parser.add_argument("--slots", type=int, default=gpus or cores, help=slots)
     parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
-    parser.add_argument("script", type=Path, nargs="?", help="a Python file")
+    parser.add_argument("script", type=_path, nargs="?", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     args = parser.parse_args(argv)
     try:
@@ -145,6 +145,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     settings["workers_max"] = settings["workers_max"] or settings["workers_count"]
     rules.check(by_key(settings), shell=True)
     return settings
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
 
 
 def _address(text: str) -> tuple[str, int]:
