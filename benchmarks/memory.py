@@ -91,6 +91,7 @@ def measure(options: CommOptions, ranges: Sequence[range], rank: int, message: t
     group = StandIn(rank, len(ranges), message)
     opt = kf.FusedAdamW([nn.Parameter(torch.zeros(NUMEL)) for _ in range(TENSORS)])
     opt.engine.set_group(group)
+    opt.updates.lay_out(opt.engine)  # shards of this group's size
     for _ in range(2):  # the first step makes the moments and the buffers
         group.most = 0
         opt.begin(StepPlan(ranges[-1].stop, tuple(ranges)))
