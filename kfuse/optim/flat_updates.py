@@ -75,7 +75,7 @@ class FlatUpdates(Updates):
         """Also raises ValueError or RuntimeError for options and parameters that the user has changed wrongly."""
         self._refuse_options(self.opt.param_groups, _OTHER_ARITHMETIC)
         resumes = self.engine.kept is not None and self.engine.kept.resumed
-        if not resumes and any(state.own.place != bucket.shard for bucket, state in self.flat.pairs()):
+        if self.sharded and not resumes and any(state.own.place != bucket.shard for bucket, state in self.flat.pairs()):
             raise RuntimeError("comm.state=sharded: the group has changed, and the optimizer's state was not moved")
         self.flat.keep_flat()
         self.rule.update(self, given)
