@@ -91,7 +91,7 @@ def test_decisions_are_applied_by_all_and_other_modes_come_and_go(tmp_path: Path
     first = sizes.index(48)
     assert 30 < first < 60 and set(sizes[:first]) == {96} and set(sizes[first:]) == {48}
     assert_each_once(job)
-    assert job.summary["eval_accuracy"] > 0.85
+    assert job.summary["eval_accuracy"] > 0.75
 
 
 def test_workers_join_and_leave_at_meetings(tmp_path: Path) -> None:
