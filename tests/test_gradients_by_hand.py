@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -163,18 +162,6 @@ def test_data_of_a_gradient_of_another_shape_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"^parameter 0 of shape \(2, 3\): its p.grad.data has shape \(3,\)$"):
         opt.step()
     assert torch.equal(p, torch.ones(2, 3))
-
-
-def test_an_optimizer_whose_parameters_never_get_a_gradient_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    net = nn.Linear(3, 1)
-    opt = kf.FusedAdamW(net.parameters())
-    trained = copy.deepcopy(net)
-    with caplog.at_level(logging.WARNING, "kfuse"):
-        for _ in range(3):
-            trained(torch.ones(2, 3)).sum().backward()
-            opt.step()
-    [record] = caplog.records
-    assert record.message.startswith("FusedAdamW.step(): none of its 2 parameters has ever had a gradient")
 
 
 def scaled_by_hand() -> str:

@@ -147,14 +147,6 @@ def test_squares_are_added_up_as_by_block_sumsq(reports: Reports) -> None:
         assert pull == reduce == squares
 
 
-def test_the_command_line_prints_a_row_for_each_case(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(aot, "inspect_all", lambda pairs: (aot.inspect(CASES[name], to) for name, to in pairs[:2]))
-    aot.main(["--targets", "sm_90"])
-    assert len(capsys.readouterr().out.splitlines()) == 4
-
-
 LAUNCHES = """
 import torch, triton
 from triton.backends.compiler import GPUTarget

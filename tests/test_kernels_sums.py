@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfuse.comm.sum_tree import plan_merges, plan_range
 from kfuse.kernels import BLOCK, Merges, balanced, block_sumsq, num_blocks, pull, reduce, sum_partials
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -144,22 +143,6 @@ def test_bits_do_not_depend_on_threads_or_place_and_out_may_be_a_row(device: str
         results.append((peers[own], sumsq))
     assert torch.equal(results[0][0], fold(rows, balanced(3)))
     assert all(same(results[0], other) for other in results[1:])
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_any_number_of_workers_has_the_bits_of_the_canonical_tree(device: str, workers: int) -> None:
-    """Eight micro-batches; a worker's buffers hold the partial sums of its range, several where it needs them."""
-    count, numel = 8, BLOCK + 64
-    micro_batches = contributions(count, numel, torch.float32, device)
-    bounds = [count * w // workers for w in range(workers + 1)]
-    nodes = [node for w in range(workers) for node in plan_range(bounds[w], bounds[w + 1] - bounds[w], count).pieces]
-    peers = []
-    for level, index in nodes:
-        leaves = micro_batches[index << level : (index + 1) << level].clone()
-        reduce(leaves, balanced(len(leaves)), out := torch.empty(numel, device=device))
-        peers.append(out)
-    pull(peers, plan_merges(nodes, count), out := torch.empty(numel, device=device))
-    assert torch.equal(out, fold(micro_batches, balanced(count)))
 
 
 # -- block_sumsq, sum_partials ---------------------------------------------------------------------------------------

@@ -18,8 +18,6 @@ import numpy as np
 import pytest
 import torch
 from elastic_job import wait_until
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from problems import OPTIMIZERS
 from torch import Tensor, nn
 
@@ -40,27 +38,6 @@ def filled(step: int, numel: int = 5) -> list[Tensor]:
 
 
 # -- the snapshots ----------------------------------------------------------------------------------------------------
-
-
-@given(events=st.lists(st.sampled_from(["publish", "open", "close"]), max_size=60))
-@settings(max_examples=100, deadline=None)
-def test_what_is_read_is_one_publication_whatever_the_order(events: list[str]) -> None:
-    snapshots, published = Snapshots(filled(0), 0, CPU), 0
-    readers: list[tuple[contextlib.ExitStack, Any, int]] = []
-    for event in events:
-        if event == "publish":
-            published += 1
-            snapshots.publish(filled(published), published)
-        elif event == "open":
-            stack = contextlib.ExitStack()
-            readers.append((stack, stack.enter_context(snapshots.newest()), published))
-        elif readers:
-            readers.pop(len(readers) // 2)[0].close()
-        for _, found, step in readers:
-            assert found.step == step and set(found.flat.tolist()) == {float(step)}
-    assert len(snapshots.buffers) <= 2 + events.count("open")
-    for stack, *_ in readers:
-        stack.close()
 
 
 def test_no_pull_is_torn_by_a_thread_that_publishes_all_the_time() -> None:

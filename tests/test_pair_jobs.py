@@ -1,10 +1,9 @@
-"""Jobs that train by pair averaging: real processes, a supervisor, workers that stop, die and are cut off."""
+"""Jobs that train by pair averaging: real processes, a supervisor, workers that stop and die."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 from collections import Counter
 from pathlib import Path
@@ -12,10 +11,8 @@ from typing import Any
 
 import pytest
 from elastic_job import Job, chaos, override, run_job, until, words
-from hosts import HostLauncher, network, why_not
 from test_kfuse_run import run_script
 
-from kfuse.elastic.processes import State
 from kfuse.elastic.supervisor import Supervisor
 
 pytestmark = pytest.mark.full
@@ -276,85 +273,3 @@ def test_a_collective_between_meetings_is_refused(tmp_path: Path) -> None:
     job = run_job(tmp_path / "run", [*TRAINING, *orders(collective=20), "train.epochs=3"])
     assert job.error is not None and "each worker is at a step of its own" in str(job.error), job.told()
     assert "RuntimeError: comm.sync=pair: each worker is at a step of its own" in "\n".join(job.lines)
-
-
-# -- cut off ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_worker_that_is_cut_off_goes_on_alone_and_mends(tmp_path: Path) -> None:
-    """For 4 s no packet reaches its host or leaves it. Nobody is killed, and no step waits."""
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    made: list[dict[int, int]] = []
-
-    async def during(supervisor: Supervisor, job: Job) -> None:
-        await until("step 40", lambda: len(job.metrics) > 40)
-        for chain in ("INPUT", "OUTPUT"):
-            hosts[1].run(f"iptables -w -A {chain} -j DROP")
-        for pause in (1.0, 3.0):
-            await asyncio.sleep(pause)
-            made.append(steps_of(job))
-        for chain in ("INPUT", "OUTPUT"):
-            hosts[1].run(f"iptables -w -D {chain} -j DROP")
-        await until("word of the one that was cut off", lambda: steps_of(job)[1] > made[1][1])
-        await asyncio.sleep(0.5)
-        made.append(steps_of(job))
-
-    with network(3) as (first, hosts):
-        launcher = HostLauncher(first.address, hosts, tmp_path)
-        job = run_job(
-            tmp_path / "run",
-            [*TRAINING, *orders(), *SLOWLY, "elastic.heartbeat_timeout_s=30"],
-            during,
-            launcher=launcher,
-        )
-    assert job.error is None, job.told()
-    assert not job.of_kind("failure") and len(job.views) == 1
-    cut_off, end, mended = made
-    assert end[0] - cut_off[0] > 20 and end[2] - cut_off[2] > 20, "the others went on"
-    assert end[1] - cut_off[1] <= 2, "nothing came from the one that was cut off"
-    assert mended[0] - mended[1] < (end[0] - cut_off[1]) / 2, "which had gone on meanwhile"
-    by_worker = Counter(entry["worker"] for entry in job.ledger)
-    assert by_worker[0] == by_worker[1] == by_worker[2]
-    assert_each_once(job)
-
-
-# -- at random --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_losses_at_random_instants(tmp_path: Path, seed: int) -> None:
-    """Workers are killed, stopped and paused: nothing hangs."""
-    order = random.Random(seed)
-    strikes = order.sample(["kill", "kill", "stop", "pause"], 4)
-
-    async def strike(supervisor: Supervisor, job: Job) -> None:
-        views = 0
-        for how in strikes:
-            # Three that have the training's state, and none that is lost yet: where all are the job rightly ends.
-            def whole(views: int = views) -> bool:
-                return len(job.views) > views and len(job.views[-1]["workers"]) == 3
-
-            await until("three workers", whole)
-            seen = len(job.metrics)
-            await until("a step", lambda seen=seen: len(job.metrics) > seen)  # type: ignore[misc]
-            await asyncio.sleep(order.random() * 0.6)
-            worker = order.choice(supervisor.processes.members())
-            pid, views = worker.pid or 0, 0 if how == "pause" else len(job.views)
-            os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-            if how == "pause":
-                await asyncio.sleep(0.5)
-                os.kill(pid, signal.SIGCONT)
-            else:  # "stop": until its heartbeats have been missing for too long
-                await until("its end", lambda worker=worker: worker.state is State.ENDED)  # type: ignore[misc]
-        supervisor.stop("terminated")
-
-    settings = words(
-        "train.epochs=1000 train.eval_every=40 batch.size=24 batch.micro=4 comm.timeout_s=10",
-        "model._target_=apart.Paced +model.seconds=0.01 elastic.max_failures=50 elastic.heartbeat_timeout_s=2",
-    )
-    job = run_job(tmp_path / "run", [*TRAINING, *orders(), *settings], strike)
-    assert job.error is None, job.told()
-    assert job.summary["exit_reason"] == "terminated" and len(job.of_kind("failure")) == 3
-    assert_none_twice(job, -(-1437 // 24))

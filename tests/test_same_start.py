@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import WorkersFailed, run_workers
-from elastic_job import chaos, run_job, words
+from elastic_job import run_job, words
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import problem
@@ -60,26 +60,6 @@ def test_fit_starts_from_rank_0s_model() -> None:
             assert torch.allclose(value.double(), alone[name].double(), rtol=1e-4, atol=1e-5), name
 
 
-def own_loop() -> dict[str, Tensor]:
-    kf.init()
-    net = network(kf.rank())
-    opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    opt.sync_buffers(net)
-    x, y = problem()
-    mine = slice(kf.rank(), None, kf.size())
-    for _ in range(5):
-        F.cross_entropy(net(x[mine]), y[mine]).backward()
-        opt.step()
-        opt.zero_grad()
-    return net.state_dict()
-
-
-def test_a_loop_of_ones_own_starts_from_rank_0s_parameters() -> None:
-    first, second = run_workers(2, own_loop)
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-
-
 def fit_another(what: str) -> None:
     """kf.fit, which on rank 1 is another one."""
     kf.init()
@@ -102,20 +82,6 @@ def fit_another(what: str) -> None:
 def test_a_training_that_is_another_one_on_one_rank_is_refused(what: str, told: str) -> None:
     with pytest.raises(WorkersFailed, match=told):
         run_workers(2, fit_another, what)
-
-
-@pytest.mark.full
-def test_an_elastic_job_starts_from_rank_0s_model(tmp_path: Path) -> None:
-    """Each process draws its own parameters; all workers, and one that joins later, have rank 0's."""
-    settings = words(
-        "model._target_=unseeded.UnseededMLP data=digits batch.size=64 batch.micro=16 train.steps=60",
-        "workers.count=2 workers.max=3 comm.check_every=1",
-    )
-    phases, gates = [{"step": 20, "workers": 3}], [{"step": 40, "workers": 3}]
-    job = run_job(tmp_path / "run", [*settings, *chaos(tmp_path, phases=phases, gates=gates, adaptive=False)])
-    assert job.error is None, job.told()
-    assert [len(view["workers"]) for view in job.views] == [2, 3]
-    assert job.summary["steps"] == 60
 
 
 # -- the check ------------------------------------------------------------------------------------------------------

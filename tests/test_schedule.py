@@ -6,7 +6,6 @@ message brings nothing before its wait: so a program that reads too early, or fo
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed import run_workers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -38,9 +36,7 @@ from kfuse.comm.schedule import (
     validate,
 )
 from kfuse.comm.settings import TRANSPORT_NAMES, CommOptions
-from kfuse.comm.step import StepPlan
-from kfuse.comm.transports import all_to_all, make_programs
-from kfuse.kernels import BLOCK
+from kfuse.comm.transports import make_programs
 from kfuse.settings import rules
 
 PLAIN = all_reduce("allreduce")
@@ -256,45 +252,3 @@ def test_an_engine_runs_valid_programs_only(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(transports, "program", lambda *_: without_measure)
     with pytest.raises(ValueError, match="with the mean gradient measured"):
         kf.FusedSGD([nn.Parameter(torch.zeros(3))], lr=0.1)
-
-
-# -- real workers ----------------------------------------------------------------------------------------------------
-
-
-def train(state: str) -> tuple[str, list[float | None]]:
-    """A digest of the parameters after a few planned, clipped steps, and the norms. The last bucket has small parts."""
-    all_to_all.PART = 2 * BLOCK  # two workers receive a bucket's contributions in several parts
-    group = kf.init(comm_state=state, comm_reproducible=True, comm_bucket_mb=0.2).group
-    torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(12, 150), nn.Tanh(), nn.Linear(150, 300), nn.Tanh(), nn.Linear(300, 5))
-    opt = kf.FusedSGD(net.parameters(), lr=0.5, clip_norm=0.3)
-    norms = []
-    for step in range(4):
-        ends = [8 * (r + 1) // group.size for r in range(group.size)]
-        if step == 1:  # several partial sums of a worker, and with two workers none of the first
-            ends[:-1] = [end - 1 for end in ends[:-1]]
-        elif step == 3:
-            ends[0] = 0 if group.size == 2 else ends[0]
-        ranges = tuple(range(a, b) for a, b in zip([0, *ends], ends, strict=False))
-        weights = step == 2  # then the means are known only when all buckets are here
-        opt.begin(StepPlan(16, ranges, by_weight=weights))
-        for j in ranges[group.rank]:
-            x = torch.randn(2, 12, generator=torch.Generator().manual_seed(10 * step + j))
-            last = j == ranges[group.rank][-1]
-            with opt.micro_batch(samples=2, last=last, weight=1.0 + j if weights else None):
-                net(x).square().sum(1).mean().backward()
-        opt.step()
-        opt.zero_grad()
-        assert opt.stats is not None
-        norms.append(opt.stats.grad_norm)
-    values = torch.cat([p.detach().flatten() for p in net.parameters()])
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest(), norms
-
-
-@pytest.mark.parametrize("workers", [2, *(pytest.param(count, marks=pytest.mark.full) for count in (3, 4))])
-def test_split_reordered_and_fused_programs_have_the_bits_of_one_worker(workers: int) -> None:
-    """In reproducible mode: the order of additions is the step's own, and sums of squares are those of whole blocks."""
-    [reference] = run_workers(1, train, "replicated")
-    assert len(set(reference[1])) == 4 and max(reference[1]) > 0.3
-    for state in ("replicated", "sharded"):
-        assert run_workers(workers, train, state) == [reference] * workers, state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -10,12 +9,6 @@ import torch
 import kfuse as kf
 from kfuse.models import MLP
 from kfuse.optim.base import latest_optimizer
-
-
-class UnseededMLP(MLP):
-    def __init__(self, input_shape: Any, num_classes: int) -> None:
-        torch.manual_seed(os.getpid())
-        super().__init__(input_shape, num_classes, hidden=[16])
 
 
 class SpoilsRank1(kf.BasePolicy):
