@@ -1,7 +1,6 @@
 """One job that is struck a few hundred times, ends with the bits of an undisturbed run, and leaks nothing on the way.
 
     python benchmarks/soak.py --events 200 --seed 0 --json benchmarks/results/soak.json
-    python benchmarks/soak.py --checkpoints 50 --seed 0
 
 Events, seeded, at random moments, over 1 to 4 workers: SIGKILL, an exception at whatever line the worker is, os._exit,
 SIGSTOP; growth, shrinkage; a decision on the transport. Then the same number of steps on one worker, undisturbed:
@@ -41,7 +40,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
 from elastic_job import Job, assert_exact, assert_same_steps, compose, override, words  # noqa: E402
 from soak_job import MOST, START, Recorder, Sample, Soak  # noqa: E402
-from test_checkpoint_fuzz import fuzz  # noqa: E402
 from warm import WarmLauncher  # noqa: E402
 
 from kfuse.comm.settings import CONTRIBUTIONS  # noqa: E402
@@ -165,17 +163,6 @@ def soak(args: argparse.Namespace, console: Console) -> int:
     return 0 if flat and not unexpected else 1
 
 
-def checkpoints(args: argparse.Namespace, console: Console) -> int:
-    with tempfile.TemporaryDirectory() as name, Progress(*COLUMNS, console=console) as bar:
-        task = bar.add_task("kills", total=args.checkpoints)
-        outcome = fuzz(Path(name), args.checkpoints, args.seed, lambda: bar.advance(task))
-    kills = f"{args.checkpoints} kills of a job of {outcome.steps} steps in {outcome.wall_s:.0f} s"
-    torn = f"{outcome.mid_write} left a checkpoint half written or half removed"
-    console.print(f"{kills}; {torn}; {len(outcome.resumed)} resumptions, all with the bits of an undisturbed run")
-    write(args.json, PACKAGES, kills=args.checkpoints, **asdict(outcome))
-    return 0
-
-
 def report(console: Console, rows: dict[str, dict[str, Any]], title: str) -> None:
     table = Table(title=title)
     for heading in ("held", "mean", "last", "trend over the run", "allowed", "verdict"):
@@ -189,7 +176,6 @@ def report(console: Console, rows: dict[str, dict[str, Any]], title: str) -> Non
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--events", type=int, default=200, help="at least 20 (default 200)")
-    parser.add_argument("--checkpoints", type=int, metavar="KILLS", help="instead: kill a job that writes checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.03, help="seconds that a step takes at least (default 0.03)")
     args = parser.parse_args()
@@ -197,7 +183,7 @@ def main() -> int:
         parser.error(f"--events {args.events}: allowed is 20 or more")
     path = os.pathsep.join([*sys.path[:2], *filter(None, [os.environ.get("PYTHONPATH")])])
     with patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
-        return checkpoints(args, Console()) if args.checkpoints else soak(args, Console())
+        return soak(args, Console())
 
 
 if __name__ == "__main__":

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from elastic_job import Job, assert_same_training, chaos, run_job, words
-from PIL import Image
+from elastic_job import Job, assert_same_training, chaos, run_job, undisturbed_job, words
 
 from kfuse.elastic.launchers import LocalLauncher
 
 pytestmark = [pytest.mark.full, pytest.mark.jobs]
 
-DIGITS = words(
-    "model=mlp data=digits model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4",
-    "train.eval_every=20",
-)
-CONVNET = words(
-    "model=convnet data=image_folder data.size=8 model.width=4 batch.size=8 batch.micro=2 batch.max=16 train.epochs=4",
-    "train.eval_every=10",
-)
-ALWAYS = words(
-    "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 lr.scaling=adascale",
+# The model has BatchNorm and dropout.
+TRAINING = words(
+    "model._target_=faulty.Faulty data=digits batch.size=16 batch.micro=4 batch.max=64 train.epochs=4",
+    "train.eval_every=20 comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 lr.scaling=adascale",
     "workers.max=4 elastic.max_failures=8",
 )
 SEEN_AS = {
@@ -43,10 +34,11 @@ def event(step: int, moment: str, rank: int = 0, how: str = "kill", workers: int
     return {"step": step, "moment": moment, "rank": rank, "how": how, "workers": workers}
 
 
-def run(directory: Path, settings: list[str], workers: int = 1, events: list[dict[str, Any]] | None = None) -> Job:
+def run(directory: Path, settings: list[str], workers: int, events: list[dict[str, Any]]) -> Job:
     """A job with these faults, all of which have struck by its end, and were seen for what they were."""
-    events = events or []
-    job = run_job(directory, [*ALWAYS, *settings, *chaos(directory.parent, events=events), f"workers.count={workers}"])
+    job = run_job(
+        directory, [*TRAINING, *settings, *chaos(directory.parent, events=events), f"workers.count={workers}"]
+    )
     marks = directory.parent / "events"
     struck = {path.name: json.loads(path.read_text())["pid"] for path in marks.glob("event-*")}
     assert set(struck) == {f"event-{i}" for i in range(len(events))}, job.told()
@@ -56,33 +48,21 @@ def run(directory: Path, settings: list[str], workers: int = 1, events: list[dic
     return job
 
 
-Undisturbed = Callable[[list[str]], Job]
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The same training on one worker to which nothing happens."""
+    return undisturbed_job(tmp_path_factory.mktemp("undisturbed"), TRAINING)
 
 
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The same training on one worker to which nothing happens; once a session for each configuration."""
-    known: dict[str, Job] = {}
-
-    def reference(settings: list[str]) -> Job:
-        key = " ".join(settings)
-        if key not in known:
-            known[key] = run(tmp_path_factory.mktemp("undisturbed") / "run", settings)
-            assert known[key].error is None, known[key].told()
-        return known[key]
-
-    return reference
-
-
-def test_the_undisturbed_run_adapts(undisturbed: Undisturbed) -> None:
+def test_the_undisturbed_run_adapts(undisturbed: Job) -> None:
     """Otherwise equal bits would say little: batch size and learning rate follow what was measured."""
-    metrics = undisturbed(DIGITS).metrics
+    metrics = undisturbed.metrics
     assert len({record["batch_size"] for record in metrics}) >= 3
     assert len({record["lr"] for record in metrics}) > 20
     assert max(record["grad_norm"] for record in metrics) > 0.5  # clipping acts
 
 
-def test_killed_around_the_step(undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_killed_around_the_step(undisturbed: Job, tmp_path: Path) -> None:
     """Where no gradient is under way: after a step, in an evaluation, after one that nobody was told of."""
     events = [
         event(40, "after_step", 0, workers=3),
@@ -90,7 +70,7 @@ def test_killed_around_the_step(undisturbed: Undisturbed, tmp_path: Path) -> Non
         event(79, "evaluated", 0),
         event(90, "after_step", 3, workers=4),
     ]
-    assert_same_training(run(tmp_path / "run", DIGITS, 4, events), undisturbed(DIGITS))
+    assert_same_training(run(tmp_path / "run", [], 4, events), undisturbed)
 
 
 def every_moment(hows: tuple[str, ...], workers: int) -> list[dict[str, Any]]:
@@ -125,15 +105,13 @@ ENDS = [("kill", "exit"), ("exception",), ("stuck_gil", "stop", "kill")]
     ("hows", "workers"),
     [(("kill",), 2), *((hows, 3) for hows in ENDS), *(pytest.param(hows, 4, marks=pytest.mark.long) for hows in ENDS)],
 )
-def test_every_end_at_every_moment(
-    hows: tuple[str, ...], workers: int, undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    settings = [*DIGITS, *HANGS, "checkpoint.every_steps=15"]
+def test_every_end_at_every_moment(hows: tuple[str, ...], workers: int, undisturbed: Job, tmp_path: Path) -> None:
+    settings = [*HANGS, "checkpoint.every_steps=15"]
     job = run(tmp_path / "run", settings, workers, every_moment(hows, workers))
-    assert_same_training(job, undisturbed(DIGITS))
+    assert_same_training(job, undisturbed)
 
 
-def test_several_at_once_and_all_but_one(undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_several_at_once_and_all_but_one(undisturbed: Job, tmp_path: Path) -> None:
     events = [
         event(12, "mid_reduction", 1, workers=4),
         event(12, "mid_reduction", 2, workers=4),
@@ -143,37 +121,14 @@ def test_several_at_once_and_all_but_one(undisturbed: Undisturbed, tmp_path: Pat
         event(80, "mid_reduction", 0, "stop", workers=4),
         event(80, "forward", 2, "exception", workers=4),
     ]
-    assert_same_training(run(tmp_path / "run", [*DIGITS, *HANGS], 4, events), undisturbed(DIGITS))
-
-
-def write_images(root: Path) -> None:
-    """60 small images of three classes."""
-    generator = np.random.default_rng(0)
-    for label, name in enumerate(("dark", "middle", "light")):
-        (root / name).mkdir(parents=True)
-        for index in range(20):
-            pixels = generator.integers(80 * label, 80 * label + 90, (10, 10, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / name / f"{index:02}.png")
-
-
-def test_batch_norm_and_augmentation(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Running statistics and random crops, too, do not depend on who was lost when."""
-    write_images(tmp_path / "images")
-    settings = [*CONVNET, f"data.path={tmp_path / 'images'}"]
-    events = [
-        event(8, "mid_reduction", 0, workers=3),
-        event(9, "recovery", 1),
-        event(14, "between_reduction_and_update", 1, workers=3),
-        event(18, "forward", 0, "exception"),
-    ]
-    assert_same_training(run(tmp_path / "run", settings, 3, events), undisturbed(settings))
+    assert_same_training(run(tmp_path / "run", HANGS, 4, events), undisturbed)
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_an_error_that_comes_again_at_its_step_ends_the_job(checkpoints: bool, tmp_path: Path) -> None:
     """A mistake at step 9 ends every worker that comes to it."""
     events = [event(9, "forward", 0, "exception", workers=1)]
-    settings = [*ALWAYS, *DIGITS, *chaos(tmp_path, events=events, again=True), "workers.count=2"]
+    settings = [*TRAINING, *chaos(tmp_path, events=events, again=True), "workers.count=2"]
     given = [*settings, *(["checkpoint.every_steps=5"] if checkpoints else [])]
     job = run_job(tmp_path / "run", given, launcher=LocalLauncher())  # which hands on what workers print
     cause = "RuntimeError: struck by chaos"

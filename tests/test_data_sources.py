@@ -367,7 +367,7 @@ def test_wrong_data_is_answered_in_one_line_before_training() -> None:
 
 
 def test_the_command_line_refuses_epochs_of_a_stream() -> None:
-    endless = ["data._target_=streams.split", "train.epochs=null", "train.steps=9"]
+    endless = ["data._target_=test_stream_jobs.split", "train.epochs=null", "train.steps=9"]
     assert compose(endless)["train"]["steps"] == 9
     with pytest.raises(ConfigError, match=r"train\.epochs=2: must be null"):
         compose([*endless, "train.epochs=2"])

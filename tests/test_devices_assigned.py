@@ -6,7 +6,7 @@ No GPU is used: the number of GPUs is pretended, and the workers of the jobs tra
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -38,38 +38,22 @@ class Pretended(Device):
         self.made_current.append(self._pretended)
 
 
-@pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """pretend(4): this process sees four GPUs."""
-
-    def act(gpus: int) -> None:
-        Pretended.made_current.clear()
-        monkeypatch.delenv("LOCAL_RANK", raising=False)
-        monkeypatch.setattr(devices, "count", lambda: gpus)
-        monkeypatch.setattr(devices, "of", Pretended)
-
-    return act
-
-
-def test_the_session_makes_its_device_the_current_one(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that it was given; else, in a plain process, the one that is current."""
+def test_the_session_makes_its_device_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that it was given; else, in a plain process, the current one. One that is not there is refused."""
     monkeypatch.setattr(devices, "current", lambda: 3)
-    for gpus, rank, chosen in ((4, "2", "cuda:2"), (4, "", "cuda:3"), (0, "7", "cpu")):
-        pretend(gpus)
+    monkeypatch.setattr(devices, "of", Pretended)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for gpus, rank in ((4, ""), (4, "2"), (0, "7")):
+        monkeypatch.setattr(devices, "count", lambda gpus=gpus: gpus)
         if rank:
             monkeypatch.setenv("LOCAL_RANK", rank)
         session.reset()
         kf.init()
-        assert Pretended.made_current == [chosen]
-
-
-def test_a_gpu_that_is_not_there_or_not_named_is_refused(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before: `rank % gpus`, a GPU that another worker uses."""
-    pretend(2)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(DeviceError, match=r"^LOCAL_RANK=2: must be below 2, the number of GPUs .*"):
+    assert Pretended.made_current == ["cuda:3", "cuda:2", "cpu"]
+    session.reset()
+    monkeypatch.setattr(devices, "count", lambda: 2)
+    with pytest.raises(DeviceError, match=r"^LOCAL_RANK=7: must be below 2, the number of GPUs .*"):
         kf.init()
-    assert session._current is None and Pretended.made_current == []
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.setenv(protocol.ENV_CONTROL, "127.0.0.1:1")
     with pytest.raises(DeviceError, match=r"^LOCAL_RANK is not set: must be 0 to 1"):
@@ -96,27 +80,21 @@ def test_the_command_lines_refuse_more_workers_than_gpus(
 # -- the supervisor's side, with workers that are stood in for ------------------------------------------------------
 
 
-def test_a_lost_workers_gpu_is_its_successors() -> None:
-    async def script(stage: Stage) -> None:
-        await stage.train(0, 1)
-        stage.workers[0].end(-9)
-        await stage.settle()
-        assert stage.given == ["0", "1", "0"]
-        await stage.end_well(1, 2)
-
-    assert play(Elasticity(2, 1, 2), script, gpus=2)[1] is None
-
-
-def test_no_more_workers_than_gpus_are_started() -> None:
+def test_a_lost_workers_gpu_is_its_successors_and_no_more_workers_than_gpus_are_started() -> None:
     """The maximum is lowered, and an event says so."""
 
     async def script(stage: Stage) -> None:
-        await stage.train(0)
+        await stage.train(0, 1)
+        await stage.lose(0)
+        assert stage.given == ["0", "1", "0"]
+        await stage.join(1)
+        await stage.boot(2)
+        await stage.join(1, 2)
         await stage.supervisor.views.resize(3)
-        assert stage.given == ["0", "1"]
-        await stage.end_well(0)
+        assert stage.given == ["0", "1", "0"]
+        await stage.end_well(1, 2)
 
-    stage, error = play(Elasticity(1, 1, 3), script, gpus=2)
+    stage, error = play(Elasticity(2, 1, 3), script, gpus=2)
     assert error is None and stage.events("clipped")[0]["note"].startswith("at most 3 workers clipped to 2")
 
 

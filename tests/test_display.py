@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kfuse.observe.recorder import LINE_EVERY_S, Display, figure
+from kfuse.observe.recorder import LINE_EVERY_S, Display
 
 
 class Clock:
@@ -67,21 +67,6 @@ def test_events_are_one_line_each_and_never_held_back() -> None:
     ]
 
 
-def test_without_progress_only_the_summary_is_shown() -> None:
-    display, out, _ = plain(progress=False)
-    display.start(1000, None, "a run")
-    display.metrics(metrics(0))
-    display.event({"step": 0, "kind": "view"})
-    assert out.getvalue() == ""
-    display.finish({"wall_s": 1.5, "eval_accuracy": 0.5, "loss": None})
-    assert out.getvalue().splitlines() == [
-        "a run",
-        "wall           1.5 s",
-        "eval accuracy  50.0%",
-        "loss           unknown",
-    ]
-
-
 @pytest.mark.parametrize("width", [40, 120])
 def test_live_part_fits_the_terminal_and_breaks_no_figure(width: int) -> None:
     out, clock = io.StringIO(), Clock()
@@ -103,10 +88,6 @@ def test_live_part_fits_the_terminal_and_breaks_no_figure(width: int) -> None:
     assert re.search(r"^a \[run\] +\S+ +25% 0:00:0[34]", shown[0])
     for field in ("step 250", "loss 0.5", "noise scale 312 (251 to 393)", "batch 32", "lr 0.001", "workers 2"):
         assert any(field in line for line in shown), field
-
-
-def test_figures() -> None:
-    assert [figure(x) for x in (0.01234, 99.94, 312.4, 1136.4, 2e7)] == ["0.0123", "99.9", "312", "1,136", "2e+07"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -111,23 +111,6 @@ def test_more_workers_than_micro_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_topology_changes_and_a_joiner_takes_it_over(tmp_path: Path) -> None:
-    """all_to_all, then allreduce; one of two workers is lost, and the new one has to use allreduce, too."""
-    topologies = [{"step": 10, "topology": "allreduce"}, {"step": 60, "topology": "all_to_all"}]
-    events = [{"step": 30, "moment": "mid_reduction", "rank": 1, "how": "kill"}]
-    gates = [{"step": 50, "workers": 2}]
-    policy = chaos(tmp_path, topologies=topologies, events=events, gates=gates)
-    settings = [*TRAINING, "comm.reproducible=false", "comm.schedule=auto", "workers.count=2"]
-    job = run_job(tmp_path / "run", [*settings, *policy])
-    assert job.error is None, job.told()
-    assert_exact(job)
-    changes = [event["topology"] for event in job.of_kind("decision") if "topology" in event]
-    assert changes == ["allreduce", "all_to_all"]
-    assert [view["reason"] for view in job.views] == ["start", "failure", "grow"]
-    assert job.metrics[-1]["loss"] < job.metrics[0]["loss"]
-
-
-@pytest.mark.full
 @pytest.mark.jobs
 def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> None:
     """It knows of its view some steps before the others come to it: here three of 1.3 s, with a timeout of 3.5 s."""

@@ -12,7 +12,6 @@ from elastic_job import run_job, words
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.train.context import exits_are_errors
 
 JOB = words(
     "model._target_=test_exits.Net data=digits policy=none batch.size=32 batch.micro=8 train.steps=12",
@@ -20,12 +19,8 @@ JOB = words(
 )
 
 
-class Stop(BaseException):
-    """An exception that is no Exception."""
-
-
 class Net(nn.Module):
-    """Raises in its fourth forward, in training or in evaluation. how: "interrupt", "stop", or an exit status."""
+    """Raises in its fourth forward, in training or in evaluation. how: "interrupt", or an exit status."""
 
     def __init__(self, input_shape: Sequence[int], num_classes: int, how: Any = 0, trains: bool = True) -> None:
         super().__init__()
@@ -36,7 +31,7 @@ class Net(nn.Module):
         if self.training == self.trains:
             self.left -= 1
         if self.left < 0:
-            raise {"interrupt": KeyboardInterrupt(), "stop": Stop("now")}.get(self.how, SystemExit(self.how))
+            raise KeyboardInterrupt if self.how == "interrupt" else SystemExit(self.how)
         scores: Tensor = self.layer(x.flatten(1))
         return scores
 
@@ -52,21 +47,10 @@ def test_it_ends_the_job_as_an_error(how: int, trains: bool, workers: int, tmp_p
     assert any("test_exits.py" in line for line in job.lines), "the traceback is shown"
 
 
-@pytest.mark.parametrize(("how", "error"), [(5, SystemExit), ("interrupt", KeyboardInterrupt), ("stop", Stop)])
+@pytest.mark.parametrize(("how", "error"), [(5, SystemExit), ("interrupt", KeyboardInterrupt)])
 def test_in_a_script_it_stays_what_it_is(how: Any, error: type[BaseException]) -> None:
     net = Net((8, 8), 10, how)
     data, opt = (torch.randn(64, 8, 8), torch.arange(64) % 10), kf.FusedSGD(net.parameters(), lr=0.1)
     with pytest.raises(error) as ended:
         kf.fit(net, data, opt, batch_size=16, batch_micro=4, observe_progress=False)
     assert getattr(ended.value, "code", 5) == 5
-
-
-def test_what_is_an_error() -> None:
-    for error in (SystemExit(0), SystemExit("why"), Stop("now")):
-        told = f"^training has raised {type(error).__name__}: {error}$"
-        with pytest.raises(RuntimeError, match=told) as found, exits_are_errors():
-            raise error
-        assert found.value.__cause__ is error
-    for error in (KeyError("x"), KeyboardInterrupt(), GeneratorExit()):
-        with pytest.raises(type(error)), exits_are_errors():
-            raise error

@@ -108,16 +108,6 @@ def test_a_loop_of_ones_own_survives_a_death_with_the_same_bits(tmp_path: Path) 
 
 
 @pytest.mark.full
-def test_a_loop_that_all_workers_leave_ends_the_job_well(tmp_path: Path) -> None:
-    """And what comes after it, on a worker that takes longer, is waited for."""
-    ended = run_script(tmp_path, PRELUDE + "loop(7); time.sleep(number); print('end of', number)")
-    assert ended.steps == list(range(7)), "the last steps, too, are recorded"
-    assert (ended.summary["steps"], ended.summary["exit_reason"]) == (7, "loop_left")
-    assert not ended.of_kind("failure")
-    assert "end of 0" in ended.said and "end of 1" in ended.said
-
-
-@pytest.mark.full
 def test_each_training_of_a_script_has_its_own_records(tmp_path: Path) -> None:
     """One that ends, one that is left, and another: with a newcomer in the first, none in the later ones."""
     fit = "model, opt = make()\nkf.fit(model, (x, y), opt, batch_size=16, train_epochs=2)\n"

@@ -20,6 +20,7 @@ from kfuse.checkpoint.manager import Checkpoints
 from kfuse.comm.group import CommError
 from kfuse.comm.tail import digest_from_slots, digest_slots
 from kfuse.data import as_dataset
+from kfuse.optim.base import latest_optimizer
 from kfuse.session import current
 from kfuse.train.context import Settings, TrainContext
 from kfuse.train.evaluation import params_sha256
@@ -134,10 +135,22 @@ def test_workers_that_differ_end_within_two_checks(how: str) -> None:
     assert 13 <= results[0][0] <= 13 + 2 * 5
 
 
+class SpoilsRank1(kf.BasePolicy):
+    """In step 13 rank 1's first parameters change, as by a fault of memory."""
+
+    step = 0
+
+    def after_step(self) -> None:
+        self.step += 1
+        opt = latest_optimizer()
+        if self.step == 13 and kf.rank() == 1 and opt is not None:
+            opt.param_groups[0]["params"][0].data[0, 0] += 1e-6
+
+
 def test_an_elastic_job_whose_workers_differ_ends_in_one_line(tmp_path: Path) -> None:
     settings = words(
         "model=mlp model.hidden=[16] data=digits batch.size=64 batch.micro=16 train.steps=200 comm.check_every=5",
-        "workers.count=2 workers.max=2 policy._target_=unseeded.SpoilsRank1",
+        "workers.count=2 workers.max=2 policy._target_=test_same_start.SpoilsRank1",
     )
     job = run_job(tmp_path / "run", settings)
     assert job.error is not None and "the workers no longer have the same model: parameter layers." in job.error

@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from elastic_job import DEADLINE_S, Job, assert_same_steps, chaos, command_line, run_job, wait_until, words
+from torch.utils.data import IterableDataset
+
+from kfuse.data import DataSplit, load_digits
 
 pytestmark = [pytest.mark.full, pytest.mark.jobs]
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 lr.scaling=sqrt workers.max=4",
     "model=mlp model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 batch.micro_max=8",
-    "train.eval_every=25 train.epochs=null train.steps=100 data._target_=streams.split checkpoint.every_steps=10",
+    "train.eval_every=25 train.epochs=null train.steps=100 data._target_=test_stream_jobs.split",
+    "checkpoint.every_steps=10",
 )
+
+LENGTHS = (150, 90, 41, 7)
+
+
+class Digits:
+    """The digits as a `kfuse.data.Source`."""
+
+    shards, block = len(LENGTHS), 4
+
+    def __init__(self) -> None:
+        self.split = load_digits()
+
+    def open(self, shard: int, position: int) -> Iterator[Any]:
+        first = sum(LENGTHS[:shard])
+        x, y = self.split.train.fetch(np.arange(first, first + LENGTHS[shard]))
+        return ((x[p] + 0.1 * torch.randn(x[p].shape), int(y[p])) for p in range(position, LENGTHS[shard]))
+
+
+class Unseekable(IterableDataset):
+    """The same without a way to seek."""
+
+    def __iter__(self) -> Iterator[Any]:
+        source = Digits()
+        for shard in range(source.shards):
+            yield from source.open(shard, 0)
+
+
+def split(seekable: bool = True) -> DataSplit:
+    source = Digits()
+    return DataSplit(source if seekable else Unseekable(), source.split.heldout, source.split.spec)
 
 
 def assert_numbers_in_order(job: Job) -> None:
