@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kfuse.kernels.launch import Launch, Launches
+from kfuse.kernels.launch import THREADS, Launch, Launches
 from kfuse.kernels.reduction import (
     ADD,
     BlockSumsqArguments,
@@ -26,7 +26,6 @@ from kfuse.kernels.reduction import (
 )
 from kfuse.kernels.table import BLOCK, num_blocks, upload
 
-THREADS = 256
 WIDTH = 1024
 """Partials that `sum_partials` adds at a time."""
 AHEAD = 4
@@ -171,7 +170,7 @@ def _launch(
     values["stride"] = 0 if matrix is None else matrix.stride(0)
     constants = {"AHEAD": AHEAD, "DEPTH": max(DEPTH, triton.next_power_of_2(depth))}
     constants |= {"LANE": tile // THREADS, "TILE": tile, "BLOCK": block}
-    return Launch(sum_rows_kernel, (triton.cdiv(numel, block),), values, constants, THREADS, later)
+    return Launch(sum_rows_kernel, (triton.cdiv(numel, block),), values, constants, later)
 
 
 @lru_cache(maxsize=1024)
@@ -225,9 +224,9 @@ def _aligned(rows: Tensor) -> Tensor:
 def block_sumsq(given: BlockSumsqArguments) -> Launches:
     numel, tile = given.flat.numel(), tile_size(given.flat.element_size())
     constants = {"LANE": tile // THREADS, "TILE": tile, "BLOCK": BLOCK}
-    yield Launch(block_sumsq_kernel, (num_blocks(numel),), vars(given) | {"numel": numel}, constants, THREADS)
+    yield Launch(block_sumsq_kernel, (num_blocks(numel),), vars(given) | {"numel": numel}, constants)
 
 
 def sum_partials(given: SumPartialsArguments) -> Launches:
     values = vars(given) | {"numel": given.partials.shape[-1]}
-    yield Launch(sum_partials_kernel, (given.out.numel(),), values, {"WIDTH": WIDTH}, THREADS)
+    yield Launch(sum_partials_kernel, (given.out.numel(),), values, {"WIDTH": WIDTH})
