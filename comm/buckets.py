@@ -94,18 +94,14 @@ class Bucket:
     orders: list[tuple[int, ...] | None]  # each parameter's `dense_order`; None: the logical one
     sum: Tensor  # fp32 [body + tail], slot 0
     mean: Tensor  # fp32 [body], `sum` without the tail: after the reduction, the mean gradient
-    visible: Tensor
-    """[body], what each p.grad is a view of. `mean` itself for fp32 parameters, else `mean` rounded to their dtype."""
+    visible: Tensor  # [body], what each p.grad is a view of: `mean`, or for 16-bit parameters its rounded values
     part: slice  # what this worker adds up and measures, where the program splits the bucket
     shard: slice  # the part of `mean` that this worker updates; all of it with replicated state
     mirrored: slice  # the shard of the worker before, whose updates this one repeats; empty where there is no mirror
     own: Tensor  # `mean[shard]`
     before: Tensor  # `mean[mirrored]`
-    parameters: Tensor | None
-    """[body], in the parameters' dtype: shared after each worker has updated its shard. The optimizer sets it."""
-    views: Sequence[Tensor]
-    """Each parameter's gradient, in its shape and with its strides: a view of `visible`, or with sharded state a
-    `ShardedGradient`."""
+    parameters: Tensor | None  # [body], in their dtype; shared after a sharded update. The optimizer sets it
+    views: Sequence[Tensor]  # each parameter's gradient: a view of `visible`, or with sharded state a `ShardedGradient`
     unscale: Unscale | None  # With sharded state: what GradScaler's unscaling does. The optimizer sets it.
     added_to: bool  # with sharded state: since the step's backward another one was to add to a `p.grad` of the bucket
 
@@ -169,10 +165,6 @@ class Bucket:
             self.slots.append(torch.zeros(self.body + self.tail, device=self.device) if slot is None else slot)
         return self.slots[k]
 
-    def replace_slots(self, first: int) -> None:
-        """Has slot `first`, which is not slot 0, and those behind it lie elsewhere from now on. Between steps."""
-        del self.slots[first:]
-
     def place(self, flat: Tensor, k: int) -> Tensor:
         """The k-th parameter's elements in a flat buffer of this layout, 1-D."""
         offset = self.layout.offsets[k]
@@ -190,10 +182,6 @@ class Bucket:
         """A gradient of the k-th parameter, its dimensions in the order in which this bucket holds its elements."""
         order = self.orders[k]
         return gradient if order is None else gradient.permute(order)
-
-    def show_mean(self) -> None:
-        if self.visible is not self.mean:
-            self.visible.copy_(self.mean)
 
     def displaced(self) -> list[int]:
         """Returns which of `views` are views no more, since `p.grad.data = tensor` gave them other memory."""
@@ -215,7 +203,7 @@ class Bucket:
             self.views[k].data = places[k]
 
     def take_visible(self) -> None:
-        """Elements of 16-bit gradients that were changed since `show_mean` replace those of the mean, which is fp32.
+        """Elements of 16-bit gradients that were changed since p.grad was set replace those of the mean, which is fp32.
 
         By their values, since not every way to change a tensor leaves a trace (`p.grad.data.mul_`).
         """
@@ -227,10 +215,6 @@ class Bucket:
         self.grads: list[Tensor | None] = [None] * len(self.shapes)
         self.missing = len(self.shapes)
         self.packed = self.added_to = False
-
-    def merge(self, leaf: LeafStep) -> None:
-        for destination, source in leaf.merges:
-            self.slot(destination).add_(self.slot(source))
 
 
 def make_buckets(

@@ -192,18 +192,14 @@ def choose(seconds: Mapping[str, float], default: str) -> str:
     return best if seconds[best] < min((1 - MARGIN) * most, most - LEAST_S) else default
 
 
-BUDGET_S, AGAIN_S = 0.12, 0.05
-"""How long a probe should take, at the start and in a later view, where workers wait for it. It never begins messages
-that are expected to take longer than what is left."""
+BUDGET_S, AGAIN_S = 0.12, 0.05  # seconds of a probe at the start, and in a later view, where workers wait for it
 SMALL = 2**10  # elements of the small messages: latency is most of their time
 _MOST_ROUNDS, _LEAST_ROUNDS = 15, 3  # of a size; the shortest is fitted: others wait for a core of a busy machine
 _GROWTH = 16  # a larger message may be slower by more than its bytes: caches
 
 Rounds = dict[int, list[dict[str, float]]]  # by elements of a message: the seconds of each kind, round by round
 SCHEDULES = ("allreduce", "all_to_all")  # what `comm.schedule=auto` chooses from, its default first
-_LARGER = 8
-"""A bucket may be so many times as large as the largest message that was measured; else nothing is predicted of it.
-Short messages lie in a link's queue as they are sent: they tell nothing of its rate."""
+_LARGER = 8  # so many times the largest measured message may a bucket be: short ones tell nothing of its rate
 
 
 @dataclass(frozen=True)
@@ -212,8 +208,7 @@ class Choice:
 
     schedule: str  # a name in `SCHEDULES`
     workers: int
-    predicted_s: Mapping[str, float]
-    """Of each candidate, by name: seconds a step for communication and update, if backward hides nothing of it."""
+    predicted_s: Mapping[str, float]  # of each candidate: seconds a step, if backward hides nothing of it
     probe_s: float
     reason: str
 

@@ -69,10 +69,8 @@ class Device:
     """The CPU."""
 
     name: torch.device
-    asynchronous = False
-    """Work may be under way when the call that started it has returned."""
-    number: int | None = None
-    """Of a GPU, in this process."""
+    asynchronous = False  # work may be under way when the call that started it has returned
+    number: int | None = None  # of a GPU, in this process
 
     def __init__(self, name: torch.device) -> None:
         self.name = name

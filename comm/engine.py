@@ -38,8 +38,7 @@ class Engine:
     device: torch.device  # where the parameters and buckets lie
     buckets: list[Bucket]  # All of them. The last one carries the tail.
     now: Step  # the coming step, or the one under way
-    gradient_buckets: list[Bucket]
-    """The buckets that hold gradients: all, or all but the last one, which then holds averaged buffers and the tail."""
+    gradient_buckets: list[Bucket]  # that hold gradients: all but a last one that has only averaged buffers and tail
 
     def __init__(
         self,
@@ -63,24 +62,20 @@ class Engine:
         kinds = [index for index, params in enumerate(groups) for _ in params]
         # What the optimizer sets.
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
+        # What else than parameters must be equal on all ranks: tensors, and the `salt` of `tail.digest`.
         self.compared: Callable[[], tuple[Sequence[Tensor], int]] = lambda: ((), 0)
-        """What else than parameters must be equal on all ranks: tensors on the device, and the `salt` of `tail.digest`.
-        Called in the steps in which the ranks compare."""
         self.audited: AuditedGradient | None = None  # where steps may have an audit
         self.parts = 1  # bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)
         self.figures = 0  # slots of the tail for a step function's figures
         # What decisions and measured messages have chosen.
         self.topology: str | None = None  # the transport that a decision chose; None: the configured one
+        # The shape that a decision chose for `tree`; None: the configured one. Parents are for the present group.
         self.tree: str | tuple[int, ...] | None = None
-        """The shape that a decision chose for the transport `tree`; None: the configured one. A list of parents counts
-        for the present group only."""
-        self.choice: Choice | None = None
-        """What `comm.schedule=auto` chose by measured messages; None where it was not asked, or has no choice."""
+        self.choice: Choice | None = None  # what `comm.schedule=auto` chose by measured messages; None: no choice
         # How far it is.
         self.step = 0  # steps completed
         self.reduced: Reduced | None = None  # the last step's result, until the optimizer takes it
-        self.kept: KeptStep | None = None
-        """With sharded state: the last step whose gradients were all reduced, until the next one is begun."""
+        self.kept: KeptStep | None = None  # with sharded state: the last reduced step, until the next one begins
         self.superseded = False  # a newer engine has taken over some of the parameters
         self._warned = set[str]()
         self.group = group
@@ -145,8 +140,8 @@ class Engine:
         program, apart = transports.make_programs(options, self.transport_name, self.group.adds_up, self.mirrors)
         programs = [program if bucket in self.gradient_buckets else apart for bucket in self.buckets]
         self.executor = Executor(self.buckets, self.group, programs, options.dtype, self.tree or options.tree)
+        # Whether bf16 messages are added up in bf16, by the library or the transport.
         self.bf16_sums = options.dtype == "bf16" and not self.executor.programs[0].has("reduce")
-        """Whether bf16 messages are added up in bf16, by the library or the transport."""
         self.now = Step(self)
 
     def _choose(self, group: Group, again: bool) -> Choice | None:

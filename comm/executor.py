@@ -57,8 +57,7 @@ class Executor:
     after a failure it starts no more messages.
     """
 
-    measured: dict[int, Tensor]
-    """By a bucket's index: fp32, the sum of squares of each block of its `part`, as this step has added it up."""
+    measured: dict[int, Tensor]  # by bucket: fp32, the sum of squares of each block of its `part`, in this step
     failed: CommError | None = None  # why this worker cannot continue with the others
 
     def __init__(

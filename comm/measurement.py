@@ -43,8 +43,8 @@ class Measurement:
         chunks = [bucket.table.num_chunks for bucket in gradient_buckets]
         self._blocks = [num_blocks(bucket.body) for bucket in gradient_buckets]
         self._sumsq = torch.zeros(sum(chunks), device=device)
+        # fp32, of each bucket: partial sums of squares of one micro-batch's own gradient, which `pack` writes.
         self.sumsq_of = self._sumsq.split_with_sizes(chunks) if chunks else ()
-        """fp32, of each bucket: partial sums of squares of one micro-batch's own gradient, which `pack` writes."""
         self._set_norms(torch.zeros(sum(self._blocks), device=device))
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)  # of a record: see Tail.record

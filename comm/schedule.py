@@ -104,6 +104,7 @@ class Program:
         return ", ".join(f"{op.kind}({', '.join(filter(None, (op.what, op.place)))})" for op in self.ops)
 
 
+# What each kind of operation needs. An update follows the barrier: clipping needs all buckets.
 KINDS = {
     "pack": "must be the first, of all gradients",
     "exchange": "must follow pack, once",
@@ -115,8 +116,6 @@ KINDS = {
     "barrier": "must come once, when the bucket's sum is there",
     "update": "must come once, after the barrier, with the mean gradient measured",
 }
-"""What each kind of operation needs. An update follows the barrier, since clipping needs all buckets, and a failure
-must leave none updated."""
 
 
 def validate(program: Program) -> None:

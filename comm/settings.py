@@ -174,10 +174,8 @@ DEFAULTS = {name: setting.default for name, (_, setting) in declared(CommSetting
 
 
 TRANSPORT_NAMES = ("allreduce", "all_to_all", "reduce_scatter", "tree", "symmetric")
-TO_SHARDS = ("all_to_all", "reduce_scatter", "symmetric")
-"""Transports whose exchange leaves each worker its shard of the sum, as `comm.state=sharded` needs it."""
-CONTRIBUTIONS = ("all_to_all", "symmetric")
-"""Transports that bring all contributions, which kfuse adds up in one order, as `comm.reproducible=true` needs it."""
+TO_SHARDS = ("all_to_all", "reduce_scatter", "symmetric")  # leave each worker its shard of the sum: for sharded state
+CONTRIBUTIONS = ("all_to_all", "symmetric")  # bring all contributions, to be added up in one order: reproducible sums
 TREES = ("binary", "star", "host", "latency")  # the shapes that the transport `tree` knows by name
 
 

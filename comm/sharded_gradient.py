@@ -28,8 +28,8 @@ _REFUSED = (
 
 _TENSOR: Any = Tensor
 _PAST_DISPATCH = "data_ptr untyped_storage numpy tolist share_memory_ __array__ __dlpack__ __bool__ __reduce_ex__"
+# Python's calls that reach memory without an operation of `__torch_dispatch__`.
 _REFUSED_CALLS = {getattr(_TENSOR, name) for name in _PAST_DISPATCH.split()}
-"""Python's calls that reach memory without an operation of `__torch_dispatch__`."""
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 _ADDING = torch.ops.aten.add_.Tensor
 _UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default

@@ -38,13 +38,10 @@ class StepPlan:
 
     samples: int
     ranges: tuple[range, ...]  # by rank, the micro-batches that the worker is to run
-    local: int | None = None
-    """This worker's own samples, if each worker is to update with its own mean gradient (local SGD)."""
+    local: int | None = None  # this worker's own samples, if each worker updates with its own mean gradient (local SGD)
     decision: int = 0  # the number of the decision that is announced; 0: none. This and the next two: only rank 0's
-    times: tuple[float, float] = (0.0, 0.0)
-    """Seconds that the step before took this worker, and the part of them that it waited for data; 0.0: unknown."""
-    fisher: Tensor | None = None
-    """fp32 [2] on the device: trace and largest entry of the diagonal Fisher information by the optimizer's state."""
+    times: tuple[float, float] = (0.0, 0.0)  # seconds that the step before took, and of them for data; 0.0: unknown
+    fisher: Tensor | None = None  # fp32 [2] on the device: trace and largest entry of the diagonal Fisher information
     by_weight: bool = False  # micro-batches weigh otherwise than by samples: the sum is known after the reduction
     audited: int | None = None  # the micro-batch whose gradient's digest its worker takes (`AuditedGradient`)
 
@@ -58,10 +55,8 @@ class StepPlan:
 class Reduced:
     """The result of a step's reduction, on the device. The mean gradient is in the buckets."""
 
-    record: Tensor
-    """float64 [RECORD_SLOTS + workers * RANK_SLOTS], the step's figures: see `kfuse.comm.tail.Tail.record`."""
-    used: Tensor | None
-    """fp32 [parameters]: micro-batches of all workers that gave it a gradient. None: this worker's gave each one."""
+    record: Tensor  # float64 [RECORD_SLOTS + workers * RANK_SLOTS], the step's figures: see `Tail.record`
+    used: Tensor | None  # fp32 [parameters]: micro-batches of all that gave it a gradient. None: this worker's all did
     unused: frozenset[int]  # parameters that none of this worker's micro-batches gave a gradient
     implicit: bool  # from bare backwards: no sample counts were given
     local: bool  # gradients, and so |gbar|^2, are this worker's own
@@ -79,8 +74,7 @@ class MicroBatch:
         """
         self._engine, self.weight, self.last, self.several_backwards = engine, weight, last, several_backwards
         self.loss: Tensor | float | None = None
-        self.figures: Sequence[Tensor | float] = ()
-        """Scalars that are averaged like the loss: at most as many as the engine has slots for."""
+        self.figures: Sequence[Tensor | float] = ()  # scalars to be averaged like the loss, one for each slot at most
 
     def __enter__(self) -> MicroBatch:
         self._engine.open_micro_batch(self)
@@ -230,7 +224,8 @@ class Step:
 
     def _complete(self, bucket: Bucket) -> None:
         assert self.current is not None
-        bucket.merge(self.leaf)
+        for destination, source in self.leaf.merges:
+            bucket.slot(destination).add_(bucket.slot(source))
         if self.current.last:
             self._engine.executor.launch([bucket], self._engine.step, self.is_local)
 

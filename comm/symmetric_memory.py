@@ -28,11 +28,10 @@ from kfuse.comm import devices
 from kfuse.comm.gloo import process_group
 from kfuse.comm.group import Group
 
-GRACE_S = 10.0
-"""How much longer than the group's timeout a barrier may take: longer than `Group.late_ranks`."""
+GRACE_S = 10.0  # how much longer than the group's timeout a barrier may take: longer than `Group.late_ranks`
 
+# The groups that have symmetric memory, as process groups: torch's own registry does not keep them.
 _KNOWN: weakref.WeakKeyDictionary[Group, Any] = weakref.WeakKeyDictionary()
-"""The groups that have symmetric memory, as process groups: torch's own registry does not keep them."""
 _numbers = count()
 
 
@@ -87,8 +86,8 @@ class SymmetricMemory:
 
         self._handle = group.connect(connect, lambda handle: None, "symmetric memory", "map symmetric memory")
         get = self._handle.get_buffer
+        # By rank: fp32 [numel], the memory of that worker, at this one's address for it.
         self.of: list[Tensor] = [get(rank, (numel,), torch.float32, 0) for rank in range(group.size)]
-        """By rank: fp32 [numel], the memory of that worker, at this one's address for it."""
 
     def barrier(self) -> None:
         """Puts a kernel on the current stream that ends when every worker's has begun: what was written to the memory

@@ -39,8 +39,8 @@ VOTE = 4  # on interference: see `kfuse.comm.measurement`
 _LOW, _MIDDLE, _HIGH = 0xFFFFFF, 0xFFFFFF, 0xFFFF  # a digest's 64 bits, from the lowest
 _PRESENT = 1 << 16  # in a digest's third slot: tells a digest of zero from none
 _ROW = 1024  # elements of a tensor whose bits a digest adds up first
+# Odd factors of splitmix64 (Steele, Lea, Flood 2014), as signed integers: a product with one can be undone.
 _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
-"""Odd factors of splitmix64 (Steele, Lea, Flood 2014), as signed integers: a product with one can be undone."""
 
 
 class Tail:

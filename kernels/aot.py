@@ -52,11 +52,11 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-THOROUGH = "sm_90"
-"""The target on which every case is compiled; elsewhere one or a few stand for each kernel."""
+THOROUGH = "sm_90"  # the target on which every case is compiled; elsewhere one or a few stand for each kernel
 
 AMD_SIZES = {"byte": 8, "short": 16, "dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
 
+# What each kernel reads, and writes, from end to end, by the names of its arguments; those that are None do not.
 STREAMS = {
     "pack_kernel": ("grads flat", "flat"),
     "sum_rows_kernel": ("rows", "out"),
@@ -66,7 +66,6 @@ STREAMS = {
     "lamb_moments_kernel": ("param master grad exp_avg exp_avg_sq", "exp_avg exp_avg_sq"),
     "lamb_apply_kernel": ("param master exp_avg exp_avg_sq", "param master"),
 }
-"""What each kernel reads, and writes, from end to end, by the names of its arguments; those that are None do not."""
 
 
 @dataclass(frozen=True)

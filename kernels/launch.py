@@ -82,8 +82,6 @@ class Launch:
                 self.kernel.run(grid=self.grid, warmup=True, **others, **constants, **settings)
 
 
-_FOLLOWED: set[Any] = set()
-"""Binaries, which Triton keeps for good, whose launches' `later` variants are compiled."""
+_FOLLOWED: set[Any] = set()  # binaries, which Triton keeps for good, whose launches' `later` variants are compiled
 
-Launches = Generator[Launch, None, None]
-"""What a Triton implementation yields; each launch is performed before the next is asked for."""
+Launches = Generator[Launch, None, None]  # of a Triton implementation: each is performed before the next is asked for

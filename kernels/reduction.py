@@ -11,7 +11,7 @@ piece is a whole number of chunks and blocks: its size changes no bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate as running_sums
 
@@ -21,21 +21,17 @@ from torch import Tensor
 from kfuse.kernels.dispatch import DTYPES, kernel, require
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
 
-Merges = tuple[tuple[int, int], ...]
-"""The order in which rows are added up, as (destination, source) pairs: row[destination] += row[source]."""
+Merges = tuple[tuple[int, int], ...]  # additions of rows, in order: row[destination] += row[source]
 
-ADD = -1
-"""The operator in a postfix expression of row numbers."""
+ADD = -1  # the operator in a postfix expression of row numbers
 
 PIECE = 2**19
 """Elements, 2 MiB of fp32. Smaller pieces fit a second-level cache and are slower all the same: each operation has a
 fixed cost of a few microseconds, and below 2**15 elements torch uses one thread."""
 
-REDUCE_PIECE = 64 * BLOCK
-"""Elements of each row that are added up, and measured, at a time: 1 MiB of fp32."""
+REDUCE_PIECE = 64 * BLOCK  # elements of each row that are added up, and measured, at a time: 1 MiB of fp32
 
-ONE_THREAD = 2**14
-"""Elements that torch adds up in one thread, in an order of their number. It shares out work from twice as many on."""
+ONE_THREAD = 2**14  # elements that torch adds up in one thread, in an order of their number; it shares twice that
 
 
 @cache
@@ -78,7 +74,6 @@ class ReduceArguments:
     rows: Tensor | Sequence[Tensor]
     merges: Merges
     out: Tensor
-    _: KW_ONLY
     sumsq: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -239,8 +234,7 @@ block_sumsq = kernel("block_sumsq", BlockSumsqArguments, "flat", block_sumsq_by_
 sum_partials = kernel("sum_partials", SumPartialsArguments, "partials", sum_partials_by_torch, "triton_reduce")
 
 
-SMALL = 2**16
-"""Elements of a bucket, 256 KiB of fp32, up to which calls over all of its tensors are faster than some for each."""
+SMALL = 2**16  # elements of a bucket up to which calls over all of its tensors are faster than some for each
 
 
 @dataclass(frozen=True)
@@ -266,7 +260,6 @@ class PackArguments:
     grads: Sequence[Tensor | None]
     flat: Tensor
     table: PackTable
-    _: KW_ONLY
     scale: float
     accumulate: bool
     sumsq: Tensor

@@ -15,11 +15,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-CHUNK = 4096
-"""Most elements of one tensor that share a partial sum of squares in `pack`."""
+CHUNK = 4096  # most elements of one tensor that share a partial sum of squares in `pack`
 
-BLOCK = 4096
-"""Elements of a flat buffer that share a partial sum of squares in `block_sumsq`. Shards start at multiples of it."""
+BLOCK = 4096  # elements of a flat buffer that share a partial sum of squares; shards start at multiples of it
 
 
 def num_blocks(numel: int) -> int:
@@ -36,17 +34,7 @@ def upload(table: Tensor, device: torch.device) -> Tensor:
     return table.to(device, non_blocking=True)
 
 
-@dataclass
-class Kept:
-    """What a table keeps from its last use, since making it again takes longer than packing."""
-
-    flat: Tensor | None = None
-    segments: tuple[Tensor, ...] = ()
-    addresses: tuple[int, ...] = ()
-    pointers: Tensor | None = None
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PackTable:
     """Where each tensor of a bucket lies in the flat buffer, and how it is cut into chunks.
 
@@ -62,7 +50,9 @@ class PackTable:
     offsets: tuple[int, ...]
     device: torch.device
     edges: tuple[tuple[int, ...], ...]
-    kept: Kept = field(default_factory=Kept, repr=False, compare=False)
+    # Kept from the last use, since making it again takes longer than packing.
+    _segments: tuple[Tensor | None, tuple[Tensor, ...]] = field(default=(None, ()), repr=False)  # of a flat buffer
+    _pointers: tuple[tuple[int, ...], Tensor | None] = field(default=((), None), repr=False)  # of these addresses
 
     @cached_property
     def end(self) -> int:
@@ -108,20 +98,21 @@ class PackTable:
 
     def segments(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Each tensor's place in a flat buffer, 1-D. Kept for the next call with the same buffer."""
-        if self.kept.flat is not flat:
+        if self._segments[0] is not flat:
             sizes, end = [], 0
             for numel, offset in zip(self.numels, self.offsets, strict=True):
                 sizes += [offset - end, numel]
                 end = offset + numel
-            self.kept.flat, self.kept.segments = flat, flat[:end].split_with_sizes(sizes)[1::2]
-        return self.kept.segments
+            self._segments = flat, flat[:end].split_with_sizes(sizes)[1::2]
+        return self._segments[1]
 
     def pointers(self, addresses: tuple[int, ...]) -> Tensor:
         """The gradients' addresses as an int64 tensor on `device`, copied there only when they have changed."""
-        if self.kept.pointers is None or addresses != self.kept.addresses:
-            self.kept.pointers = upload(torch.tensor(addresses, dtype=torch.int64), self.device)
-            self.kept.addresses = addresses
-        return self.kept.pointers
+        known, pointers = self._pointers
+        if pointers is None or addresses != known:
+            pointers = upload(torch.tensor(addresses, dtype=torch.int64), self.device)
+            self._pointers = addresses, pointers
+        return pointers
 
     @staticmethod
     def build(

@@ -18,8 +18,7 @@ from kfuse.kernels.triton_updates import adam_numbers, bias_correction, weights
 from kfuse.kernels.updates import LAMBArguments, TrustArguments
 
 TILE = 2048
-WIDTH = 1024
-"""Chunks whose norms `lamb_trust_kernel` adds at a time."""
+WIDTH = 1024  # chunks whose norms `lamb_trust_kernel` adds at a time
 
 
 @triton.jit

@@ -26,12 +26,9 @@ from kfuse.kernels.reduction import (
 )
 from kfuse.kernels.table import BLOCK, num_blocks, upload
 
-WIDTH = 1024
-"""Partials that `sum_partials` adds at a time."""
-AHEAD = 4
-"""Rows that `sum_rows_kernel` loads before it adds any of them."""
-DEPTH = 8
-"""Unfinished sums that `sum_rows_kernel` has registers for: enough for the tree over 2**DEPTH micro-batches."""
+WIDTH = 1024  # partials that `sum_partials` adds at a time
+AHEAD = 4  # rows that `sum_rows_kernel` loads before it adds any of them
+DEPTH = 8  # unfinished sums that `sum_rows_kernel` has registers for: enough for the tree over 2**DEPTH micro-batches
 
 
 @triton.jit

@@ -11,11 +11,9 @@ import triton.language as tl
 from kfuse.kernels.launch import Launch, Launches
 from kfuse.kernels.updates import AdamOptions, AdamWArguments, SGDArguments, UpdateArguments
 
-SCALARS = ["step", "grad_scale", "found_inf"]
-"""Pointers to one number: where it lies is no reason for another binary."""
+SCALARS = ["step", "grad_scale", "found_inf"]  # pointers to one number: where it lies is no reason for another binary
 
-TILE = 2048
-"""Elements that a program updates."""
+TILE = 2048  # elements that a program updates
 
 
 @triton.jit

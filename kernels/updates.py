@@ -89,13 +89,6 @@ class UpdateArguments:
         # PyTorch's fused kernels skip for exactly 1.0; here any nonzero count of bad values skips.
         return self.found_inf is not None and self.found_inf.item() != 0
 
-    @property
-    def grad_divisor(self) -> Tensor | None:
-        """PyTorch's fused optimizers divide by the scale, and write the quotient back to the gradient."""
-        if self.grad_scale is None or self.grad_scale.item() == 1.0:
-            return None
-        return self.grad_scale.reciprocal()
-
 
 @dataclass(frozen=True)
 class AdamWArguments(UpdateArguments):
@@ -108,7 +101,6 @@ class AdamWArguments(UpdateArguments):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     options: AdamOptions
-    _: KW_ONLY
     step: Tensor
 
 
@@ -124,7 +116,6 @@ class SGDArguments(UpdateArguments):
 
     momentum_buffer: Tensor | None
     options: SGDOptions
-    _: KW_ONLY
     first_step: bool
 
     def __post_init__(self) -> None:
@@ -158,7 +149,6 @@ class LAMBArguments(UpdateArguments):
     exp_avg_sq: Tensor
     table: PackTable
     options: AdamOptions
-    _: KW_ONLY
     step: Tensor
     partials: Tensor | None = None
     trust: Tensor | None = None
@@ -203,7 +193,8 @@ def _fused(
         return
     if given.master is not None:
         take_changed(given.param, given.master)
-    scale = given.grad_divisor
+    # PyTorch's fused optimizers divide by the scale, and write the quotient back to the gradient.
+    scale = None if given.grad_scale is None or given.grad_scale.item() == 1.0 else given.grad_scale.reciprocal()
     grad = given.grad.to(given.weights.dtype)
     update([given.weights], [grad], *states, **options, **more, grad_scale=scale, found_inf=None)
     if given.master is not None:

@@ -50,7 +50,7 @@ class NoRate(torch.optim.SGD):
     def __init__(self, params, momentum=0.0):
         super().__init__(params, lr=1.0, momentum=momentum)
 
-class OursDerived(kfuse.optim.FusedSGD):
+class OursDerived(kfuse.FusedSGD):
     def __init__(self, params, **kwargs):
         super().__init__(params, **kwargs)
 """

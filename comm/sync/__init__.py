@@ -11,16 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MODES = ("ssgd", "local", "sma", "pair")
-EVERY_MAX = 2**20
-"""Most steps between synchronisations."""
+EVERY_MAX = 2**20  # most steps between synchronisations
 
 
 @dataclass(frozen=True)
 class Sync:
     """A mode, and how many steps lie between synchronisations: with `local` N, else 1."""
 
-    mode: str = "ssgd"
-    """One of `MODES`."""
+    mode: str = "ssgd"  # one of `MODES`
     every: int = 1
 
     @staticmethod

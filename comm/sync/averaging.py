@@ -45,12 +45,9 @@ class CentralModel:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         """The central model begins with these weights, which are the same on all workers."""
-        self.model = flatten(weights)
-        """fp32 [elements], z."""
-        self.change = torch.zeros_like(self.model)
-        """fp32 [elements], z - z'."""
-        self.difference: Tensor | None = None
-        """fp32 [elements], w_j - z at the beginning of the step under way; None between steps."""
+        self.model = flatten(weights)  # fp32 [elements], z
+        self.change = torch.zeros_like(self.model)  # fp32 [elements], z - z'
+        self.difference: Tensor | None = None  # fp32 [elements], w_j - z as the step began; None between steps
         self._total = torch.empty(0)
         self._message: Pending | None = None
 
@@ -114,10 +111,8 @@ class OuterMomentum:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         """A first round starts from these weights, which are the same on all workers."""
-        self.start = flatten(weights)
-        """fp32 [elements], theta: the common model at the start of the round."""
-        self.velocity = torch.zeros_like(self.start)
-        """fp32 [elements], v."""
+        self.start = flatten(weights)  # fp32 [elements], theta: the common model at the start of the round
+        self.velocity = torch.zeros_like(self.start)  # fp32 [elements], v
 
     def step(self, weights: Sequence[Tensor], lr: float, momentum: float) -> None:
         """Ends a round, and starts the next.

@@ -50,8 +50,7 @@ _LOG = logging.getLogger("kfuse")
 _LEFT_OUT_S = 2.0  # how long a worker that has not answered is not asked again
 _TOLD_AFTER = 3  # pulls from each of the others, on average, that have failed, and none that has not in between
 _ADDRESS_BYTES = 256
-SILENCE_S = 2.0
-"""Seconds without a byte after which a transfer is given up, on both sides. A transfer that goes on has no limit."""
+SILENCE_S = 2.0  # seconds without a byte after which both sides give a transfer up; one that goes on has no limit
 _TOKEN_BYTES = 16
 _MAGIC = b"kfuse-pair-1\0\0\0\0"
 _HEADER = struct.Struct("<16sqQ")  # magic, step, bytes that follow
@@ -61,15 +60,13 @@ _CHUNK = 2**20  # bytes a send; Python's sendall would limit the whole transfer'
 
 # -- one worker's side ------------------------------------------------------------------------------------------------
 
-Choose = Callable[[int, Sequence[int]], int]
-"""choose(step, ranks): which of these workers to pull from in this step."""
+Choose = Callable[[int, Sequence[int]], int]  # choose(step, ranks): which of these workers to pull from in this step
 
 
 class Pull:
     """One pull of the snapshot of another worker, of this rank, in a thread of its own."""
 
-    wanted = True
-    """Its snapshot is of use: workers have not met since it began."""
+    wanted = True  # its snapshot is of use: workers have not met since it began
     error: Exception | None = None
 
     def __init__(self, rank: int, fetch: Callable[[], object]) -> None:
@@ -94,15 +91,12 @@ class Pair:
         listen there.
         """
         self.rank, self._choose = rank, choose
-        self.peers: dict[int, Peer] = {}
-        """The other workers, by rank."""
-        self.pull: Pull | None = None
-        """The pull that is under way, or has ended and is still to be taken. A step never waits for it."""
+        self.peers: dict[int, Peer] = {}  # the other workers, by rank
+        self.pull: Pull | None = None  # under way, or ended and still to be taken; a step never waits for it
         self._device = devices.of(weights[0].device if weights else torch.device("cpu"))
         self._snapshots = Snapshots(weights, step, self._device)
         self._server = SnapshotServer(self._snapshots, host)
-        self.address = self._server.peer
-        """What the others need to pull from this worker."""
+        self.address = self._server.peer  # what the others need to pull from this worker
         self._arrived = self._device.pinned((sum(weight.numel() for weight in weights),), torch.float32)
         self._used = self._device.event()  # a GPU copies from `_arrived` until then
         self._used.record()
@@ -200,12 +194,10 @@ class Snapshot:
     """A copy of a model's weights in the host's memory, as they were after `step` steps."""
 
     step = -1
-    readers = 0
-    """How many read it now; `Snapshots` counts them under its lock."""
+    readers = 0  # how many read it now; `Snapshots` counts them under its lock
 
     def __init__(self, weights: Sequence[Tensor], device: devices.Device) -> None:
-        self.flat = device.pinned((sum(weight.numel() for weight in weights),), torch.float32)
-        """fp32 [numel], each weight's elements in logical order."""
+        self.flat = device.pinned((sum(weight.numel() for weight in weights),), torch.float32)  # in logical order
         self.views = views(self.flat, weights)
         self.copied = device.event()
 

@@ -56,7 +56,7 @@ class Symmetric:
         while len(self._memories) < slots:
             self._memories.append(SymmetricMemory(self._group, self._numel))
             for bucket in self._buckets:
-                bucket.replace_slots(len(self._memories) - 1)
+                del bucket.slots[len(self._memories) - 1 :]  # they lie there from now on
 
     def _slot(self, start: int, numel: int, k: int) -> Tensor | None:
         """Slot k of the bucket whose slots start there in each memory. None: it is not exchanged."""

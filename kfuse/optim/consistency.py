@@ -94,8 +94,7 @@ def averaged_buffers(model: nn.Module) -> list[Tensor]:
 
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
-_NOT_COMPARED = ("params", "lr", "foreach", "fused", "capturable", "differentiable")
-"""Of a parameter group: what `numeric_options` leaves out. The last four choose among implementations of one update."""
+_NOT_COMPARED = ("params", "lr", "foreach", "fused", "capturable", "differentiable")  # or choose a kernel
 
 
 def numeric_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:

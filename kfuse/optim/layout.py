@@ -14,8 +14,7 @@ from torch.utils.dlpack import from_dlpack
 
 from kfuse.comm.buckets import Bucket
 
-MASTER = "master"
-"""The name in a state_dict of a 16-bit parameter's fp32 weights."""
+MASTER = "master"  # the name in a state_dict of a 16-bit parameter's fp32 weights
 
 
 class Extent(NamedTuple):

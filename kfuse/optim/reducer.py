@@ -117,7 +117,8 @@ class Reducer:
     def _show_gradients(self, unused: Collection[int] = ()) -> None:
         """Sets each `p.grad` to what its bucket has, but for those that are `unused`."""
         for bucket in self.engine.gradient_buckets:
-            bucket.show_mean()
+            if bucket.visible is not bucket.mean:
+                bucket.visible.copy_(bucket.mean)
             bucket.put_back(bucket.displaced())
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
                 if index not in unused:

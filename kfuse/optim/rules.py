@@ -24,8 +24,7 @@ from kfuse.optim.updates import Update
 if TYPE_CHECKING:
     from kfuse.optim.flat_updates import FlatUpdates
 
-Options = Mapping[str, Any]
-"""A parameter group."""
+Options = Mapping[str, Any]  # a parameter group
 
 
 class Rule:

@@ -13,10 +13,10 @@ from kfuse.comm import devices
 from kfuse.optim.base import DistributedOptimizer
 from kfuse.optim.updates import Update, Updates
 
+# Their state tensors are all zeros before the first update.
 _BEGIN_WITH_ZEROS = tuple(
     getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
 )
-"""Whose state tensors are all zeros before the first update."""
 
 
 class Optimizer(DistributedOptimizer):
@@ -93,13 +93,8 @@ class TorchUpdates(Updates):
             for bucket in self.engine.gradient_buckets:
                 bucket.visible.mul_(scale)
         in_doubt = {i: self._state_of(p) for i in given.in_doubt if (p := self.engine.params[i]).grad is not None}
-        with self._scaled_rates(given.lr_factor), self._gradients_laid_out():
-            try:
-                if on_device and found_inf is not None:  # its fused kernel compares with 1
-                    self._inner.found_inf = (found_inf != 0).to(torch.float32)  # type: ignore[attr-defined]
-                self._inner.step()
-            finally:
-                vars(self._inner).pop("found_inf", None)
+        with self._prepared(given.lr_factor, found_inf if on_device else None):
+            self._inner.step()
         for index, before in in_doubt.items():
             assert given.reduced.used is not None
             used = given.reduced.used[index] > 0
@@ -136,31 +131,25 @@ class TorchUpdates(Updates):
         return {name: value.clone() if copy else value for name, value in tensors.items()}
 
     @contextmanager
-    def _gradients_laid_out(self) -> Iterator[None]:
-        """Each gradient has its parameter's strides, also where these have changed since the buckets were made.
+    def _prepared(self, lr_factor: float, found_inf: Tensor | None) -> Iterator[None]:
+        """Gradients, learning rates and `found_inf` as the inner step is to see them; afterwards they are as before.
 
-        torch's fused updates on the CPU take the elements of both in the order of their memory, and check nothing.
+        Each gradient has its parameter's strides, also where these have changed since the buckets were made: torch's
+        fused updates on the CPU take the elements of both in the order of their memory, and check nothing.
         """
         gradients = [(p, p.grad) for p in self.engine.params if p.grad is not None and p.grad.stride() != p.stride()]
-        for p, gradient in gradients:
-            p.grad = torch.empty_like(p).copy_(gradient)
+        rates = [(group, group["lr"]) for group in self._inner.param_groups if lr_factor != 1.0]
         try:
+            for p, gradient in gradients:
+                p.grad = torch.empty_like(p).copy_(gradient)
+            for group, rate in rates:
+                group["lr"] = rate * lr_factor
+            if found_inf is not None:  # the fused kernel compares with 1
+                self._inner.found_inf = (found_inf != 0).to(torch.float32)  # type: ignore[attr-defined]
             yield
         finally:
             for p, gradient in gradients:
                 p.grad = gradient
-
-    @contextmanager
-    def _scaled_rates(self, factor: float) -> Iterator[None]:
-        """Each group's learning rate is multiplied with this factor; afterwards it is the user's object again."""
-        if factor == 1.0:
-            yield
-            return
-        rates = [group["lr"] for group in self._inner.param_groups]
-        try:
-            for group, rate in zip(self._inner.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
-            yield
-        finally:
-            for group, rate in zip(self._inner.param_groups, rates, strict=True):
+            for group, rate in rates:
                 group["lr"] = rate
+            vars(self._inner).pop("found_inf", None)
