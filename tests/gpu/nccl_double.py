@@ -98,7 +98,7 @@ def record(what: str, **fields: Any) -> None:
         path = Path(directory)
         path.mkdir(exist_ok=True, parents=True)
         with (path / f"{os.getpid()}.jsonl").open("a") as file:
-            file.write(json.dumps({"what": what, "pid": os.getpid(), **fields}) + "\n")
+            file.write(json.dumps({"what": what, **fields}) + "\n")
 
 
 def records(log: Path, what: str | None = None) -> list[dict[str, Any]]:
@@ -118,20 +118,6 @@ class Options:
     def __init__(self) -> None:
         self.is_high_priority_stream = False
         self.config = SimpleNamespace(blocking=None)  # ncclConfig_t
-        self._timeout = timedelta(minutes=10)
-
-
-class _Result:
-    """A future of a work's result: without a watchdog only an error sets it. [1]"""
-
-    def __init__(self, error: str | None) -> None:
-        self._error = error
-
-    def done(self) -> bool:
-        return self._error is not None
-
-    def value(self) -> int:
-        return 2  # WorkResult::COMM_ERROR
 
 
 class Work:
@@ -147,28 +133,25 @@ class Work:
         """True on an error too, and after an abort. [1]"""
         return self.error is not None or self.over.is_set()
 
-    def get_future_result(self) -> _Result:
-        """Tells the error, if there is one. [1]"""
-        self.handled = self.handled or self.error is not None
-        return _Result(self.error)
+    def get_future_result(self) -> Any:
+        """A future: without a watchdog only an error sets it, to WorkResult::COMM_ERROR. [1]"""
+        failed = self.error is not None
+        self.handled = self.handled or failed
+        return SimpleNamespace(done=lambda: failed, value=lambda: 2)
 
     def synchronize(self) -> None:
         """The current stream waits; it raises nothing, and after an abort the data are not there. [3]"""
         if HOST_IS_STREAM:
             self.over.wait()
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self) -> None:
         """Waits on the host, for an error too; then aborts the communicator and raises. [2] [3]"""
-        deadline = time.monotonic() + (timeout or self.group.options._timeout).total_seconds()
         while not self.is_completed():
-            if time.monotonic() > deadline:
-                self.error = f"Work {self.message} timed out in blocking wait."
             time.sleep(_POLL_S)
         if self.error is not None:
             self.handled = True
-            self.group._end_communicator("wait")
+            self.group._end_communicator()
             raise dist.DistBackendError(self.error)
-        return True
 
 
 class ProcessGroupNCCL:
@@ -182,7 +165,6 @@ class ProcessGroupNCCL:
         self._store: Any = None
         self._mutex = threading.RLock()  # NCCLComm's
         self._ready, self._aborted, self._ended = threading.Event(), threading.Event(), threading.Event()
-        self._connected: list[Any] = []
         self._queue: queue.Queue[Work] = queue.Queue()
         self._works: list[Work] = []
         self._gloo: Any = None
@@ -202,8 +184,7 @@ class ProcessGroupNCCL:
         self._store = TCPStore("127.0.0.1", int(port), None, False, wait_for_workers=False)
         blocking = self.options.config.blocking not in (False, 0)
         record("init", rank=self.rank, group=self.name, blocking=blocking)
-        thread = threading.Thread(target=self._initialise, daemon=True)
-        thread.start()
+        threading.Thread(target=self._initialise, daemon=True).start()
         threading.Thread(target=self._stream, daemon=True).start()
 
     def _initialise(self) -> None:
@@ -243,18 +224,15 @@ class ProcessGroupNCCL:
         return self._enqueue(message, [tensor], lambda gloo: gloo.broadcast(tensor, root))
 
     def _allgather_base(self, out: Tensor, mine: Tensor) -> Work:
-        if out.numel() != self.size * mine.numel() or out.dtype != mine.dtype:
-            raise ValueError("output tensor size must be equal to world_size times input tensor size")
+        assert out.numel() == self.size * mine.numel() and out.dtype == mine.dtype
         message = f"allgather {mine.numel()} {mine.dtype}"
         return self._enqueue(message, [mine, out], lambda gloo: gloo._allgather_base(out, mine.clone()))
 
     def _reduce_scatter_base(self, out: Tensor, tensor: Tensor) -> Work:
         """In place NCCL allows `out` where the rank's part of `tensor` is, only."""
-        if tensor.numel() != self.size * out.numel() or out.dtype != tensor.dtype:
-            raise ValueError("input tensor must be the same size as output size times world size")
+        assert tensor.numel() == self.size * out.numel() and out.dtype == tensor.dtype
         start = out.data_ptr() - tensor.data_ptr()
-        if 0 <= start < tensor.nbytes and start != self.rank * out.nbytes:
-            raise ValueError("in place, the output must be this rank's part of the input")
+        assert not 0 <= start < tensor.nbytes or start == self.rank * out.nbytes
         message = f"reducescatter {out.numel()} {out.dtype}"
         return self._enqueue(message, [tensor, out], lambda gloo: gloo._reduce_scatter_base(out, tensor.clone()))
 
@@ -263,15 +241,15 @@ class ProcessGroupNCCL:
         return self._enqueue(message, [tensor], lambda gloo: gloo.reduce(tensor, root))
 
     def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int]) -> Work:
-        if sum(into) != out.numel() or sum(cut) != tensor.numel():
-            raise ValueError("Split sizes doesn't match total dim 0 size")
-        message = f"alltoall {tensor.dtype}"
-        run = lambda gloo: gloo.alltoall_base(out, tensor, into, cut)  # noqa: E731
-        return self._enqueue(message, [tensor, out], run, sends=cut, receives=into)
+        assert sum(into) == out.numel() and sum(cut) == tensor.numel()
+
+        def run(gloo: Any) -> Any:
+            return gloo.alltoall_base(out, tensor, into, cut)
+
+        return self._enqueue(f"alltoall {tensor.dtype}", [tensor, out], run, sends=cut, receives=into)
 
     def _enqueue(self, message: str, tensors: list[Tensor], run: Callable[[Any], Any], **splits: list[int]) -> Work:
-        if not all(tensor.is_contiguous() for tensor in tensors):
-            raise ValueError("Tensors must be contiguous")
+        assert all(tensor.is_contiguous() for tensor in tensors)
         self._communicator()
         work = Work(self, len(self._works), message, run)
         if _faults.lost_in is not None and tuple(_faults.lost_in) == (self.rank, work.number):
@@ -292,11 +270,9 @@ class ProcessGroupNCCL:
                 work = self._queue.get(timeout=_POLL_S * 10)
             except queue.Empty:
                 continue
-            try:
+            ended = False
+            with contextlib.suppress(RuntimeError):  # rank 0, which has the store, is lost
                 ended = self._execute(work)
-            except RuntimeError as error:  # rank 0, which has the store, is lost
-                record("store lost", rank=self.rank, error=str(error))
-                ended = False
             if not ended:
                 self._aborted.wait()
         for work in self._works:
@@ -306,7 +282,6 @@ class ProcessGroupNCCL:
         """Whether the work has ended, with or without an error; False: it never does, until an abort."""
         if _faults.error_on.get(self.rank) == work.number:
             work.error = "NCCL error: unhandled system error, NCCL version 2.30"
-            record("error", rank=self.rank, number=work.number)
             return False
         if not self._await([f"{work.number}/{r}" for r in range(self.size)]):
             return False
@@ -323,8 +298,7 @@ class ProcessGroupNCCL:
                 try:
                     running.wait()  # it may have come through since
                     break
-                except RuntimeError as error:
-                    record("gloo's error", rank=self.rank, error=str(error))
+                except RuntimeError:
                     if _faults.loss_is_noticed:
                         work.error = "NCCL error: remote process exited or there was a network error"
                     return False
@@ -371,16 +345,16 @@ class ProcessGroupNCCL:
         record("abort", rank=self.rank, group=self.name, healthy=self._is_healthy())
         if _faults.abort_blocks:
             time.sleep(_FOREVER_S)
-        self._end_communicator("abort")
+        self._end_communicator()
 
     def _is_healthy(self) -> bool:
         return self._ready.is_set() and all(work.over.is_set() and work.error is None for work in self._works)
 
-    def _end_communicator(self, why: str) -> None:
+    def _end_communicator(self) -> None:
         self._tell_unhandled()
         with self._mutex, contextlib.suppress(RuntimeError):
             if self._store is not None:
-                self._store.set(f"aborted/{self.rank}", why)
+                self._store.set(f"aborted/{self.rank}", "1")
         self._aborted.set()
 
     def shutdown(self) -> None:

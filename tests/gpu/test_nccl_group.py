@@ -214,43 +214,33 @@ def test_a_killed_rank_ends_the_others_waits_within_the_timeout(tmp_path: Path, 
         assert "rank 2" in report["error"] or "the other 2 ranks" in report["error"]
 
 
-def abort_that_hangs(log: Path) -> tuple[str, float]:
+def end_that_hangs(log: Path, faults: Faults) -> tuple[str, float]:
     nccl._END_S = 0.3
-    faults = Faults(error_on={0: 4, 1: 4}, abort_blocks=True)
     with installed(log, faults):
         group = connect(check=lambda: None)
         began = time.monotonic()
-        pending = group.all_reduce(torch.ones(3), "bucket")
-        again = group.all_reduce(torch.ones(3), "bucket")
-        error, _ = failure_of(lambda: (group.settle(), group.barrier(), pending.done(), again.done()))
-        group.retire()
-        return error, time.monotonic() - began
-
-
-@pytest.mark.full
-def test_an_abort_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
-    for error, seconds in run_workers(2, abort_that_hangs, tmp_path):
-        assert "lost contact" in error and seconds < 10 * BRIEF_S  # it hangs for ever
-
-
-def shutdown_that_hangs(log: Path) -> float:
-    nccl._END_S = 0.3
-    with installed(log, Faults(shutdown_blocks=True)):
-        group = connect(check=lambda: None)
-        began = time.monotonic()
-        group.finish()
+        if faults.abort_blocks:
+            group.all_reduce(torch.ones(3), "bucket")
+        error, _ = failure_of(group.settle if faults.abort_blocks else group.finish)
         group.retire()
         seconds = time.monotonic() - began
         while len(records(log, "abort")) < group.size and time.monotonic() < began + PLENTY_S:
-            time.sleep(0.02)  # the abort is another thread's, and nobody waits for it
+            time.sleep(0.02)  # after a shutdown the abort is another thread's, and nobody waits for it
         others_stay()
-        return seconds
+        return error, seconds
 
 
 @pytest.mark.full
-def test_a_shutdown_that_hangs_is_followed_by_an_abort(tmp_path: Path) -> None:
-    assert max(run_workers(2, shutdown_that_hangs, tmp_path)) < 10 * BRIEF_S  # it hangs for ever
-    assert len(records(tmp_path, "shutdown")) == 2 and len(records(tmp_path, "abort")) == 2
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [(Faults(error_on={0: 2, 1: 2}, abort_blocks=True), "lost contact"), (Faults(shutdown_blocks=True), "nothing")],
+    ids=["abort", "shutdown"],
+)
+def test_an_end_that_hangs_holds_nobody_up(tmp_path: Path, faults: Faults, said: str) -> None:
+    """It hangs for ever. A shutdown that does is followed by an abort."""
+    for error, seconds in run_workers(2, end_that_hangs, tmp_path, faults):
+        assert said in error and seconds < 10 * BRIEF_S
+    assert len(records(tmp_path, "abort")) == 2
 
 
 # -- init -----------------------------------------------------------------------------------------------------------
@@ -293,11 +283,8 @@ def change_the_view(log: Path) -> str:
     with installed(log, Faults(slow_s={1: 0.4})):
         group = connect(check=lambda: None)
 
-        def change() -> None:
-            group.all_reduce(torch.ones(5), "the last bucket").wait()
-            group.finish()
-
-        told, _ = failure_of(change)
+        group.all_reduce(torch.ones(5), "the last bucket").wait()
+        told, _ = failure_of(group.finish)
         others_stay()
         return told
 

@@ -18,7 +18,6 @@ from torch import nn
 import kfuse as kf
 from kfuse.comm.group import CommError
 from kfuse.comm.settings import CommOptions
-from kfuse.session import current
 
 pytestmark = pytest.mark.full
 
@@ -87,56 +86,38 @@ STEPS = 30
 BRIEF_S = 5.0  # of those that wait until the timeout
 
 
-def fit(directory: Path, transport: dict[str, Any], checkpoints: bool = True, timeout_s: float = 60.0) -> list[float]:
+def fit(directory: Path, timeout_s: float = 60.0) -> list[float]:
     """kf.fit on this worker and the others, from the newest checkpoint; the parameters."""
-    kf.init(**CommOptions(bucket_mb=1e-3, **transport).named(), comm_timeout_s=timeout_s)
+    kf.init(**CommOptions(bucket_mb=1e-3, reproducible=True).named(), comm_timeout_s=timeout_s)
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
     opt = kf.FusedAdamW(net.parameters(), lr=0.01)
     x = torch.randn(96, 8, generator=torch.Generator().manual_seed(2))
     given: dict[str, Any] = {"checkpoint_dir": directory, "checkpoint_every_steps": 1000, "checkpoint_resume": "auto"}
-    given = (given if checkpoints else {}) | {"train_steps": STEPS, "batch_size": 12, "batch_micro": 4}
+    given |= {"train_steps": STEPS, "batch_size": 12, "batch_micro": 4}
     kf.fit(net, (x, x[:, :3].argmax(1)), opt, observe_progress=False, **given)
     parameters: list[float] = torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
     return parameters
 
 
-def fit_until_a_loss(log: Path, directory: Path, transport: dict[str, Any]) -> None:
+def fit_until_a_loss(log: Path, directory: Path) -> None:
     with installed(log, Faults(lost_in=(2, 60))):
         began = time.monotonic()
         try:
-            fit(directory, transport, timeout_s=BRIEF_S)
+            fit(directory, timeout_s=BRIEF_S)
         except CommError as error:
             record("survived", error=str(error), seconds=time.monotonic() - began)
 
 
 def test_a_loss_ends_a_fixed_job_in_commerror_with_a_last_checkpoint_that_is_right(tmp_path: Path) -> None:
-    log, directory, transport = tmp_path / "double", tmp_path / "checkpoints", {"reproducible": True}
+    log, directory = tmp_path / "double", tmp_path / "checkpoints"
     with pytest.raises(WorkersFailed, match="1 of 3 workers"):
-        run_workers(3, fit_until_a_loss, log, directory, transport)
+        run_workers(3, fit_until_a_loss, log, directory)
     reports = records(log, "survived")
     assert len(reports) == 2 and all("rank 2" in r["error"] or "the other" in r["error"] for r in reports), reports
     assert max(report["seconds"] for report in reports) < 10 * BRIEF_S
     assert list(directory.iterdir()), "the last checkpoint"
     assert_one_order(log)
-    resumed = run_workers(3, fit, directory, transport)
-    whole = run_workers(1, fit, tmp_path / "other", transport)  # on any number of workers, as if nothing had happened
+    resumed = run_workers(3, fit, directory)
+    whole = run_workers(1, fit, tmp_path / "other")  # on any number of workers, as if nothing had happened
     assert resumed == [whole[0]] * 3
-
-
-def fit_over_nccl(log: Path, directory: Path, transport: dict[str, Any], faults: Faults) -> list[float]:
-    with installed(log, faults):
-        parameters = fit(directory, transport, checkpoints=False)
-        current().group.finish()
-        current().group.meet("the end")  # the first process to end would take its messages along
-        return parameters
-
-
-def test_a_fixed_job_whose_transport_is_chosen_by_a_probe_trains_as_over_gloo(tmp_path: Path) -> None:
-    transport, faults = {"schedule": "auto"}, Faults(slow_s={1: 0.002})
-    results = run_workers(3, fit_over_nccl, tmp_path / "double", tmp_path, transport, faults)
-    assert results[0] == results[1] == results[2]
-    # Without reproducible sums a product of matrices may differ in its last bit from run to run.
-    assert results[0] == pytest.approx(run_workers(3, fit, tmp_path, transport, False)[0], rel=1e-4, abs=1e-6)
-    assert_one_order(tmp_path / "double")
-    assert nccl_double.records(tmp_path / "double", "constructed")

@@ -85,11 +85,14 @@ def over_nccl(log: Path, options: CommOptions, slow_s: float, pause_s: float) ->
         CommOptions("allreduce", dtype="bf16", bucket_mb=1e-4),
         CommOptions("tree", bucket_mb=1e-4),
         CommOptions("reduce_scatter", state="sharded", bucket_mb=1e-4),
+        CommOptions("auto", bucket_mb=1e-4),
     ],
     ids=lambda options: f"{options.schedule}-{options.dtype}-{options.state}",
 )
 def test_every_transport_trains_as_over_gloo_in_one_order(tmp_path: Path, options: CommOptions) -> None:
-    """Sharded: with buckets that are smaller than a shard, of 4096 elements; all of a bucket is some rank's."""
+    """Sharded: with buckets that are smaller than a shard, of 4096 elements; all of a bucket is some rank's. Auto: a
+    probe measures the messages of NCCL.
+    """
     plain = run_workers(3, train, options)
     results = run_workers(3, over_nccl, tmp_path, options, 0.003, 0.001)
     assert results[0] == results[1] == results[2]
