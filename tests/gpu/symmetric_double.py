@@ -129,8 +129,6 @@ class Allocator:
         self._files: dict[int, str] = {}
         self._groups: dict[str, tuple[int, int, Any]] = {}
         self._rendezvous = 0
-        self.allocated: list[int] = []
-        """Elements of each allocation."""
 
     def empty_strided_p2p(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         """As torch's. What lies there is no number, so that a use before it is set shows. [1]"""
@@ -139,7 +137,6 @@ class Allocator:
         name = f"kfuse-double-{uuid.uuid4()}"
         made = _mapped(name, numel, dtype).fill_(torch.nan)
         self._files[made.data_ptr()] = name
-        self.allocated.append(numel)
         return made
 
     def set_group_info(self, group_name: str, rank: int, world_size: int, store: Any) -> None:
@@ -174,12 +171,9 @@ def _mapped(name: str, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.from_file(str(FOLDER / name), shared=True, size=max(1, numel), dtype=dtype)[:numel]
 
 
-def install(faults: nccl_double.Faults | None = None, **gpu: Any) -> Allocator:
-    """From now on this process's workers are on GPUs that read each other's memory. gpu: attributes of the device.
-
-    Returns what allocates.
-    """
-    nccl_double.install(faults=faults)
+def install(**gpu: Any) -> None:
+    """From now on this process's workers are on GPUs that read each other's memory. gpu: attributes of the device."""
+    nccl_double.install()
     known: dict[torch.device, _Gpu] = {}
 
     def of(name: torch.device) -> _Gpu:
@@ -194,4 +188,3 @@ def install(faults: nccl_double.Faults | None = None, **gpu: Any) -> Allocator:
     session._choose_device = lambda: torch.device("cpu")
     _symmetric_memory._SymmetricMemory = allocator  # type: ignore[attr-defined]
     _symmetric_memory.rendezvous = allocator.rendezvous  # type: ignore[assignment]
-    return allocator

@@ -83,7 +83,7 @@ def test_a_killed_worker_is_replaced_with_the_same_bits(undisturbed: Job, tmp_pa
 # -- a job of fixed size --------------------------------------------------------------------------------------------
 
 STEPS = 30
-BRIEF_S = 5.0  # of those that wait until the timeout
+BRIEF_S = 3.0  # of those that wait until the timeout
 
 
 def fit(directory: Path, timeout_s: float = 60.0) -> list[float]:

@@ -19,7 +19,6 @@ import kfuse as kf
 from kfuse.comm import symmetric_memory
 from kfuse.comm.group import CommError
 from kfuse.comm.symmetric_memory import SymmetricMemory
-from kfuse.comm.transports.symmetric import Symmetric
 from kfuse.session import current
 
 PARTS, STEPS = 7, 5
@@ -64,33 +63,6 @@ def test_without_the_barrier_the_bits_differ() -> None:
     """Negative: rank 0 is late, and rank 1 reads what it has not packed yet."""
     expected = run_workers(1, train, "all_to_all", "replicated")[0]
     assert not same(run_workers(2, without_the_barrier)[1], expected)
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def slots_of_a_job() -> list[tuple[int, list[bool]]]:
-    """After steps of 3, 12 and 7 micro-batches: allocations, and which slots of the first bucket lie in one of them."""
-    allocator = symmetric_double.install()
-    s.init(schedule="symmetric", reproducible=True)
-    model, found = s.net(), []
-    opt = s.optimizer("adamw", model)
-    numel = sum(bucket.body for bucket in opt.engine.gradient_buckets)
-    for parts in (3, 12, 7):
-        s.planned_step(opt, model, 0, parts, aligned=False)
-        transport = opt.engine.executor._transports[0]
-        assert isinstance(transport, Symmetric) and set(allocator.allocated) == {numel}
-        held = [memory.own.untyped_storage().data_ptr() for memory in transport._memories]
-        slots = [slot.untyped_storage().data_ptr() for slot in opt.engine.gradient_buckets[0].slots]
-        found.append((len(allocator.allocated), [slot in held for slot in slots]))
-    kf.barrier()
-    return found
-
-
-def test_only_slots_that_are_exchanged_lie_in_symmetric_memory() -> None:
-    """On three workers: 12 micro-batches are one sum on each, which is formed in two slots; 7 are two sums on each."""
-    for found in run_workers(3, slots_of_a_job):
-        assert found == [(1, [True]), (1, [True, False]), (2, [True, True])]
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""comm.reproducible=true on a GPU: what is set, when, what is refused, and that a CPU run sets nothing.
+"""comm.reproducible=true on a GPU: what is set, when, and what is refused.
 
 A device that says it is asynchronous stands for the GPU: torch's settings are process-wide and need none.
 """
@@ -6,17 +6,17 @@ A device that says it is asynchronous stands for the GPU: torch's settings are p
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config
 
 import kfuse as kf
 from kfuse.comm import devices
 from kfuse.comm.devices import Device, DeviceError
+from kfuse.session import reset
 
 FLAGS: dict[str, tuple[Any, Any]] = {
     "algorithms": (torch.are_deterministic_algorithms_enabled, True),
@@ -67,46 +67,34 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     torch.utils.deterministic.fill_uninitialized_memory = before["fill"]
 
 
-def test_everything_is_set_before_the_gpu_is_used(gpu: StandIn) -> None:
+def test_everything_is_set_before_the_gpu_is_used(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of torch.compile, with which else each worker chooses kernels by its own timings; and not without the
+    option.
+    """
+    monkeypatch.setattr(config, "deterministic", False)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
+    before = flags()
+    kf.init(comm_reproducible=False)
+    assert flags() == before and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    reset()
     kf.init(comm_reproducible=True)
     assert gpu.seen == {name: value for name, (_, value) in FLAGS.items()} | {"workspace": ":4096:8"}
+    assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1" and config.deterministic
 
 
 def test_tf32_that_the_user_asked_for_by_torchs_newer_settings_is_off(gpu: StandIn) -> None:
     """They are inherited by what `cudnn.allow_tf32 = False` resets."""
     if not hasattr(torch.backends, "fp32_precision"):
         return
-    operations: Any = {"matmul": torch.backends.cuda.matmul, "conv": torch.backends.cudnn.conv}
-    operations["rnn"] = torch.backends.cudnn.rnn
+    operations: Any = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
     torch.backends.fp32_precision = "tf32"
     try:
         kf.init(comm_reproducible=True)
-        found = {name: operation.fp32_precision for name, operation in operations.items()}
+        found = [operation.fp32_precision for operation in operations]
     finally:
         torch.backends.fp32_precision = "none"
-    assert found == dict.fromkeys(operations, "ieee")
-
-
-def test_torch_compile_measures_no_kernels(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each worker chooses by its own timings, and their bits differ."""
-    config = SimpleNamespace(deterministic=False)
-    monkeypatch.setitem(sys.modules, "torch._inductor.config", config)  # type: ignore[arg-type]
-    kf.init(comm_reproducible=True)
-    assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1" and config.deterministic
-
-
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_without_the_option_or_a_gpu_nothing_is_set(
-    on_gpu: bool, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not on_gpu:
-        monkeypatch.setattr(StandIn, "asynchronous", False)
-        monkeypatch.setattr(devices, "count", lambda: 0)
-    before = flags()
-    kf.init(comm_reproducible=not on_gpu)
-    assert flags() == before and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert found == ["ieee"] * 3
 
 
 def test_a_workspace_that_the_user_set_stays_and_another_one_or_none_too_late_is_refused(
