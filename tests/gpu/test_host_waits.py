@@ -15,6 +15,7 @@ from gpu.steps import OPTIMIZERS, job
 from torch import nn
 
 import kfuse as kf
+from kfuse.comm.sync.averaging import CentralModel, OuterMomentum
 from kfuse.comm.sync.pair import Pair, Pull
 
 AHEAD = 2  # steps that the host is ahead of the device, whatever it does
@@ -39,6 +40,26 @@ def test_an_averaging_of_local_sgd_waits_for_its_message() -> None:
             assert it.recorder.waits_of(lambda: it.planned_step([range(0, 2), range(2, 4)], local=True)) == []
             waits = it.recorder.waits_of(it.opt.updates.average_models)
             assert len(waits) == 1 and waits[0].startswith("polling"), waits
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("elastic", [False, True])
+def test_sma_and_outer_steps_wait_for_nothing_of_their_own(elastic: bool, parameters: torch.dtype) -> None:
+    """Where workers may be lost the tail is waited for, which comes later; a message that was aborted is sent again."""
+    ranges = [range(0, 2), range(2, 4)]
+    with job(lag=AHEAD, elastic=elastic, parameters=parameters) as it:
+        weights = it.opt.updates.weights
+        centre, outer = CentralModel(weights()), OuterMomentum(weights())
+        for step in range(3):
+            assert it.recorder.waits_of(lambda: centre.begin_step(weights(), it.group)) == []
+            if elastic and step == 2:
+                it.next_group()
+            it.planned_step(ranges, local=True)
+            waits = it.recorder.waits_of(lambda: centre.end_step(weights(), it.group, 0.5, 0.9))
+            assert centre.difference is None and (elastic or waits == [])
+            it.opt.updates.average_models(states=False)
+            assert it.recorder.waits_of(lambda: outer.step(weights(), 0.7, 0.9)) == []
+            it.opt.updates.weights_changed()
 
 
 def test_what_a_wrapped_optimizer_waits_for() -> None:

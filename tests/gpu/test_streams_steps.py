@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from gpu.steps import OPTIMIZERS, SMALL_BUCKETS, TINY_BUCKETS, Job, job
+from test_support import covering
 
 import kfuse as kf
 from kfuse.comm.audit import AuditedGradient
@@ -60,21 +61,6 @@ def is_supported(case: Case) -> bool:
     return not (case.elastic and case.loop == "scaled")
 
 
-def covering() -> list[Case]:
-    """As few cases as a greedy search finds, in which each two values occur together that can.
-
-    It looks at every 31st supported combination: all of them would take too long.
-    """
-    sample = [case for case in map(Case._make, itertools.product(*AXES)) if is_supported(case)][::31]
-    left = {case: set(itertools.combinations(enumerate(case), 2)) for case in sample}
-    wanted, chosen = set().union(*left.values()), list[Case]()
-    while wanted:
-        best = max(left, key=lambda case: len(left[case] & wanted))
-        chosen.append(best)
-        wanted -= left.pop(best)
-    return chosen
-
-
 def run(it: Job, loop: str) -> None:
     scaler = torch.amp.GradScaler("cpu") if loop == "scaled" else None  # type: ignore[attr-defined]
     for _ in range(2):
@@ -98,7 +84,14 @@ def run(it: Job, loop: str) -> None:
             it.planned_step([range(0, 3), range(3, 5), range(5, 6)], by_weight=True)
 
 
-@pytest.mark.parametrize("case", covering(), ids=lambda case: "-".join(map(str, case)))
+SUPPORTED = [case for case in map(Case._make, itertools.product(*AXES)) if is_supported(case)]
+
+
+# Each two values together, of every 31st combination: all of them would take too long.
+CASES = covering(SUPPORTED[::31], lambda case: itertools.combinations(enumerate(case), 2))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_every_use_of_memory_is_in_order(case: Case) -> None:
     options: dict[str, Any] = {"schedule": case.transport}
     if case.transport == "reproducible":
@@ -204,18 +197,13 @@ BACKWARD, UPDATE = "in the last backward", "before the update"
 
 
 @pytest.mark.parametrize(
-    ("schedule", "state", "where"),
-    [
-        ("allreduce", "replicated", BACKWARD),
-        ("all_to_all", "replicated", UPDATE),
-        ("reduce_scatter", "replicated", UPDATE),
-        ("tree", "replicated", BACKWARD),
-        ("all_to_all", "sharded", BACKWARD),
-    ],
+    ("schedule", "where"),
+    [("allreduce", BACKWARD), ("all_to_all", UPDATE), ("reduce_scatter", UPDATE), ("tree", BACKWARD)],
 )
-def test_an_aborted_step(schedule: str, state: str, where: str) -> None:
+def test_an_aborted_step(schedule: str, where: str) -> None:
     """Buffers that messages may still write to are not used again before the communicator has been aborted."""
-    with job(schedule=schedule, state=state, width=WIDE if state == "sharded" else 10) as it:
+    sharded = {"state": "sharded", "width": WIDE} if schedule == "reduce_scatter" else {}
+    with job(schedule=schedule, **sharded) as it:
         it.step()
         fail_in_a_step(it, where)
         it.step()
