@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 from distributed import run_workers
-from problems import network, problem, recorded_events
+from problems import Seen, network, problem, recorded_events
 from torch import Tensor
 
 import kfuse as kf
@@ -90,15 +90,6 @@ class SlowLater(AllReduce):
         time.sleep(SLOW_S if self.steps > CHANGE else QUICK_S)
 
 
-class Seen(kf.BasePolicy):
-    def __init__(self) -> None:
-        self.found: list[bool | None] = []
-
-    def decide(self, signals: kf.Signals) -> kf.Decision | None:
-        self.found.append(signals.under_interference)
-        return None
-
-
 def train() -> tuple[list[bool | None], list[dict[str, Any]]]:
     """What each step's signals said, and the events."""
     kf.init(comm_schedule="test_interference.SlowLater")
@@ -110,7 +101,8 @@ def train() -> tuple[list[bool | None], list[dict[str, Any]]]:
             F.cross_entropy(net(x), y).backward()
         opt.step()
         opt.zero_grad()
-    return policy.found, [event for event in events if event["kind"] == "interference"]
+    told = [event for event in events if event["kind"] == "interference"]
+    return [signals.under_interference for signals in policy.signals], told
 
 
 @pytest.mark.full

@@ -41,15 +41,3 @@ def test_triton_code_in_the_interpreter() -> None:
     failed = [text for process, text in zip(started, said, strict=True) if process.returncode != 0]
     if failed:
         pytest.fail("with TRITON_INTERPRET=1:\n" + "\n".join(failed), pytrace=False)
-
-
-def test_importing_the_kernels_does_not_import_triton() -> None:
-    script = """
-import sys, torch
-before = "triton" in sys.modules
-import kfuse.kernels as kernels
-table = kernels.PackTable.build([4], [0], torch.device("cpu"))
-kernels.pack([torch.ones(4)], torch.zeros(4), table, scale=1.0, accumulate=False, sumsq=torch.zeros(1))
-assert ("triton" in sys.modules) == before
-"""
-    subprocess.run([sys.executable, "-c", script], cwd=TESTS.parent, check=True)

@@ -222,22 +222,6 @@ def test_who_does_not_answer_is_left_out_for_a_while(
     assert mixed == [False, True, True, True]
 
 
-@pytest.mark.parametrize("answers", [set(), {4, 9, 14, 19, 24, 29}], ids=["never", "now and then"])
-def test_a_worker_that_nobody_answers_says_so_once(
-    answers: set[int], server: SnapshotServer, monkeypatch: pytest.MonkeyPatch, caplog: Any, new_pair: Any
-) -> None:
-    """It trains alone. One whose others answer now and then does not say so."""
-    monkeypatch.setattr(pair_module, "_LEFT_OUT_S", 0.0)
-    gone, pair = nobody(), new_pair(filled(0), {}, choose=lambda step, ranks: 1 + step % 2)
-    for step in range(30):
-        pair.peers = {rank: server.peer if step in answers else gone for rank in (1, 2)}
-        pulled(pair, step)
-        pair.mix(filled(0))
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (not answers)
-    assert all("rank 0 averages with nobody: none of the other workers answers (rank " in each for each in told)
-
-
 def test_peers_are_chosen_uniformly_and_by_the_seed() -> None:
     choose = random_peer(3, 1)
     draws = [choose(step, (0, 2, 3)) for step in range(3000)]

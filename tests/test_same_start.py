@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +17,10 @@ from problems import problem
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.checkpoint.manager import Checkpoints
-from kfuse.comm.group import CommError
 from kfuse.comm.tail import digest_from_slots, digest_slots
-from kfuse.data import as_dataset
 from kfuse.optim.base import latest_optimizer
 from kfuse.session import current
-from kfuse.train.context import Settings, TrainContext
 from kfuse.train.evaluation import params_sha256
-from kfuse.train.loss import Objective
-from kfuse.train.trainer import Trainer
 
 
 def network(rank: int) -> nn.Sequential:
@@ -194,23 +189,20 @@ def test_no_false_alarm_whoever_has_no_micro_batch() -> None:
     assert len({*run_workers(1, reproducible_run), *run_workers(4, reproducible_run)}) == 1
 
 
-def start_that_fails(directory: str) -> None:
+def start_that_fails(directory: Path) -> None:
     """Rank 1 is lost after the optimizer was made, before rank 0 has read the checkpoint that it is to resume from."""
     kf.init()
-    net, train = network(kf.rank()), as_dataset(problem())
-    checkpoints = Checkpoints(Path(directory), current(), every_steps=5, resume="auto")
-    settings = Settings.of({"batch_size": 8, "batch_micro": 4, "batch_max": 8}, workers_bounds=(1, 2))
+    net = network(kf.rank())
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    training = TrainContext(net, train, opt, settings, checkpoints=checkpoints, objective=Objective(F.cross_entropy))
-    trainer = Trainer(training)
     if kf.rank() == 1:
         assert current().group.close(0.0)
         return
-    with pytest.raises(CommError):
-        trainer.run()
+    settings: dict[str, Any] = {"checkpoint_dir": directory, "checkpoint_resume": "auto", "batch_size": 8}
+    with pytest.raises(kf.CommError):
+        kf.fit(net, problem(), opt, batch_micro=4, checkpoint_every_steps=5, **settings)
 
 
 def test_a_start_that_fails_leaves_the_checkpoints_alone(tmp_path: Path) -> None:
     (tmp_path / "step-00000020").mkdir()
-    run_workers(2, start_that_fails, str(tmp_path))
+    run_workers(2, start_that_fails, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]

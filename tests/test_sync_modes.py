@@ -254,15 +254,3 @@ def test_workers_that_are_lost_take_nobody_along(
     assert all(by_step[step]["grad_norm"] is None for step in range(8, 70) if by_step[step]["workers"] > 1)
     assert all(by_step[step]["grad_norm"] is not None for step in range(70, len(by_step)))
     assert all(record["loss"] is not None for record in job.metrics)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("mode", "outer"), [("sma", False), ("local:5", True)])
-def test_one_worker_becomes_three_and_one_again(tmp_path: Path, mode: str, outer: bool) -> None:
-    phases = [{"step": 10, "workers": 3}, {"step": 30, "workers": 1}, {"step": 45, "workers": 2}]
-    gates = [{"step": 25, "workers": 3}, {"step": 40, "workers": 1}, {"step": 55, "workers": 2}]
-    settings = words("workers.count=1", f"comm.sync={mode}") + (OUTER if outer else [])
-    job = job_of_modes(tmp_path, settings, {"62": "ssgd"}, phases=phases, gates=gates)
-    assert [len(view["workers"]) for view in job.views] in ([1, 3, 1, 2], [1, 2, 3, 1, 2], [1, 3, 2, 1, 2])
-    for record in job.metrics:
-        assert (record["grad_norm"] is None) == (record["workers"] > 1 and record["step"] < 66), record

@@ -9,23 +9,19 @@ import contextlib
 import hashlib
 import itertools
 import math
-import os
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import WorkersFailed, run_workers
+from distributed import run_workers
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import network, problem, recorded_events
 from scipy.sparse.csgraph import minimum_spanning_tree
 
 import kfuse as kf
-from kfuse.comm import transports
 from kfuse.comm.tail import DECISION, RANK_SLOTS, RECORD_SLOTS, VOTE, Tail
 from kfuse.comm.topology import (
     SAME,
@@ -163,39 +159,6 @@ def test_all_workers_measure_the_same_links(workers: int) -> None:
     for rank, (_, row, again, of_lane) in enumerate(results):
         assert again is not None and row == list(again.latencies[rank]) and of_lane == again
         assert again == results[0][2], "measured anew, the same on all workers"
-
-
-def without_one(what: str, said: str) -> None:
-    """Rank 2 says nothing, or dies: while links are measured, or between two sums over the first rank of each host."""
-    group = kf.init(comm_timeout_s=10).group
-    group.hosts = ["a", "b", "c"]
-    transport = transports.make("tree", group, "host")
-    transport.plan([1] * group.size, ())
-    try:
-        for step in range(2):
-            if group.rank == 2 and (step == 1 or "sum" not in what):
-                if "dies" in what:
-                    os._exit(1)
-                time.sleep(6)
-                return
-            if "sum" in what:
-                transport.launch(0, [torch.ones(8)], f"step {step}, bucket 1 of 1")
-                transport.wait(0)
-            else:
-                group.timeout_s = 60 if "dies" in what else 2  # to connect may take longer
-                measure(group)
-    except kf.CommError as error:
-        Path(said, str(group.rank)).write_text(str(error))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("what", ["measure, dies", "measure", "sum, dies"])
-def test_a_lost_worker_ends_the_measurement_and_the_sum_between_hosts(what: str, tmp_path: Path) -> None:
-    with pytest.raises(WorkersFailed, match="1 of 3 workers") if "dies" in what else contextlib.nullcontext():
-        run_workers(3, without_one, what, str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
-    words = "step 1, bucket 1 of 1 (tree" if "sum" in what else "measuring links"
-    assert all(words in path.read_text() for path in tmp_path.iterdir())
 
 
 class Trees(kf.BasePolicy):

@@ -138,7 +138,7 @@ MAKERS: dict[str, tuple[bool, Callable[[list[nn.Parameter]], Any]]] = {
 """With or without reproducible sums."""
 
 
-LATER = [(2, 2, 0), (4, 2, 1), (29, 2, 0), (64, 2, 1), (64, 3, 2), (29, 5, 4), (7, 7, 1), (64, 16, 3), (100, 15, 9)]
+LATER = [(4, 2, 0), (2, 2, 0), (4, 2, 1), (29, 2, 0), (64, 2, 1), (64, 3, 2), (29, 5, 4), (64, 16, 3), (100, 15, 9)]
 """Micro-batches, workers and this worker's rank, of one step after another."""
 
 
@@ -148,7 +148,7 @@ def test_after_the_first_step_nothing_is_compiled(optimizer: str) -> None:
     reproducible, make = MAKERS[optimizer]
     with recorded() as seen:
         steps = Steps(make, reproducible)
-        steps.run(2, 2)  # each worker has one micro-batch
+        steps.run(1, 1)  # nothing is reduced: the transport compiles what it needs as it is made
         check_devices(seen.started)
         compiled = list(seen.compiled)
         assert compiled
@@ -175,16 +175,6 @@ def test_pull_is_compiled_once() -> None:
         assert seen.compiled == compiled
         check_devices(seen.started)
         assert all(device == GPU and pinned for device, pinned in seen.uploads)
-
-
-def test_a_job_that_grows_from_one_worker_compiles_nothing_in_a_step() -> None:
-    """With one worker nothing is reduced: the transport compiles it as it is made, between steps."""
-    with recorded() as seen:
-        steps = Steps(MAKERS["adamw"][1], reproducible=True)
-        steps.run(1, 1)
-        compiled = list(seen.compiled)
-        steps.run(4, 2)
-        assert seen.compiled == compiled
 
 
 def test_an_order_of_additions_is_data_for_any_plan() -> None:

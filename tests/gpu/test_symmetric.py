@@ -72,7 +72,7 @@ def loses_rank_1() -> None:
     symmetric_double.install()
     s.reset()
     group = kf.init(comm_schedule="symmetric", comm_state="sharded", comm_bucket_mb=s.BUCKET_MB).group
-    symmetric_memory.GRACE_S = 15.0 - group.timeout_s  # kernels end after 15 s, long after the host has noticed
+    symmetric_memory.GRACE_S = 8.0 - group.timeout_s  # kernels end after 8 s, long after the host has noticed
     model = s.net()
     opt = s.optimizer("adamw", model)
     try:
