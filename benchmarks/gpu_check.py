@@ -43,7 +43,7 @@ def calls(small: bool) -> Iterator[tuple[str, Call]]:
             yield f"reduce{count} {name}", partial(checks.reduce, count=count, numel=numel, dtype=dtype)
         for update in (checks.adamw, checks.sgd):
             yield f"{update.__name__} {name}", partial(update, numel=numel, dtype=dtype)
-    yield "pull", partial(checks.pull, count=3, numel=numel)
+    yield "reduce by address", partial(checks.reduce_by_address, count=3, numel=numel)
     yield "lamb", partial(checks.lamb, numels=[n for n in ragged if n])
 
 

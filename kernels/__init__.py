@@ -3,7 +3,7 @@
 Importing this package needs torch alone; Triton is imported when the first GPU tensor arrives.
 """
 
-from kfuse.kernels.reduction import Merges, balanced, block_sumsq, pack, pull, reduce, sum_partials
+from kfuse.kernels.reduction import Merges, balanced, block_sumsq, pack, reduce, sum_partials
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
 from kfuse.kernels.updates import AdamOptions, SGDOptions, adamw, lamb, lamb_trust, sgd
 
@@ -21,7 +21,6 @@ __all__ = [
     "lamb_trust",
     "num_blocks",
     "pack",
-    "pull",
     "reduce",
     "sgd",
     "sum_partials",

@@ -35,7 +35,6 @@ from kfuse.kernels.launch import THREADS, Launch, Launches, options
 from kfuse.kernels.reduction import (
     BlockSumsqArguments,
     PackArguments,
-    PullArguments,
     ReduceArguments,
     SumPartialsArguments,
     balanced,
@@ -142,7 +141,11 @@ def _launches() -> Iterator[tuple[str, bool, Launches]]:
         everywhere = of_rows == F32 and sumsq is not None
         yield label, everywhere, triton_reduce.reduce(ReduceArguments(rows, order, out, sumsq=sumsq))
         if of_rows == F32:
-            yield f"by address {label}", everywhere, triton_reduce.pull(PullArguments(rows.unbind(), order, out, sumsq))
+            yield (
+                f"by address {label}",
+                everywhere,
+                triton_reduce.reduce(ReduceArguments(rows.unbind(), order, out, sumsq)),
+            )
 
     adam = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
     for param, grad, master in ((F32, F32, 0), (F32, BF16, 0), (BF16, BF16, 0), (BF16, BF16, 1), (BF16, F32, 1)):

@@ -1,4 +1,4 @@
-"""`pack`, `reduce`, `pull`, `block_sumsq` and `sum_partials`: a bucket's gradients are laid side by side, added up and
+"""`pack`, `reduce`, `block_sumsq` and `sum_partials`: a bucket's gradients are laid side by side, added up and
 measured, in an order that never changes. Arguments, and PyTorch implementations.
 
 Every sum here has an order fixed by the data's shape, whatever the number of threads or the memory alignment. That is
@@ -62,13 +62,14 @@ class ReduceArguments:
 
     Args:
         rows: [K, n] contributions, fp32, bf16 or fp16 (added in fp32), each row contiguous. They may be overwritten.
-            On the CPU they may be K tensors [n] of one dtype, wherever they lie.
+            Or K tensors [n] of one dtype, which stay as they are. On a GPU fp32 ones that are 16-byte aligned are read
+            where they lie, be it in another GPU's memory that this device can read; others are copied first.
         merges: pairs (dst, src) of different row numbers.
         out: [n], contiguous, fp32, bf16 or fp16; may be one of the rows: of several tensors any, of [K, n] the first.
         sumsq: fp32 [num_blocks(n)]: the squares of `out` as it is stored, summed in the same pass, one sum per BLOCK.
             With fp32 rows its bits are those of `block_sumsq(out)`. None: not measured.
 
-    Raises ValueError when a merge names no row, or adds a row to itself, or shapes or dtypes differ.
+    Raises ValueError when a merge names no row, or adds a row to itself, or shapes, dtypes or devices differ.
     """
 
     rows: Tensor | Sequence[Tensor]
@@ -78,44 +79,16 @@ class ReduceArguments:
 
     def __post_init__(self) -> None:
         rows, out = self.rows, self.out
-        if out.dim() != 1 or {row.shape for row in rows} != {out.shape} or len({row.dtype for row in rows}) > 1:
-            shapes = [f"{row.dtype} {list(row.shape)}" for row in rows]
-            raise ValueError(f"reduce: rows must be K >= 1, of one dtype, like out {list(out.shape)}, got {shapes}")
+        if (
+            out.dim() != 1
+            or {(row.shape, row.device) for row in rows} != {(out.shape, out.device)}
+            or len({row.dtype for row in rows}) > 1
+        ):
+            shapes = [f"{row.dtype} {list(row.shape)} on {row.device}" for row in rows]
+            wanted = f"{list(out.shape)} on {out.device}"
+            raise ValueError(f"reduce: rows must be K >= 1, of one dtype, like out {wanted}, got {shapes}")
         postfix(len(rows), self.merges)
         require("reduce: sumsq", self.sumsq, (num_blocks(out.numel()),), torch.float32)
-
-
-@dataclass(frozen=True)
-class PullArguments:
-    """Add contributions that lie in the memory of several workers, which this worker's device can read.
-
-    The bits are those of `reduce` with the same rows and merges. Nothing is copied before it is added.
-
-    Args:
-        rows: K >= 1 fp32 tensors [n], each contiguous, 16-byte aligned and mapped into this device's address space
-            (`.device` is that of `out`). They stay as they are, but for one that is `out`.
-        merges: the order of additions, as `reduce` takes it.
-        out: fp32 [n], contiguous, on this worker's device; may be one of the rows.
-        sumsq: as `reduce` takes it; n elements must start at a multiple of BLOCK of the bucket.
-
-    Raises ValueError where they do not fit each other.
-    """
-
-    rows: Sequence[Tensor]
-    merges: Merges
-    out: Tensor
-    sumsq: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        out = self.out
-        if not self.rows:
-            raise ValueError("pull: there must be at least one contribution")
-        for row in (*self.rows, out):
-            require("pull: each contribution and out", row, (out.numel(),), torch.float32)
-            if row.device != out.device or (row.numel() and row.data_ptr() % 16):
-                raise ValueError(f"pull: each contribution must lie on {out.device}, 16-byte aligned, got {row.device}")
-        postfix(len(self.rows), self.merges)
-        require("pull: sumsq", self.sumsq, (num_blocks(out.numel()),), torch.float32)
 
 
 @dataclass(frozen=True)
@@ -193,10 +166,6 @@ def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
             target.copy_(stack[0])
 
 
-def pull_by_torch(given: PullArguments) -> None:
-    reduce_by_torch(ReduceArguments(given.rows, given.merges, given.out, sumsq=given.sumsq))
-
-
 def block_sumsq_by_torch(given: BlockSumsqArguments) -> None:
     flat, out = given.flat, given.out
     if flat.dtype == torch.float32:
@@ -229,7 +198,6 @@ def sum_partials_by_torch(given: SumPartialsArguments) -> None:
 
 
 reduce = kernel("reduce", ReduceArguments, "out", reduce_by_torch, "triton_reduce")
-pull = kernel("pull", PullArguments, "out", pull_by_torch, "triton_reduce")
 block_sumsq = kernel("block_sumsq", BlockSumsqArguments, "flat", block_sumsq_by_torch, "triton_reduce")
 sum_partials = kernel("sum_partials", SumPartialsArguments, "partials", sum_partials_by_torch, "triton_reduce")
 

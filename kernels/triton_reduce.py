@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
-"""Triton `reduce`, `pull`, `block_sumsq` and `sum_partials`: sums in an order that never changes.
+"""Triton `reduce`, `block_sumsq` and `sum_partials`: sums in an order that never changes.
 
-`reduce` and `pull` read the order of their merges from a table. Another batch size or number of workers, which is
-another order, needs no other binary: nothing is compiled in mid-step. To `pull` the table gives the contributions'
-addresses too, in other GPUs' memory: they are read over the links between the GPUs.
+`reduce` reads the order of its merges from a table. Another batch size or number of workers, which is another order,
+needs no other binary: nothing is compiled in mid-step. The table may give the rows' addresses too, in other GPUs'
+memory: they are read over the links between the GPUs.
 """
 
 from functools import lru_cache
@@ -19,7 +19,6 @@ from kfuse.kernels.reduction import (
     ADD,
     BlockSumsqArguments,
     Merges,
-    PullArguments,
     ReduceArguments,
     SumPartialsArguments,
     postfix,
@@ -65,7 +64,7 @@ def sum_of_rows(matrix, program, count, stride, index, mask, AHEAD: tl.constexpr
         for k in tl.static_range(AHEAD):
             row = tl.load(program + (at + k) * 4)
             if matrix is None:
-                # The compiler cannot see through the table that addresses are aligned; `PullArguments` has made sure.
+                # The compiler cannot see through the table that addresses are aligned; `reduce` has made sure.
                 place = tl.multiple_of(row.to(tl.pointer_type(tl.float32)), 16)
                 value = tl.load(place + index, mask=mask & (row != 0), other=0.0)
             else:
@@ -131,43 +130,33 @@ def sum_partials_kernel(partials, out, numel, WIDTH: tl.constexpr):
 def reduce(given: ReduceArguments) -> Launches:
     """As `kfuse.kernels.reduce`. Squares are summed in an order that neither row count nor merges change.
 
-    Without them a program adds up one tile, and no bits depend on the tile; with them one block.
+    Without them a program adds up one tile of a matrix, and no bits depend on the tile; else one block.
     """
-    # Several tensors, which only the interpreter gets, are copied.
-    rows = given.rows if isinstance(given.rows, Tensor) else torch.stack(list(given.rows))
-    if given.sumsq is not None:
-        rows = _aligned(rows)
-    tile = tile_size(rows.element_size())
+    rows, (device, numel) = given.rows, (given.out.device, given.out.numel())
+    tile = tile_size(rows[0].element_size())
     # Other workers have other shards of the bucket: one may end between multiples of 16 elements.
-    lengths = [{"numel": length} for length in (tile, tile - 1)]
-    later = tuple(each | ({} if given.sumsq is not None else {"stride": each["numel"]}) for each in lengths)
-    block = tile if given.sumsq is None else BLOCK
-    yield _launch(given, rows, tuple(range(len(rows))), tile, block, later)
-
-
-def pull(given: PullArguments) -> Launches:
-    tile = tile_size(given.out.element_size())
-    later = tuple({"numel": length} for length in (tile, tile - 1))
-    yield _launch(given, None, tuple(row.data_ptr() for row in given.rows), tile, BLOCK, later)
-
-
-def _launch(
-    given: ReduceArguments | PullArguments,
-    matrix: Tensor | None,
-    rows: tuple[int, ...],
-    tile: int,
-    block: int,
-    later: tuple[dict[str, Any], ...],
-) -> Launch:
-    """A launch that adds up rows, by their numbers in the matrix or by their addresses, a block for each program."""
-    device, numel = given.out.device, given.out.numel()
+    later: list[dict[str, Any]] = [{"numel": tile}, {"numel": tile - 1}]
+    matrix, block = None, BLOCK
+    if not isinstance(rows, Tensor) and all(map(_readable, rows)):
+        places = tuple(row.data_ptr() for row in rows)
+    else:
+        matrix, places = rows if isinstance(rows, Tensor) else torch.stack(list(rows)), tuple(range(len(rows)))
+        if given.sumsq is None:
+            block, later = tile, [each | {"stride": each["numel"]} for each in later]
+        else:
+            matrix = _aligned(matrix)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    program, depth = _uploaded_program(rows, given.merges, matrix is None, device, stream)
+    program, depth = _uploaded_program(places, given.merges, matrix is None, device, stream)
     values = vars(given) | {"matrix": matrix, "program": program, "count": len(program), "numel": numel}
     values["stride"] = 0 if matrix is None else matrix.stride(0)
     constants = {"AHEAD": AHEAD, "DEPTH": max(DEPTH, triton.next_power_of_2(depth))}
     constants |= {"LANE": tile // THREADS, "TILE": tile, "BLOCK": block}
-    return Launch(sum_rows_kernel, (triton.cdiv(numel, block),), values, constants, later)
+    yield Launch(sum_rows_kernel, (triton.cdiv(numel, block),), values, constants, tuple(later))
+
+
+def _readable(row: Tensor) -> bool:
+    """Whether the kernel reads the row by its address."""
+    return row.dtype == torch.float32 and row.is_contiguous() and row.data_ptr() % 16 == 0
 
 
 @lru_cache(maxsize=1024)

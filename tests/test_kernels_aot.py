@@ -57,7 +57,7 @@ def check(report: aot.Report, case: Case) -> None:
     if case.elements:
         # Every bulk stream is moved by 128-bit accesses alone; what is narrower are scalars and ragged ends.
         assert binary.stores.get(128, 0) % max(1, case.wide_accesses()[1]) == 0, where
-        # On AMD the lines of `pull`'s table, which lie side by side, are loaded 128 bits wide, too.
+        # On AMD the lines of the table of addresses, which lie side by side, are loaded 128 bits wide, too.
         of_table = amd and report.name.startswith("sum_rows by address")
         scalars = case.launch.constants["AHEAD"] * 16 * 256 / case.elements if of_table else 0.0
         assert report.floor <= report.bytes_per_element <= report.floor + scalars, where
@@ -107,11 +107,11 @@ LAYOUT = ("sizePerThread", "threadsPerWarp", "warpsPerCTA")
 def test_squares_are_added_up_as_by_block_sumsq(reports: Reports) -> None:
     """Their bits are promised to be the same for any number of rows."""
     for target in aot.TARGETS:
-        pull, reduce, squares = (
+        by_address, reduce, squares = (
             {order_of_sum(layout, 4) for layout in reports[case, target].sums}
             for case in ("sum_rows by address fp32->fp32 norm", "sum_rows fp32->fp32 norm", "block_sumsq fp32")
         )
-        assert pull == reduce == squares
+        assert by_address == reduce == squares
 
 
 LAUNCHES = """
@@ -137,7 +137,7 @@ def compile_only(self, *args, grid, warmup, **options):
 
 JITFunction.run = compile_only
 
-from kfuse.kernels import adamw, dispatch, pack, pull, reduce
+from kfuse.kernels import adamw, dispatch, pack, reduce
 from kfuse.kernels.table import PackTable
 from kfuse.tools.doctor.kernel_checks import ADAM, CHECKS
 dispatch.INTERPRETED = True  # sends CPU tensors to the Triton code
@@ -149,7 +149,7 @@ for numel in (1, 96):  # 1 is a size that Triton turns into a constant; and argu
     misaligned = torch.ones(numel + 1)[1:]
     pack([misaligned, None], torch.zeros(99), table, scale=1.0, accumulate=True, sumsq=sumsq)
     reduce(torch.ones(3, numel), ((1, 2), (0, 1)), torch.zeros(numel))
-    pull([torch.ones(numel), torch.ones(numel)], ((0, 1),), torch.zeros(numel))
+    reduce([torch.ones(numel), torch.ones(numel)], ((0, 1),), torch.zeros(numel))
     adamw(*torch.ones(4, numel), ADAM, step=torch.ones(()))
 assert len(compiled) == 21 and {registers for _, registers in compiled} == {128}, compiled
 later = {"sum_rows_kernel": 4, "pack_kernel": 1}  # what later launches need

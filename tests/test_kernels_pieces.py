@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kfuse.kernels import BLOCK, CHUNK, PackTable, block_sumsq, num_blocks, pack, pull, reduce, reduction
+from kfuse.kernels import BLOCK, CHUNK, PackTable, block_sumsq, num_blocks, pack, reduce, reduction
 
 NUMELS = [3 * CHUNK + 5, 40, 2 * CHUNK]
 MERGES = ((0, 1), (2, 3), (0, 2), (0, 4))
@@ -26,7 +26,7 @@ def everything(dtype: torch.dtype) -> list[torch.Tensor]:
     block_sumsq(rows[0].clone(), partials := torch.empty(norms))
     reduce(rows.clone(), MERGES, out := torch.empty(numel, dtype=dtype))
     reduce(rows, MERGES, mean := torch.empty(numel), sumsq=(measured := torch.empty(norms)))
-    pull([row.float().clone() for row in rows], MERGES, pulled := torch.empty(numel), sumsq := torch.empty(norms))
+    reduce([row.float().clone() for row in rows], MERGES, pulled := torch.empty(numel), sumsq := torch.empty(norms))
     return [*found, partials, out, mean, measured, pulled, sumsq]
 
 

@@ -1,6 +1,6 @@
-"""`reduce` and `pull` have the bits of a plain fold in NumPy; `block_sumsq` and `sum_partials` agree with float64.
+"""`reduce` has the bits of a plain fold in NumPy; `block_sumsq` and `sum_partials` agree with float64.
 
-To `pull` the workers' buffers are tensors of one process here: what a kernel sees of peers' memory is their addresses.
+Of several workers the buffers are tensors of one process here: what a kernel sees of peers' memory is their addresses.
 `test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
 """
 
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfuse.kernels import BLOCK, Merges, balanced, block_sumsq, num_blocks, pull, reduce, sum_partials
+from kfuse.kernels import BLOCK, Merges, balanced, block_sumsq, num_blocks, reduce, sum_partials
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = 8 if INTERPRETED else 60
@@ -66,7 +66,7 @@ def programs(draw: Any, most: int) -> tuple[int, Merges]:
     return count, balanced(count) if count == 1 or draw(st.booleans()) else tuple(draw(pairs))
 
 
-# -- reduce, pull ----------------------------------------------------------------------------------------------------
+# -- reduce ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["tree", "left to right", "comb"])
@@ -81,7 +81,7 @@ def test_any_number_of_rows_in_any_order(device: str, order: str) -> None:
         }
         expected = {name: fold(rows, each) for name, each in merges.items()}
         reduce(rows.clone(), merges[order], out := torch.empty(333, device=device))
-        pull([row.clone() for row in rows], merges[order], pulled := torch.empty(333, device=device))
+        reduce([row.clone() for row in rows], merges[order], pulled := torch.empty(333, device=device))
         assert same((out, pulled), [expected[order]] * 2)
         assert count < 4 or not torch.equal(expected["tree"], expected["left to right"]), "the order matters"
     assert balanced(6) == ((0, 1), (2, 3), (4, 5), (0, 2), (0, 4))
@@ -99,14 +99,12 @@ def test_any_program_and_the_squares_of_any_shards(
     reduce(rows.clone(), merges, plain := torch.empty(numel, device=device))
     assert torch.equal(plain, expected)
     first = data.draw(st.integers(0, num_blocks(numel) - 1)) * BLOCK
-    for by_pull in (False, True) if dtype == torch.float32 else (False,):
+    for by_address in (False, True):
         out, sumsq = torch.empty(numel, device=device), torch.full((num_blocks(numel),), math.nan, device=device)
         for part in (slice(0, first), slice(first, numel)):
             norms = sumsq[part.start // BLOCK : num_blocks(part.stop)]
-            if by_pull:
-                pull([row[part].clone() for row in rows], merges, out[part], norms)
-            else:
-                reduce(rows[:, part].clone(), merges, out[part], sumsq=norms)
+            given = [row[part].clone() for row in rows] if by_address else rows[:, part].clone()
+            reduce(given, merges, out[part], norms)
         assert torch.equal(out, plain)
         if dtype == torch.float32 or (device == "cpu" and not INTERPRETED):
             assert torch.equal(sumsq, squares(plain))
@@ -139,7 +137,7 @@ def test_bits_do_not_depend_on_threads_or_place_and_out_may_be_a_row(device: str
         assert (buffer[:, :offset] == 7.0).all() and (buffer[:, -1] == 7.0).all()
     for own in (0, 2):
         peers = [row.clone() for row in rows]
-        pull(peers, balanced(3), peers[own], sumsq := torch.empty(num_blocks(numel), device=device))
+        reduce(peers, balanced(3), peers[own], sumsq := torch.empty(num_blocks(numel), device=device))
         results.append((peers[own], sumsq))
     assert torch.equal(results[0][0], fold(rows, balanced(3)))
     assert all(same(results[0], other) for other in results[1:])
@@ -174,7 +172,7 @@ def test_what_is_not_finite_stays_in_its_element_and_its_block(device: str) -> N
     reduce(rows.clone(), ((0, 1),), out, sumsq=sumsq)
     assert sumsq[0] == 4 * BLOCK and sumsq[1] == math.inf and sumsq[2].isnan() and total(sumsq).isnan()
     assert torch.equal((~out.isfinite()).nonzero().flatten().cpu(), torch.tensor([BLOCK, 3 * BLOCK - 1]))
-    pull(list(rows.clone()), ((0, 1),), out, sumsq)
+    reduce(list(rows.clone()), ((0, 1),), out, sumsq)
     assert same((sumsq[:2],), (squares(out)[:2],))
 
 
@@ -192,11 +190,10 @@ def test_sums_do_not_depend_on_threads(device: str) -> None:
 def test_errors_name_what_is_wrong(device: str) -> None:
     row, sumsq, two = torch.zeros(4, device=device), torch.zeros(1, device=device), torch.zeros(2, 4, device=device)
     calls: list[tuple[Any, tuple[Any, ...], str]] = [
-        (reduce, (two, (), row[:3]), r"like out \[3\], got"),
-        (pull, ([], (), row, sumsq), "at least one contribution"),
-        (pull, ([row, row.half()], (), row, sumsq), r"contiguous float32 \[4\], got torch.float16"),
-        (pull, ([row, row.to("meta")], (), row, sumsq), r"must lie on .* got meta"),
-        (pull, ([row, torch.zeros(5, device=device)[1:]], (), row, sumsq), "16-byte aligned"),
+        (reduce, (two, (), row[:3]), r"like out \[3\] on .*, got"),
+        (reduce, ([], (), row), r"K >= 1"),
+        (reduce, ([row, row.half()], (), row), "of one dtype"),
+        (reduce, ([row, row.to("meta")], (), row), r"got .* on meta"),
         (block_sumsq, (row, torch.zeros(2, device=device)), r"out must be contiguous float32 \[1\]"),
         (sum_partials, (row, sumsq[0]), r"out must be contiguous float64 \[\], got torch\.float32 \[\]"),
         *((reduce, (two, (merge,), row), "two different rows of 2") for merge in ((0, 2), (-1, 0), (1, 1))),

@@ -22,7 +22,7 @@ from kfuse.comm.buckets import ALIGN, Bucket
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
 from kfuse.comm.symmetric_memory import SymmetricMemory, check_peer_access
-from kfuse.kernels import pull
+from kfuse.kernels import reduce
 
 
 class Symmetric:
@@ -50,7 +50,7 @@ class Symmetric:
         self._buckets = buckets
         rows = [torch.zeros(ALIGN, device=self._group.device) for _ in range(2)]
         for sumsq in (None, torch.zeros(1, device=self._group.device)):
-            pull(rows, ((0, 1),), rows[0], sumsq)  # compiled here, between steps, for the orders of all later plans
+            reduce(rows, ((0, 1),), rows[0], sumsq)  # compiled here, between steps, for the orders of all later plans
 
     def _grow(self, slots: int) -> None:
         while len(self._memories) < slots:
@@ -91,4 +91,4 @@ class Symmetric:
         rows = [self._memories[k].of[rank][here] for rank, count in enumerate(self._pieces) for k in range(count)]
         # After an abort they may be dropped while the kernel still runs.
         self._device.keep([flat, *([] if sumsq is None else [sumsq])], self._device.current_stream())
-        pull(rows, self._merges, flat[shard], sumsq)
+        reduce(rows, self._merges, flat[shard], sumsq)

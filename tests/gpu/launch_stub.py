@@ -36,7 +36,7 @@ GPU = torch.device("cuda", 1)
 """Where tensors are pretended to lie: not on the device that is current by default."""
 IMPLEMENTATIONS = {
     triton_pack: (reduction, ["pack"]),
-    triton_reduce: (reduction, ["reduce", "pull", "block_sumsq", "sum_partials"]),
+    triton_reduce: (reduction, ["reduce", "block_sumsq", "sum_partials"]),
     triton_updates: (updates, ["adamw", "sgd"]),
     triton_lamb: (updates, ["lamb"]),
 }

@@ -22,7 +22,7 @@ from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import plan_merges, plan_range
 from kfuse.data.fetching import worker_range
-from kfuse.kernels import Merges, balanced, dispatch, num_blocks, pull, triton_reduce
+from kfuse.kernels import Merges, balanced, dispatch, num_blocks, reduce, triton_reduce
 from kfuse.kernels.launch import Launch
 from kfuse.session import current
 from kfuse.tools.doctor.kernel_checks import CHECKS
@@ -38,15 +38,15 @@ def call(name: str) -> None:
     CHECKS[name](GPU, draw)
 
 
-def call_pull(count: int = 2, merges: Merges = ((0, 1),), numel: int = 64) -> None:
-    pull([torch.ones(numel) for _ in range(count)], merges, torch.zeros(numel), torch.zeros(num_blocks(numel)))
+def call_by_address(count: int = 2, merges: Merges = ((0, 1),), numel: int = 64) -> None:
+    reduce([torch.ones(numel) for _ in range(count)], merges, torch.zeros(numel), torch.zeros(num_blocks(numel)))
 
 
 LAUNCHED = {
     "pack": ["pack_kernel"] * 2,
     "reduce": ["sum_rows_kernel"] * 2,
     "block_sumsq": ["block_sumsq_kernel", "sum_partials_kernel"],
-    "pull": ["sum_rows_kernel"],
+    "reduce by address": ["sum_rows_kernel"],
     "adamw": ["adamw_kernel"] * 2,
     "sgd": ["sgd_kernel"],
     "lamb": ["lamb_moments_kernel", "lamb_trust_kernel", "lamb_apply_kernel"],
@@ -163,15 +163,15 @@ def test_after_the_first_step_nothing_is_compiled(optimizer: str) -> None:
         assert ("sum_rows_kernel" in {each.kernel for each in seen.started}) == reproducible
 
 
-def test_pull_is_compiled_once() -> None:
+def test_a_sum_by_address_is_compiled_once() -> None:
     """Whatever the number of contributions, their order, their length and where they lie."""
     with recorded() as seen:
-        call_pull()
+        call_by_address()
         compiled = list(seen.compiled)
         assert compiled
         for count in (1, 2, 3, 8, 29, 256):
-            call_pull(count, balanced(count), 64 * count - count % 2)
-        call_pull(5, tuple((0, k) for k in range(1, 5)))
+            call_by_address(count, balanced(count), 64 * count - count % 2)
+        call_by_address(5, tuple((0, k) for k in range(1, 5)))
         assert seen.compiled == compiled
         check_devices(seen.started)
         assert all(device == GPU and pinned for device, pinned in seen.uploads)

@@ -1,6 +1,6 @@
 """comm.schedule=symmetric over doubles of NCCL and of symmetric memory, between real processes: no GPU has run it.
 
-The kernel is `pull` in its PyTorch form; `test_kernels_symmetric.py` has its Triton form in the interpreter.
+The kernel is `reduce` in its PyTorch form; `test_kernels_symmetric.py` has its Triton form in the interpreter.
 """
 
 from __future__ import annotations

@@ -78,9 +78,9 @@ def reduce(device: torch.device, draw: Draw, count: int, numel: int, dtype: torc
     return [plain, measured, sumsq]
 
 
-def pull(device: torch.device, draw: Draw, count: int, numel: int) -> list[Tensor]:
+def reduce_by_address(device: torch.device, draw: Draw, count: int, numel: int) -> list[Tensor]:
     out, sumsq = empty(numel, device), empty(num_blocks(numel), device)
-    k.pull([draw(numel) for _ in range(count)], k.balanced(count), out, sumsq)
+    k.reduce([draw(numel) for _ in range(count)], k.balanced(count), out, sumsq)
     return [out, sumsq]
 
 
@@ -112,7 +112,7 @@ CHECKS: dict[str, Call] = {
     "pack": partial(pack, numels=_NUMELS, dtype=torch.float32),
     "reduce": partial(reduce, count=5, numel=_NUMEL, dtype=torch.float32),
     "block_sumsq": partial(block_sumsq, numel=_NUMEL, dtype=torch.float32),
-    "pull": partial(pull, count=3, numel=_NUMEL),
+    "reduce by address": partial(reduce_by_address, count=3, numel=_NUMEL),
     "adamw": partial(adamw, numel=_NUMEL, dtype=torch.float32),
     "sgd": partial(sgd, numel=_NUMEL, dtype=torch.float32),
     "lamb": partial(lamb, numels=_NUMELS),
