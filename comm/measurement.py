@@ -45,14 +45,11 @@ class Measurement:
         self._sumsq = torch.zeros(sum(chunks), device=device)
         # fp32, of each bucket: partial sums of squares of one micro-batch's own gradient, which `pack` writes.
         self.sumsq_of = self._sumsq.split_with_sizes(chunks) if chunks else ()
-        self._set_norms(torch.zeros(sum(self._blocks), device=device))
+        self.renew()
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)  # of a record: see Tail.record
         self.stopwatch, self._waiting = Stopwatch(device), Stopwatch(device)
         self._voter: Voter | None = None  # by the time that this worker waits for others; None where it is alone
-
-    def _set_norms(self, norms: Tensor) -> None:
-        self.norms, self._norms_of = norms, norms.split_with_sizes(self._blocks) if self._blocks else ()
 
     def set_group(self, rank: int, size: int, figures: int) -> None:
         """Goes on with other workers. Between steps. figures: slots of the tail for a step function's figures."""
@@ -102,7 +99,9 @@ class Measurement:
         return tail[self._params + SAMPLES].double()
 
     def renew(self) -> None:
-        self._set_norms(torch.zeros_like(self.norms))
+        """Takes other memory for `norms`: messages under way may still write to this."""
+        self.norms = torch.zeros(sum(self._blocks), device=self._sumsq.device)
+        self._norms_of = self.norms.split_with_sizes(self._blocks) if self._blocks else ()
 
     def measure(self, total_weight: Tensor | None, measured: Mapping[int, Tensor]) -> None:
         """Has the reduced buckets hold the mean gradient, and `norms` its sums of squares; 0 of other workers' shards.

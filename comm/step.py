@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -85,9 +84,6 @@ class MicroBatch:
             self._engine.close_micro_batch()
         else:
             self._engine.abort()
-
-
-_LOG = logging.getLogger("kfuse")
 
 
 class Step:

@@ -30,7 +30,7 @@ def mirrored_run(kind: str, dtype: torch.dtype, steps: int) -> list[Any]:
         opt.step()
         opt.zero_grad()
     own, mirrored = [], []
-    for bucket, state in opt.updates.flat.pairs():
+    for bucket, state in opt.updates.pairs():
         for each, found in ((state.own, own), (state.mirror, mirrored)):
             if not each.width:
                 continue

@@ -57,7 +57,7 @@ def state_bytes() -> list[tuple[int, int, int]]:
         opt = s.optimizer("adamw", model)
         s.loss_of(model, 2, 0).backward()
         opt.step()
-        tensors = [tensor for state in opt.updates.flat.states for tensor in state.own.tensors.values()]
+        tensors = [tensor for state in opt.updates.states for tensor in state.own.tensors.values()]
         assert not opt.state or all(set(state) == {"step"} for state in opt.state.values())
         blocks = sum(-(-bucket.body // BLOCK) for bucket in opt.engine.gradient_buckets)
         numel = sum(p.numel() for p in model.parameters())

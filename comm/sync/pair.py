@@ -210,11 +210,12 @@ class Snapshots:
     fp32 on the host, and as much again for each such transfer.
     """
 
+    _newest: Snapshot
+
     def __init__(self, weights: Sequence[Tensor], step: int, device: devices.Device) -> None:
         """weights: of the model, fp32 or bf16, on `device`. They are published, as those after `step` steps."""
         self._device, self._lock = device, threading.Lock()
         self.buffers: list[Snapshot] = []
-        self._newest: Snapshot | None = None
         self.publish(weights, step)
 
     def publish(self, weights: Sequence[Tensor], step: int) -> None:
@@ -235,7 +236,6 @@ class Snapshots:
     def newest(self) -> Iterator[Snapshot]:
         """Context: the newest snapshot, complete, which is not written meanwhile."""
         with self._lock:
-            assert self._newest is not None
             found = self._newest
             found.readers += 1
         try:

@@ -24,10 +24,10 @@ from kfuse.optim.layout import (
     with_own_storage,
 )
 from kfuse.optim.rules import Rule
-from kfuse.optim.updates import named_parameters
+from kfuse.optim.updates import Updates, named_parameters
 
 
-class FlatState:
+class FlatState(Updates):
     """Keeps torch's per-parameter `state` as views of flat buffers, so that state_dict is torch's own.
 
     A 16-bit parameter's moments are fp32, and `state` has its fp32 weights too, as "master". torch's optimizers leave
@@ -35,7 +35,8 @@ class FlatState:
     """
 
     def __init__(self, opt: torch.optim.Optimizer, rule: Rule) -> None:
-        self._opt, self._moment_names, self._counts_updates = opt, rule.moment_names, rule.counts_updates
+        super().__init__(opt)
+        self.rule = rule
         self.names = (*rule.moment_names, MASTER)  # of all state tensors shaped like the parameter
         self.states: list[BucketState] = []  # of each bucket of gradients
 
@@ -46,8 +47,8 @@ class FlatState:
         return [self.engine.params[i] for i in bucket.layout.params]
 
     def lay_out(self, engine: Engine) -> None:
-        self.engine = engine
-        groups = {id(p): index for index, group in enumerate(self._opt.param_groups) for p in group["params"]}
+        super().lay_out(engine)
+        groups = {id(p): index for index, group in enumerate(self.opt.param_groups) for p in group["params"]}
         self.states = [self._flatten(bucket, groups) for bucket in engine.gradient_buckets]
 
     def _flatten(self, bucket: Bucket, groups: dict[int, int]) -> BucketState:
@@ -69,10 +70,10 @@ class FlatState:
         With sharded state torch's `state` then has the numbers of updates only.
         """
         params = self.params_of(bucket)
-        saved: list[dict[str, Any]] = [self._opt.state.get(p, {}) for p in params]
+        saved: list[dict[str, Any]] = [self.opt.state.get(p, {}) for p in params]
         loaded = [of.get(MASTER) is not None for of in saved]
         state.entries = [Entry(known=self.has_moments(of)) for of in saved]
-        names = list(self._moment_names) if state.has_moments else []
+        names = list(self.rule.moment_names) if state.has_moments else []
         names += [MASTER] if state.param.dtype != torch.float32 else []
         for part in state.parts:
             part.tensors = {name: tensor for name, tensor in part.tensors.items() if name in names}
@@ -89,7 +90,7 @@ class FlatState:
         self.publish_masters(bucket, state, [k for k, entry in enumerate(state.entries) if entry.known or loaded[k]])
 
     def has_moments(self, of: dict[str, Any]) -> bool:
-        return any(of.get(name) is not None for name in self._moment_names)
+        return any(of.get(name) is not None for name in self.rule.moment_names)
 
     def publish(self, bucket: Bucket, state: BucketState, which: Sequence[int]) -> None:
         """Makes the flat state of these parameters visible as torch's `state`. Of shards there is none to be seen."""
@@ -97,9 +98,9 @@ class FlatState:
         for name, moment in state.own.moments.items() if not bucket.sharded else ():
             views = bucket.view(moment)
             for k in which:
-                self._opt.state[params[k]][name] = views[k]
-        for k in which if self._counts_updates else ():
-            self._opt.state[params[k]]["step"] = state.steps[k]
+                self.opt.state[params[k]][name] = views[k]
+        for k in which if self.rule.counts_updates else ():
+            self.opt.state[params[k]]["step"] = state.steps[k]
 
     def publish_masters(self, bucket: Bucket, state: BucketState, which: Sequence[int]) -> None:
         """Makes the masters of these parameters visible in `state`: from the first update on, as torch makes state."""
@@ -111,14 +112,14 @@ class FlatState:
         if master is not None and not bucket.sharded:
             params, views = self.params_of(bucket), bucket.view(master)
             for k in which:
-                self._opt.state[params[k]][MASTER] = views[k]
+                self.opt.state[params[k]][MASTER] = views[k]
 
     # -- between and in updates -----------------------------------------------------------------------------------
 
     def make(self, bucket: Bucket, state: BucketState, which: Sequence[int]) -> None:
         """Makes the state of these parameters of the bucket, as of no update."""
         for part in state.parts:
-            part.make(self._moment_names, bucket.device)
+            part.make(self.rule.moment_names, bucket.device)
         self.publish(bucket, state, which)
         for k in which:
             state.entries[k].known = True
@@ -142,7 +143,7 @@ class FlatState:
                         )
                     moved.append((p, place))
         if moved:
-            refuse_overlaps(named_parameters(self._opt.param_groups))
+            refuse_overlaps(named_parameters(self.opt.param_groups))
             values = [p.data.clone() for p, _ in moved]  # they may lie in each other's places
             for (p, place), value in zip(moved, values, strict=True):
                 place.copy_(value)

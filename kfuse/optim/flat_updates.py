@@ -20,23 +20,19 @@ from kfuse.comm.group import CommError, Pending
 from kfuse.optim import sharding
 from kfuse.optim.flat import FlatState
 from kfuse.optim.layout import MASTER, BucketState, Entry, Part, Piece, piece_of, refuse_overlaps
-from kfuse.optim.rules import Rule, fisher
-from kfuse.optim.updates import Update, Updates, named_parameters
+from kfuse.optim.rules import fisher
+from kfuse.optim.updates import Update, named_parameters
 
 _NEVER_LOADED = {"amsgrad": True, "differentiable": True}
 _OTHER_ARITHMETIC = _NEVER_LOADED | {"decoupled_weight_decay": False}  # which AdamW sets to True as it loads
 
 
-class FlatUpdates(Updates):
-    """Makes updates by a rule, on a `FlatState`."""
+class FlatUpdates(FlatState):
+    """Makes updates by a rule."""
 
     weight_names = (MASTER,)
     skips_on_device = True
-
-    def __init__(self, opt: torch.optim.Optimizer, rule: Rule) -> None:
-        super().__init__(opt)
-        self.rule, self.flat = rule, FlatState(opt, rule)
-        self._counts_differ = False  # workers may have made different updates
+    _counts_differ = False  # workers may have made different updates
 
     @property
     def sharded(self) -> bool:
@@ -65,8 +61,7 @@ class FlatUpdates(Updates):
 
     def lay_out(self, engine: Engine) -> None:
         super().lay_out(engine)
-        self.flat.lay_out(engine)
-        for bucket, state in self.flat.pairs():
+        for bucket, state in self.pairs():
             self.rule.lay_out(bucket, (state.own, state.mirror))
 
     # -- an update ------------------------------------------------------------------------------------------------
@@ -75,18 +70,18 @@ class FlatUpdates(Updates):
         """Also raises ValueError or RuntimeError for options and parameters that the user has changed wrongly."""
         self._refuse_options(self.opt.param_groups, _OTHER_ARITHMETIC)
         resumes = self.engine.kept is not None and self.engine.kept.resumed
-        if self.sharded and not resumes and any(state.own.place != bucket.shard for bucket, state in self.flat.pairs()):
+        if self.sharded and not resumes and any(state.own.place != bucket.shard for bucket, state in self.pairs()):
             raise RuntimeError("comm.state=sharded: the group has changed, and the optimizer's state was not moved")
-        self.flat.keep_flat()
+        self.keep_flat()
         self.rule.update(self, given)
 
     def run(self, update: Callable[[Bucket, BucketState], None]) -> None:
         """Updates this worker's part of each bucket, and shares its shards. Raises CommError."""
         try:
             for bucket in self.engine.updates():
-                update(bucket, self.flat.states[bucket.index])
+                update(bucket, self.states[bucket.index])
         except CommError:
-            self.flat.renew_parameters()
+            self.renew_parameters()
             raise
 
     def pieces(self, bucket: Bucket, state: BucketState, given: Update) -> list[list[Piece]]:
@@ -94,7 +89,7 @@ class FlatUpdates(Updates):
 
         Updates are counted on each worker, also those of parameters that are not its own.
         """
-        params, options = self.flat.params_of(bucket), self.options_of(state)
+        params, options = self.params_of(bucket), self.options_of(state)
         bucket.take_visible()
         keeps = self.rule.keeps_state(options)
         used = [p.grad is not None for p in params]
@@ -112,8 +107,8 @@ class FlatUpdates(Updates):
             if first and self.rule.skips_first(options, skip):
                 continue
             if first:
-                self.flat.make(bucket, state, which)
-            self.flat.publish_masters(bucket, state, which)
+                self.make(bucket, state, which)
+            self.publish_masters(bucket, state, which)
             state.steps[which.start : which.stop].add_(1.0 if skip is None else 1.0 - skip)
             for part, found in zip(state.parts, pieces, strict=True):
                 piece = piece_of(bucket, state, part, which, first, skip)
@@ -124,25 +119,19 @@ class FlatUpdates(Updates):
     # -- averages -------------------------------------------------------------------------------------------------
 
     def make_state(self, lacking: Sequence[int]) -> None:
-        for bucket, state in self.flat.pairs():
+        for bucket, state in self.pairs():
             which = [k for k, index in enumerate(bucket.layout.params) if index in lacking]
             if which:
-                self.flat.make(bucket, state, which)
+                self.make(bucket, state, which)
         self._counts_differ = True
 
     def average_models(self, weights: bool = True, states: bool = True) -> None:
         """Numbers of updates are averaged too: those of workers that made fewer are fractions."""
         super().average_models(weights, states)
         if states and self._counts_differ:
-            for state in self.flat.states:
+            for state in self.states:
                 state.compare_updates()
             self._counts_differ = False
-
-    def weights(self) -> list[Tensor]:
-        return self.flat.weights()
-
-    def weights_changed(self) -> None:
-        self.flat.weights_changed()
 
     # -- what is compared and saved -------------------------------------------------------------------------------
 
@@ -150,12 +139,12 @@ class FlatUpdates(Updates):
         names = self.engine.names
         return {
             f"whether {names[index]} has optimizer state": float(entry.known)
-            for bucket, state in (self.flat.pairs() if self.sharded else ())
+            for bucket, state in (self.pairs() if self.sharded else ())
             for index, entry in zip(bucket.layout.params, state.entries, strict=True)
         }
 
     def counts(self) -> list[tuple[Sequence[int], Tensor]]:
-        return [(bucket.layout.params, state.steps) for bucket, state in self.flat.pairs()] if self.sharded else []
+        return [(bucket.layout.params, state.steps) for bucket, state in self.pairs()] if self.sharded else []
 
     def state_dict(self, only: int | None = None) -> dict[str, Any]:
         if not self.sharded:
@@ -170,9 +159,9 @@ class FlatUpdates(Updates):
     def _shown(self, only: int | None) -> Iterator[None]:
         """Gathers the whole tensors, on this rank or on all, and makes them visible in `state`, as if replicated."""
         try:
-            wholes = sharding.gather(self.engine, self.flat.states, only)
-            for (bucket, state), tensors in zip(self.flat.pairs(), wholes, strict=True):
-                params = self.flat.params_of(bucket)
+            wholes = sharding.gather(self.engine, self.states, only)
+            for (bucket, state), tensors in zip(self.pairs(), wholes, strict=True):
+                params = self.params_of(bucket)
                 for name, whole in tensors.items():
                     for p, view, entry in zip(params, bucket.view(whole), state.entries, strict=True):
                         if entry.mastered if name == MASTER else entry.known:
@@ -180,11 +169,11 @@ class FlatUpdates(Updates):
             yield
         finally:
             for p in self.engine.params:
-                for name in self.flat.names:
+                for name in self.names:
                     self.opt.state.get(p, {}).pop(name, None)
 
     def shards_shown(self) -> AbstractContextManager[None]:
-        if not (self.sharded and any(state.has_moments or state.has_masters for state in self.flat.states)):
+        if not (self.sharded and any(state.has_moments or state.has_masters for state in self.states)):
             return nullcontext()
         self.engine.group.meet("opt.rebuild() or opt.add_param_group(), with comm.state=sharded")
         return self._shown(None)
@@ -193,18 +182,18 @@ class FlatUpdates(Updates):
         self._refuse_options(state["param_groups"], _NEVER_LOADED)
         self._check_shapes(state)
         self._load_by_torch(state)
-        for bucket, of_bucket in self.flat.pairs():
+        for bucket, of_bucket in self.pairs():
             if bucket.sharded:
                 of_bucket.own.move_to(slice(0, bucket.body) if whole else bucket.shard)
                 of_bucket.mirror.move_to(slice(0, 0))
                 of_bucket.others = []
                 self.rule.lay_out(bucket, [of_bucket.own])
-            self.flat.take(bucket, of_bucket)
+            self.take(bucket, of_bucket)
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
         named = named_parameters(self.opt.param_groups)
         for of, (p, label) in zip(self._states_of_params(state_dict), named, strict=False):  # torch checks the numbers
-            for name in self.flat.names:
+            for name in self.names:
                 value = of.get(name)
                 if value is not None and value.shape != p.shape:
                     raise ValueError(
@@ -214,7 +203,7 @@ class FlatUpdates(Updates):
     def _load_by_torch(self, state_dict: dict[str, Any]) -> None:
         """Loads by torch all but tensors which it would round to the parameter's dtype, or move to its device."""
         by_torch = not self.sharded and all(p.dtype == torch.float32 for p in self._params())
-        names, rest = () if by_torch else self.flat.names, dict[Any, Any]()
+        names, rest = () if by_torch else self.names, dict[Any, Any]()
         for key, of in state_dict["state"].items():
             rest[key] = {name: value for name, value in of.items() if name not in names or value is None}
         super().load_state_dict({**state_dict, "state": rest})
@@ -235,19 +224,19 @@ class FlatUpdates(Updates):
         if self.sharded:
             return
         given = dict(zip(map(id, self._params()), self._states_of_params(state), strict=False))
-        for bucket, of_bucket in self.flat.pairs():
-            theirs = [given.get(id(p), {}) for p in self.flat.params_of(bucket)]
-            missing = [k for k, of in enumerate(theirs) if not of_bucket.entries[k].known and self.flat.has_moments(of)]
+        for bucket, of_bucket in self.pairs():
+            theirs = [given.get(id(p), {}) for p in self.params_of(bucket)]
+            missing = [k for k, of in enumerate(theirs) if not of_bucket.entries[k].known and self.has_moments(of)]
             if missing:
-                self.flat.make(bucket, of_bucket, missing)
-            self.flat.publish_masters(bucket, of_bucket, [k for k, of in enumerate(theirs) if MASTER in of])
+                self.make(bucket, of_bucket, missing)
+            self.publish_masters(bucket, of_bucket, [k for k, of in enumerate(theirs) if MASTER in of])
 
     # -- shards that move between workers -------------------------------------------------------------------------
 
     def common_state(self) -> dict[str, Any]:
         if not self.sharded:
             return super().common_state()
-        shards = [([astuple(entry) for entry in state.entries], state.steps) for state in self.flat.states]
+        shards = [([astuple(entry) for entry in state.entries], state.steps) for state in self.states]
         return {**super().state_dict(), "shards": shards}
 
     def load_common_state(self, state: dict[str, Any], keeps_shards: bool) -> None:
@@ -255,7 +244,7 @@ class FlatUpdates(Updates):
             super().load_common_state(state, keeps_shards)
             return
         self._load_by_torch({key: value for key, value in state.items() if key != "shards"})
-        for (bucket, of_bucket), (entries, steps) in zip(self.flat.pairs(), state["shards"], strict=True):
+        for (bucket, of_bucket), (entries, steps) in zip(self.pairs(), state["shards"], strict=True):
             if not keeps_shards:
                 of_bucket.own.move_to(slice(0, 0))
                 of_bucket.mirror.move_to(slice(0, 0))
@@ -263,20 +252,20 @@ class FlatUpdates(Updates):
             of_bucket.entries = [Entry(*entry) for entry in entries]
             of_bucket.steps.copy_(steps)
             of_bucket.compare_updates()
-            self.flat.publish(bucket, of_bucket, [k for k, entry in enumerate(of_bucket.entries) if entry.known])
+            self.publish(bucket, of_bucket, [k for k, entry in enumerate(of_bucket.entries) if entry.known])
 
     def regroup(self, has_state: bool) -> None:
         if self.sharded:
-            sharding.regroup(self.engine, self.flat.states, self.rule.moment_names, has_state)
-            for bucket, state in self.flat.pairs():
+            sharding.regroup(self.engine, self.states, self.rule.moment_names, has_state)
+            for bucket, state in self.pairs():
                 self.rule.lay_out(bucket, (state.own, state.mirror))
 
     def hand_over(self, leavers: Collection[int]) -> None:
         if self.sharded and leavers:
-            sharding.hand_over(self.engine, self.flat.states, self.rule.moment_names, leavers)
+            sharding.hand_over(self.engine, self.states, self.rule.moment_names, leavers)
 
     def collect_parameters(self, rank: int, has_state: bool) -> None:
-        sharding.collect(self.engine, self.flat.states, rank, has_state)
+        sharding.collect(self.engine, self.states, rank, has_state)
 
     def copy_shards(self, step: int) -> tuple[list[list[Part]], list[Pending]]:
         """Returns copies of this worker's shards, with those of the worker before, and the messages that bring them.
@@ -284,7 +273,7 @@ class FlatUpdates(Updates):
         Of each bucket. Every worker calls it after the same step. Raises CommError.
         """
         group, copied, arriving = self.engine.group, list[list[Part]](), list[Pending]()
-        for number, (bucket, state) in enumerate(self.flat.pairs()):
+        for number, (bucket, state) in enumerate(self.pairs()):
             mine = {name: tensor.clone() for name, tensor in state.own.tensors.items()}  # updates change it meanwhile
             before = group.shards(bucket.body, self.engine.executor.unit)[group.rank - 1]
             theirs = {name: torch.empty(before.stop - before.start, device=bucket.device) for name in mine}
@@ -298,5 +287,5 @@ class FlatUpdates(Updates):
         """After `load_common_state`: takes parts of each bucket's state, any workers'; `regroup` gives them to their
         owners.
         """
-        for (bucket, state), parts in zip(self.flat.pairs(), shards, strict=True):
+        for (bucket, state), parts in zip(self.pairs(), shards, strict=True):
             state.others = [part.on(bucket.device) for part in parts]

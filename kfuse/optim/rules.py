@@ -151,7 +151,7 @@ class LambRule(Rule):
         if not updates.sharded:
             super().update(updates, given)
             return
-        tables = [self._tables[bucket.index, 0, ()] for bucket, _ in updates.flat.pairs()]
+        tables = [self._tables[bucket.index, 0, ()] for bucket, _ in updates.pairs()]
         kept = updates.engine.kept
         assert kept is not None, "it has been reduced, with sharded state"
         if self._moved is None or self._moved.of is not kept:
@@ -178,7 +178,7 @@ class LambRule(Rule):
         sums, mirrored = torch.zeros(2, 2 * sum(table.num_chunks for table in tables), device=updates.engine.device)
         every: list[list[Piece]] = []
         for (bucket, state), *partials in zip(
-            updates.flat.pairs(), _of_buckets(sums, tables), _of_buckets(mirrored, tables), strict=True
+            updates.pairs(), _of_buckets(sums, tables), _of_buckets(mirrored, tables), strict=True
         ):
             first_chunks = _first_chunks(bucket)
             every.append([])
@@ -238,7 +238,7 @@ def fisher(updates: FlatUpdates) -> Tensor | None:
     a batch. Where noise dominates the gradient, it falls as the batch size grows. Two reads of the moments.
     """
     traces, largest = [], []
-    for bucket, state in updates.flat.pairs():
+    for bucket, state in updates.pairs():
         if not state.own.moments or not state.has_moments:
             continue
         views = bucket.view(state.own.moments["exp_avg_sq"])
