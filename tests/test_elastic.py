@@ -77,27 +77,6 @@ def test_growth_and_shrinkage_by_schedule(undisturbed: Job, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_a_worker_is_lost_before_it_can_leave(undisturbed: Job, tmp_path: Path) -> None:
-    """The view without it is proposed, and the others still train with it."""
-
-    async def lose_the_leaver(supervisor: Supervisor, job: Job) -> None:
-        announce = supervisor.views._announce
-
-        def announced(*arguments: Any, **named: Any) -> None:
-            announce(*arguments, **named)
-            if supervisor.job.view.generation == 2:  # at once: it leaves some steps later
-                os.kill(supervisor.processes.workers[2].process.pid, signal.SIGKILL)
-
-        supervisor.views._announce = announced  # type: ignore[method-assign]
-
-    policy = chaos(tmp_path, phases=[{"step": 5, "workers": 2}], pace_s=0.1, paced=20)
-    job = run_job(tmp_path / "run", [*TRAINING, "workers.count=3", *policy], lose_the_leaver)
-    assert_same_training(job, undisturbed)
-    assert [(view["reason"], len(view["workers"])) for view in job.views] == [("start", 3), ("failure", 2)]
-    assert len(job.of_kind("failure")) == 1
-
-
-@pytest.mark.full
 def test_more_workers_than_micro_batches(tmp_path: Path) -> None:
     """Those without one wait, lose the only worker that had one, and take over."""
     few = [*TRAINING, "batch.micro=16", "batch.max=16", "train.epochs=1"]

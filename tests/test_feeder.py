@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,26 +92,6 @@ def test_any_plan_fetches_the_same_batches(
                 if cursor == LENGTH:
                     epoch, cursor = epoch + 1, 0
     assert len(used) <= workers, "the same processes to the end"
-
-
-def test_results_that_fit_a_changed_plan_are_not_fetched_again(tmp_path: Path) -> None:
-    class Counting(Noise):
-        def __getitem__(self, i: int) -> tuple[Tensor, int]:
-            with open(tmp_path / "fetched", "a") as log:
-                log.write(f"{i}\n")
-            return super().__getitem__(i)
-
-    with (fed := feeder(Counting(), workers=1, prefetch=4)).running():
-        fed.expect(plan(0, 0))
-        for cursor in (0, 4):
-            fed.fetch(Task(0, cursor, 4))
-        wait_until("four more to be fetched", lambda: len((tmp_path / "fetched").read_text().split()) >= 24)
-        for cursor in range(8, LENGTH, 4):  # the same micro-batches, in larger steps
-            if cursor in (8, 24):
-                fed.expect(plan(0, cursor, batch=16))
-            fed.fetch(Task(0, cursor, 4))
-        epoch = (tmp_path / "fetched").read_text().split()[:LENGTH]
-    assert sorted(map(int, epoch)) == list(range(LENGTH))
 
 
 def test_many_requests_and_large_replies_do_not_wait_for_each_other() -> None:

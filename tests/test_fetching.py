@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kfuse as kf
 from kfuse.data import EpochSampler, MapData
 from kfuse.data.fetching import Fetcher, Task, fetch, micro_batch_sizes, permutation, random_key, worker_range
 
@@ -151,41 +150,3 @@ def test_keys_are_63_bits_and_do_not_meet(numbers: list[tuple[int, int, int]]) -
     keys = [random_key(*each) for each in numbers]
     assert all(0 <= key < 2**63 for key in keys)
     assert len({seed % 2**64 for seed, *_ in numbers}) < len(numbers) or len(set(keys)) == len(keys)
-
-
-class Heard(torch.nn.Module):
-    """Keeps what its forward gets and draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(2, 1)
-        self.seen: dict[int, list[float]] = {}
-        self.drawn: list[tuple[float, float, float]] = []
-
-    def forward(self, x: Tensor) -> Any:
-        self.drawn.append((float(torch.rand(())), np.random.rand(), random.random()))
-        for i, noise in x.tolist():
-            self.seen.setdefault(int(i), []).append(noise)
-        return self.linear(x.float()).squeeze(1)
-
-
-class Quiet(Noise):
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return torch.tensor([float(i), 0.0], dtype=torch.float64), i
-
-
-def train(batch_size: int, batch_micro: int, data: Any, **more: Any) -> Heard:
-    torch.manual_seed(0)
-    model = Heard()
-    opt = kf.FusedSGD(model.parameters(), lr=1e-4)
-    more |= {"batch_size": batch_size, "batch_micro": batch_micro, "train_epochs": 2, "seed": 3}
-    kf.fit(model, data, opt, loss_fn=lambda output, target: output.mean(), **more)
-    return model
-
-
-def test_training_draws_the_same_for_any_batch_size_and_in_forward_for_any_data() -> None:
-    """Also from numpy and random: a loop's mix-up draws from them."""
-    first = train(8, 4, Noise())
-    assert sorted(first.seen) == list(range(40)) and all(len(set(noise)) == 2 for noise in first.seen.values())
-    assert train(20, 3, Noise()).seen == first.seen
-    assert train(8, 4, Quiet()).drawn == first.drawn and len(set(first.drawn)) == len(first.drawn)

@@ -142,14 +142,6 @@ def test_wrong_places_are_refused(name: str, place: str, message: str, tmp_path:
         train(with_fit, **{name: str(tmp_path / place)})
 
 
-def test_a_folder_of_checkpoints_that_are_all_damaged_is_said(tmp_path: Path, caplog: Any) -> None:
-    train(with_fit, checkpoint_dir=tmp_path / "kept", train_epochs=1)
-    [path] = (tmp_path / "kept").glob("step-*")
-    (path / "model.pt").write_bytes(b"")
-    train(with_fit, checkpoint_dir=tmp_path / "kept", train_epochs=1, checkpoint_resume="auto")
-    assert f"checkpoint rejected {path}: " in caplog.text
-
-
 @pytest.mark.parametrize(("error", "why"), [(Interrupted, "failed"), (KeyboardInterrupt, "interrupted")])
 def test_a_training_that_fails_leaves_its_reason(tmp_path: Path, error: type[BaseException], why: str) -> None:
     class Failing(kf.BasePolicy):
@@ -183,10 +175,7 @@ def test_what_is_shown(capsys: Any, tmp_path: Path) -> None:
     train(with_fit, run_dir=tmp_path / "silent")
     assert capsys.readouterr() == ("", "")
     train(with_loader, observe_progress=True)
-    shown = capsys.readouterr().out
-    assert "loss" in shown and "params sha256" in shown
-    train(with_fit, observe_progress=True, run_dir=tmp_path / "shown")
-    assert str(tmp_path / "shown" / "model.pt") in capsys.readouterr().out.replace("\n", "")
+    assert "params sha256" in capsys.readouterr().out
 
 
 # -- killed -----------------------------------------------------------------------------------------------------------

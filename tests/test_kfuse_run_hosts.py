@@ -83,11 +83,8 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(meeting: list[str], t
 
     A host without the job's secret is refused.
     """
-    script, job, alone = (
-        [str(tmp_path / "train.py"), str(tmp_path / "go-on")],
-        Job(tmp_path / "run"),
-        Job(tmp_path / "alone"),
-    )
+    script = [str(tmp_path / "train.py"), str(tmp_path / "go-on")]
+    job, alone = Job(tmp_path / "run"), Job(tmp_path / "alone")
     settings = ["--run-dir", str(job.directory), "--workers", "3", "--elastic-replace=false"]
     with (
         started(tmp_path / "first.log", "--listen", *meeting, "1", *settings, *script) as first,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import stat
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import torch
 from elastic_job import assert_none_left, command_line, compose, read_lines, words
 from test_fit_checkpoint import Growing, assert_equal, network, with_fit
-from test_kfuse_run import run_script
 from torch import nn
 
 import kfuse as kf
@@ -217,27 +215,3 @@ def test_a_run_starts_from_a_saved_model(tmp_path: Path) -> None:
         assert process.wait(120) == 0
     assert second.summary["eval_accuracy"] == first.summary["eval_accuracy"] > 0.2
     assert not (tmp_path / "second" / "model.pt").exists() and "model" not in second.summary
-
-
-SCRIPT = """
-import kfuse as kf
-import test_fit_checkpoint as t
-for training in (1, 2):
-    net = t.network()
-    opt = kf.FusedAdamW(net.parameters(), lr=0.05)
-    kf.fit(net, t.problem(), opt, batch_size=8, train_epochs=2, heldout=t.problem(), run_dir="mine", seed=training)
-"""
-
-
-@pytest.mark.full
-def test_under_kfuse_run_it_goes_to_the_jobs_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a script's second training to that one's."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-    ended = run_script(tmp_path, SCRIPT)
-    for folder in (ended.directory, ended.directory / "2"):
-        summary = json.loads((folder / "summary.json").read_text())
-        assert summary["model"] == str(folder / "model.pt") and summary["best_model"] == str(folder / "best.pt")
-        net = network()
-        net.load_state_dict(plain(folder / "model.pt"))
-        assert params_sha256(net) == summary["params_sha256"]
-    assert not (tmp_path / "mine").exists()
