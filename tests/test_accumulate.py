@@ -63,27 +63,6 @@ def test_accumulate_is_torchs_and_the_division_is_undone_in_the_statistics(worke
         assert figures[0][3:] == pytest.approx(expected_moments(network(), batches), rel=1e-3)
 
 
-def test_batch_norm_is_averaged_over_the_accumulated_micro_batches() -> None:
-    """As in opt.micro_batch: each one's change from the step's first values, whose mean it is."""
-    x, y = problem(ACC * BATCH)
-    by_word, by_context = (nn.Sequential(nn.BatchNorm1d(4), network()) for _ in range(2))
-    for model in (by_word, by_context):
-        opt = kf.FusedSGD(model.parameters(), lr=0.5)
-        opt.sync_buffers(model)
-        if model is by_word:
-            opt.accumulate(ACC)
-        for j, (part, target) in enumerate(zip(x.split(BATCH), y.split(BATCH), strict=True)):
-            if model is by_word:
-                (F.cross_entropy(model(part), target) / ACC).backward()
-            else:
-                with opt.micro_batch(samples=BATCH, last=j == ACC - 1):
-                    F.cross_entropy(model(part), target).backward()
-        opt.step()
-    torch.testing.assert_close(
-        [*by_word.state_dict().values()], [*by_context.state_dict().values()], rtol=1e-5, atol=1e-6
-    )
-
-
 def test_what_does_not_fit_is_refused_in_one_line() -> None:
     model = network()
     x, y = problem(BATCH)

@@ -183,20 +183,6 @@ def test_what_has_arrived_is_averaged_in_once_and_nothing_of_before_a_meeting(ne
     assert first.mix(weights)
 
 
-def test_nothing_has_arrived_before_the_other_answers(monkeypatch: pytest.MonkeyPatch, new_pair: Any) -> None:
-    """A worker whose others do not answer keeps its own weights, and does not wait."""
-    monkeypatch.setattr(pair_module, "SILENCE_S", 60.0)
-    with socket.create_server((LOCAL, 0)) as listener:
-        weights = filled(3)
-        pair, began = new_pair(weights, {1: Peer(LOCAL, listener.getsockname()[1], bytes(16))}), time.monotonic()
-        for step in range(100):
-            pair.begin_step(step)
-            assert not pair.mix(weights)
-            pair.publish(weights, step)
-        assert time.monotonic() - began < pair_module.SILENCE_S / 2
-        assert all(torch.equal(*both) for both in zip(weights, filled(3), strict=True))
-
-
 def nobody() -> Peer:
     with socket.create_server((LOCAL, 0)) as closed:
         return Peer(LOCAL, closed.getsockname()[1], bytes(16))

@@ -6,7 +6,6 @@ The sums along each tree are in test_transports.py.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,11 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from distributed import run_workers
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import network, problem, recorded_events
 from scipy.sparse.csgraph import minimum_spanning_tree
 
 import kfuse as kf
@@ -159,68 +156,6 @@ def test_all_workers_measure_the_same_links(workers: int) -> None:
     for rank, (_, row, again, of_lane) in enumerate(results):
         assert again is not None and row == list(again.latencies[rank]) and of_lane == again
         assert again == results[0][2], "measured anew, the same on all workers"
-
-
-class Trees(kf.BasePolicy):
-    """Rank 0 sets a list of parents by a call, then one by a decision; all measure the links. What policies saw."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.seen: list[kf.Signals] = []
-        self.rows: list[list[float]] = []
-
-    def after_step(self) -> None:
-        self.step += 1
-        if self.step == 2 and kf.rank() == 0:
-            kf.set_topology("tree")
-            kf.set_tree([1, 1, 1])
-            with pytest.raises(ValueError, match="must have one parent for each of the 3 workers"):
-                kf.set_tree([0, 0])
-        if self.step == 12:
-            self.rows.append(kf.peer_latencies())
-
-    def decide(self, signals: kf.Signals) -> kf.Decision | None:
-        self.seen.append(signals)
-        return {8: kf.Decision(tree=[0, 2, 0]), 9: kf.Decision(tree=[0, 1, 2]), 14: kf.Decision(tree="latency")}.get(
-            signals.step
-        )
-
-
-def train_along_lists() -> tuple[list[object], list[kf.Signals], list[list[float]], list[tuple[str, object]], str]:
-    """The tree of each step, the signals, the latencies, the events, and a digest of the parameters."""
-    kf.init()
-    events, net, policy, trees = recorded_events(), network(), Trees(), []
-    opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    for step in kf.DataLoader(problem(240), net, opt, batch_size=12, batch_micro=4, policy=policy, train_epochs=1):
-        for x, y in step:
-            F.cross_entropy(net(x), y).backward()
-        opt.step()
-        opt.zero_grad()
-        trees.append(opt.engine.tree)
-    digest = hashlib.sha256(torch.cat([p.detach().flatten() for p in net.parameters()]).numpy().tobytes())
-    told = [(event["kind"], event.get("tree", event.get("note"))) for event in events]
-    return trees, policy.seen, policy.rows, told, digest.hexdigest()
-
-
-def test_a_list_of_parents_applies_on_all_workers_at_one_step_and_policies_see_measured_links() -> None:
-    results = run_workers(3, train_along_lists)
-    trees, seen, _, events, _ = results[0]
-    assert all((each[0], each[1], each[4]) == (trees, seen, results[0][4]) for each in results), "ranks disagree"
-    assert list(dict.fromkeys(trees)) == [None, (1, 1, 1), (0, 2, 0), "latency"]
-    assert trees.index((1, 1, 1)) == 4 and trees.index((0, 2, 0)) == 8 + 4
-    decided = [tree for kind, tree in events if kind == "decision" and tree is not None]
-    assert decided == [[1, 1, 1], [0, 2, 0], "latency"]
-    [note] = [note for kind, note in events if kind == "clipped"]
-    assert str(note).startswith("tree [0, 1, 2]: must have one") and str(note).endswith("; it stays as it is")
-    known = [signals.link_latencies for signals in seen]
-    first = next(step for step, latencies in enumerate(known) if latencies is not None)
-    assert first == 10, "step 10 is reported after step 11, whose hook has measured"
-    assert all(latencies is not None for latencies in known[first:])
-    for rank, (_, _, [row], *_) in enumerate(results):
-        assert known[first] is not None and row == list(known[first][rank]) and row[rank] == 0.0
-    throughputs = seen[first].link_throughputs
-    assert throughputs is not None and throughputs[1][1] is None and (throughputs[0][2] or 0) > 0
-    assert [kind for kind, _ in events].count("links") == 1
 
 
 @given(st.integers(1, 64), st.integers(0, 2**24))

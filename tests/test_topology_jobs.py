@@ -17,12 +17,14 @@ TRAINING = words(
 
 
 class Lists(Chaos):
-    """Chaos, and a list of parents at step 24."""
+    """Chaos, a list of parents at step 24, and one that is no tree. Links have been measured."""
 
     def decide(self, signals: kf.Signals) -> kf.Decision | None:
         decision = super().decide(signals) or kf.Decision()
-        if signals.step == 24:
-            decision = decision.merged(kf.Decision(tree=[2, 2, 2]))
+        if tree := {22: [0, 1, 2], 24: [2, 2, 2]}.get(signals.step):
+            assert signals.link_latencies is not None and signals.link_throughputs is not None
+            assert (signals.link_latencies[1][1], signals.link_throughputs[1][1]) == (0.0, None)
+            decision = decision.merged(kf.Decision(tree=tree))
         return None if decision.is_empty else decision
 
 
@@ -40,6 +42,8 @@ def test_each_view_is_measured_and_a_list_is_dropped_when_a_worker_is_lost(tmp_p
     assert_exact(job)
     views = [(view["reason"], len(view["workers"])) for view in job.views]
     assert views[0] == ("start", 2) and views[1][1] == 3 and views[2] == ("failure", 2), job.told()
+    [note] = [event["note"] for event in job.of_kind("clipped")]
+    assert note.startswith("tree [0, 1, 2]: must have one") and note.endswith("; it stays as it is")
     lost = job.views[2]["step"]
     trees = [(event["tree"], event.get("why")) for event in job.of_kind("decision") if "tree" in event]
     assert trees == [([2, 2, 2], None), ("latency", "the workers have changed")]

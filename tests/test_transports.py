@@ -28,7 +28,7 @@ from kfuse.comm.sum_tree import Merge, plan_merges
 from kfuse.comm.topology import depths, measure
 from kfuse.comm.transports import all_to_all
 from kfuse.comm.transports.tree import parents
-from kfuse.kernels import BLOCK
+from kfuse.kernels import BLOCK, block_sumsq, num_blocks, reduce
 from kfuse.session import current
 
 TENSORS = [[(1,)], [(5,), (3, 50), (64,)], [(0,), (4097,), (2, 2, 2), (300, 41)]]
@@ -41,7 +41,6 @@ def wanted(shapes: list[tuple[int, ...]], rank: int, j: int) -> list[Tensor]:
 
 def reduce_everything() -> list[tuple[str, str, float, str]]:
     """By schedule and type, for all shapes and bucket sizes: the largest relative error, a digest of all bits."""
-    all_to_all.PART = BLOCK  # the largest buckets' contributions come in several parts
     session = kf.init()
     size, out = session.group.size, []
     for (schedule, dtype), shapes, bucket_mb in product(SCHEDULES, TENSORS, (1e-4, 0.01, 4.0)):
@@ -154,37 +153,29 @@ def test_each_tree_sums_over_several_hosts(shape: str | list[int], hosts: str) -
     assert len({digest for _, digest in results}) == 1, "ranks disagree"
 
 
-# -- memory and sockets ---------------------------------------------------------------------------------------------
-
-PIECES = ([1, 1], [0, 2], [3, 4])
-
-
-def exchange(part: int) -> list[tuple[int, int]]:
-    """Of each case: how many parts came, and how many of them are still alive once they are added up."""
-    all_to_all.PART = part
-    group, found = kf.init().group, []
-    transport = transports.make("all_to_all", group, unit=BLOCK)
-    assert isinstance(transport, all_to_all.TwoWorkers)
-    for pieces in PIECES:
-        total = sum(pieces)
-        transport.plan(pieces, plan_merges([(0, k) for k in range(total)], total))
-        slots = [torch.ones(9 * BLOCK + 700) for _ in range(max(1, pieces[group.rank]))]
+def sum_in_parts() -> None:
+    """Of two workers, which have so many partial sums each: this one's shard has the bits of the plan."""
+    all_to_all.PART = 2 * BLOCK
+    group, numel = kf.init().group, 9 * BLOCK + 700
+    transport: Any = transports.make("all_to_all", group, unit=BLOCK)
+    shard = group.shards(numel, BLOCK)[group.rank]
+    for pieces in ([1, 1], [0, 2], [3, 4]):
+        merges = plan_merges([(0, k) for k in range(sum(pieces))], sum(pieces))
+        transport.plan(pieces, merges)
+        rows = torch.randn(sum(pieces), numel, generator=torch.Generator().manual_seed(1))
+        own = rows[pieces[0] :] if group.rank else rows[: pieces[0]]
+        slots = [*own.clone()] or [torch.empty(numel)]
         transport.launch(0, slots, "step 1, bucket 1 of 1")
-        received = [weakref.ref(tensor) for each in transport._messages[0] for tensor in each.brought]
         transport.wait(0)
-        transport.reduce(0, slots[0])
-        deadline = time.monotonic() + 10  # gloo's thread may hold a message that has arrived for a moment
-        while (alive := sum(each() is not None for each in received)) and time.monotonic() < deadline:
-            gc.collect()
-            time.sleep(0.01)
-        found.append((len(received), alive))
-    return found
+        found, squares = (torch.empty(num_blocks(shard.stop - shard.start)) for _ in range(2))
+        transport.reduce(0, slots[0], found)
+        reduce(rows, merges, expected := torch.empty(numel))
+        block_sumsq(expected[shard], squares)
+        assert torch.equal(slots[0][shard], expected[shard]) and torch.equal(found, squares), pieces
 
 
-def test_parts_leave_no_memory() -> None:
-    for part, parts in ((2 * BLOCK, 3), (2**20, 1)):
-        for rank, found in enumerate(run_workers(2, exchange, part)):
-            assert found == [(parts * pieces[1 - rank], 0) for pieces in PIECES]
+def test_two_workers_add_up_a_shard_in_parts() -> None:
+    run_workers(2, sum_in_parts)
 
 
 def test_a_retired_group_is_gone_at_once() -> None:

@@ -14,7 +14,6 @@ import kfuse as kf
 from kfuse.comm.audit import AuditedGradient
 from kfuse.comm.step import StepPlan
 from kfuse.comm.topology import Links
-from kfuse.comm.transports.all_to_all import AllToAll
 
 SCHEDULES = ("allreduce", "all_to_all", "reduce_scatter", "tree")
 WIDE = 2100  # a width with which every rank has a shard of sharded state
@@ -170,24 +169,6 @@ def test_two_optimizers_of_one_backward() -> None:
             for opt in (first, second):
                 opt.step()
                 opt.zero_grad()
-
-
-def test_two_receive_buffers_do_for_any_number_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of messages that NCCL needs a bucket's rows are added up before the exchange of the next but one."""
-    taken: list[int] = []
-    take = AllToAll._take
-
-    def take_and_tell(transport: AllToAll, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        buffer = take(transport, numel, dtype)
-        taken.extend([buffer.data_ptr()] if numel else [])
-        return buffer
-
-    monkeypatch.setattr(AllToAll, "_take", take_and_tell)
-    with job(reproducible=True, bucket_mb=128 * 4 / 2**20) as it:
-        for _ in range(3):  # the first steps find out how large they must be
-            taken.clear()
-            it.planned_step([range(0, 2), range(2, 4)])
-    assert len(taken) > 3 and len(set(taken)) == 2
 
 
 # -- aborts -----------------------------------------------------------------------------------------------------------
