@@ -24,6 +24,7 @@ from torch import Tensor
 
 import kfuse.kernels as k
 from kfuse.kernels import BLOCK, CHUNK, num_blocks
+from kfuse.kernels.normalisation import norm_forward
 from kfuse.tools.doctor import kernel_checks as checks
 from kfuse.tools.doctor.kernel_checks import ADAM, Call, check, empty, table_of
 
@@ -43,6 +44,8 @@ def calls(small: bool) -> Iterator[tuple[str, Call]]:
             yield f"reduce{count} {name}", partial(checks.reduce, count=count, numel=numel, dtype=dtype)
         for update in (checks.adamw, checks.sgd):
             yield f"{update.__name__} {name}", partial(update, numel=numel, dtype=dtype)
+        for width in (48, 1024, *(() if small else (5000, 12288))):
+            yield f"norm, width {width} {name}", partial(checks.norm, width=width, dtype=dtype)
     yield "reduce by address", partial(checks.reduce_by_address, count=3, numel=numel)
     yield "lamb", partial(checks.lamb, numels=[n for n in ragged if n])
 
@@ -76,11 +79,19 @@ def adamw(x: Tensor) -> list[Tensor]:
     return [x[0], x[2], x[3]]
 
 
+def norm(x: Tensor) -> list[Tensor]:
+    rows = x[0, : x.shape[1] // WIDTH * WIDTH].view(-1, WIDTH)
+    weight = torch.ones(WIDTH, device=x.device)
+    return [norm_forward(rows, weight, weight, eps=1e-5, centred=True)[0].view(-1)]
+
+
+WIDTH = 1024
 LARGE_CHECKS: dict[str, tuple[int, int, Callable[[Tensor], list[Tensor]]]] = {
     "block_sumsq": (1, 0, block_sumsq),
     "pack": (1, 1, pack),
     "reduce": (2, 1, reduce),
     "adamw": (4, 0, adamw),
+    "norm_forward": (1, 1, norm),
 }
 """How many buffers each one takes, how many it makes, and what it does with them, [buffers, elements]."""
 

@@ -30,6 +30,7 @@ from kfuse.kernels import (
     sgd,
     sum_partials,
 )
+from kfuse.kernels.normalisation import norm_backward, norm_forward
 
 Buffers = dict[str, Any]
 Run = Callable[[Buffers], None]
@@ -271,6 +272,61 @@ def lamb_case(layout: Layout, dtype: torch.dtype, device: torch.device) -> Case:
     return Case(moved, lambda: _update_buffers(names, layout, dtype, device), runs, absent, expected)
 
 
+def norm_case(layout: Layout, dtype: torch.dtype, device: torch.device) -> Case:
+    """The backward of `kf.nn.LayerNorm`, with per-example norms; the peers go without those."""
+    width, examples = 1024, 8
+    shape = (examples, max(1, layout.numel // (width * examples)), width)
+
+    def make() -> Buffers:
+        x, dy = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+        weight, bias = torch.randn(width, device=device), torch.randn(width, device=device)
+        _, mean, rstd = norm_forward(x.view(-1, width), weight, bias, eps=1e-5, centred=True)
+        rest = {"dx": torch.empty_like(x), "dweight": torch.empty_like(weight), "dbias": torch.empty_like(weight)}
+        return {"x": x, "dy": dy, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd, **rest}
+
+    def ours(b: Buffers) -> None:
+        found = norm_backward(b["dy"], b["x"], b["weight"], b["mean"], b["rstd"], with_bias=True)
+        b["dx"], b["dweight"], b["dbias"], _ = found
+
+    def native(b: Buffers) -> None:
+        mean, rstd = (b[key].view(*shape[:2], 1) for key in ("mean", "rstd"))
+        weight, bias = b["weight"].to(dtype), b["bias"].to(dtype)
+        grads = torch.ops.aten.native_layer_norm_backward(
+            b["dy"], b["x"], [width], mean, rstd, weight, bias, [True] * 3
+        )
+        b["dx"], b["dweight"], b["dbias"] = grads
+
+    def formula(b: Buffers) -> tuple[Tensor, Tensor, Tensor]:
+        g = b["dy"].to(b["rstd"].dtype)
+        normal = (b["x"].to(g.dtype) - b["mean"].view(*shape[:2], 1)) * b["rstd"].view(*shape[:2], 1)
+        wg = g * b["weight"]
+        dx = wg - normal * (wg * normal).mean(2, keepdim=True) - wg.mean(2, keepdim=True)
+        return dx * b["rstd"].view(*shape[:2], 1), (g * normal).sum((0, 1)), g.sum((0, 1))
+
+    def eager(b: Buffers) -> None:
+        dx, b["dweight"], b["dbias"] = formula(b)
+        b["dx"] = dx.to(dtype)
+
+    compiled = torch.compile(lambda b: [t.to(dtype) if t.dim() == 3 else t for t in formula(b)], dynamic=False)
+
+    def by_compiler(b: Buffers) -> None:
+        names = ("x", "dy", "weight", "mean", "rstd")
+        b["dx"], b["dweight"], b["dbias"] = compiled({name: b[name] for name in names})
+
+    def expected(b: Buffers) -> dict[str, Tensor]:
+        wide = {key: value.double() for key, value in b.items()}
+        dx, dweight, dbias = formula(wide)
+        return {"dx": ends(dx), "dweight": dweight, "dbias": dbias}
+
+    runs: dict[str, Run] = {"kfuse": ours, "eager": eager, "torch": native, "compile": by_compiler}
+    absent = {}
+    if dtype != torch.float32 and device.type == "cpu":
+        del runs["torch"]
+        absent["torch"] = "on a CPU it wants mean and deviation in the dtype of x"
+    moved = 3 * shape[0] * shape[1] * width * dtype.itemsize
+    return Case(moved, make, runs, absent, expected)
+
+
 CASES: dict[str, Callable[..., Case]] = {
     "pack": pack_case,
     "accumulate": accumulate_case,
@@ -282,6 +338,7 @@ CASES: dict[str, Callable[..., Case]] = {
     "clip+adamw": optimizer_case("adamw", clip=True),
     "sgd": optimizer_case("sgd", clip=False),
     "lamb": lamb_case,
+    "layer_norm": norm_case,
 }
 
 

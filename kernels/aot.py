@@ -15,7 +15,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -30,8 +30,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from kfuse.kernels import triton_lamb, triton_pack, triton_reduce, triton_updates
-from kfuse.kernels.launch import THREADS, Launch, Launches, options
+from kfuse.kernels import triton_lamb, triton_norm, triton_pack, triton_reduce, triton_updates
+from kfuse.kernels.launch import Launch, options
+from kfuse.kernels.normalisation import NormBackwardArguments, NormForwardArguments
 from kfuse.kernels.reduction import (
     BlockSumsqArguments,
     PackArguments,
@@ -101,7 +102,7 @@ class Case:
 
     def wide_accesses(self) -> list[int]:
         """128-bit loads, and stores, that a thread needs when none is narrower."""
-        return [sum(self.elements * size for size in sizes) // (THREADS * 16) for sizes in self.streams]
+        return [sum(self.elements * size for size in sizes) // (self.launch.threads * 16) for sizes in self.streams]
 
 
 def _itemsizes(values: Sequence[Any]) -> list[int]:
@@ -121,7 +122,7 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def _launches() -> Iterator[tuple[str, bool, Launches]]:
+def _launches() -> Iterator[tuple[str, bool, Generator[Launch, None, Any]]]:
     """For each case its label, whether it stands for its kernels on every target, and their launches."""
     one, few, flat = like(), like(1), like(BLOCK)
     table = PackTable.build([CHUNK], [0], torch.device("meta"))
@@ -164,6 +165,16 @@ def _launches() -> Iterator[tuple[str, bool, Launches]]:
                 given |= {"momentum_buffer": flat if momentum else None, "first_step": mode == "first step"}
                 everywhere = mode == "momentum" and param == F32
                 yield f"{mode}, {label}", everywhere, triton_updates.sgd(SGDArguments(**given, options=sgd))
+
+    width, tokens = 768, triton_norm.ROWS
+    weight, rstd = like(width), like(tokens)
+    for dtype, centred in ((F32, True), (BF16, True), (BF16, False)):
+        label = f"{'layer' if centred else 'rms'} {NAMES[dtype]}"
+        x, mean, bias = like(1, tokens, width, dtype=dtype), rstd if centred else None, weight if centred else None
+        forward = NormForwardArguments(x[0], weight, bias, eps=1e-5, centred=centred)
+        backward = NormBackwardArguments(x, x, weight, mean, rstd, with_bias=centred)
+        yield label, dtype == F32, triton_norm.norm_forward(forward)
+        yield label, dtype == F32, triton_norm.norm_backward(backward)
 
 
 def like(*shape: int, dtype: torch.dtype = F32) -> Tensor:
@@ -278,7 +289,7 @@ def compile_case(case: Case, target: str) -> CompiledKernel:
         constexprs={name: launch.constants.get(name) for name in names if name not in kinds},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    settings = options(TARGETS[target].warp_size)
+    settings = options(launch.threads, TARGETS[target].warp_size)
     return triton.compile(source, target=TARGETS[target], options=settings)
 
 
@@ -296,7 +307,7 @@ def inspect(case: Case, target: str) -> Report:
     expected = case.wide_accesses()
     # A loop over tiles may have been unrolled: the code then shows several turns.
     turns = max(1, wide[1] // expected[1] if expected[1] else wide[0] // max(1, expected[0]))
-    per_access = THREADS * 16 / (case.elements * turns) if case.elements else 0.0
+    per_access = case.launch.threads * 16 / (case.elements * turns) if case.elements else 0.0
     shared = int(compiled.metadata.shared)
     return Report(case.name, target, binary, shared, case.floor, sum(wide) * per_access, sum_layouts(compiled))
 

@@ -10,7 +10,7 @@ its fields are written once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kfuse.kernels.launch import Launches
+    from kfuse.kernels.launch import Launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 P = ParamSpec("P")
 Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 
 def require(what: str, tensor: Tensor | None, shape: Sequence[int], *dtypes: torch.dtype) -> None:
@@ -35,8 +36,8 @@ def require(what: str, tensor: Tensor | None, shape: Sequence[int], *dtypes: tor
 
 
 def kernel(
-    name: str, arguments: Callable[P, Given], device_of: str, by_torch: Callable[[Given], None], triton_module: str
-) -> Callable[P, None]:
+    name: str, arguments: Callable[P, Given], device_of: str, by_torch: Callable[[Given], Result], triton_module: str
+) -> Callable[P, Result]:
     """The public function of a kernel. It takes the fields of `arguments` and runs an implementation.
 
     device_of: the field whose device decides which implementation runs.
@@ -45,18 +46,20 @@ def kernel(
         is imported when the first GPU tensor arrives: importing kfuse must not need Triton.
     """
 
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.is_grad_enabled():  # entering no_grad where it holds already, as in a hook, takes microseconds
             with torch.no_grad():
-                run(*args, **kwargs)
-            return
+                return run(*args, **kwargs)
         given = arguments(*args, **kwargs)
         if not (getattr(given, device_of).is_cuda or INTERPRETED):
-            by_torch(given)
-            return
+            return by_torch(given)
         implementation = getattr(import_module(f"kfuse.kernels.{triton_module}"), name)
-        launches: Launches = implementation(given)
-        for launch in launches:
+        launches: Generator[Launch, None, Result] = implementation(given)
+        while True:
+            try:
+                launch = next(launches)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
             launch.run()
 
     run.__name__ = run.__qualname__ = name

@@ -10,21 +10,23 @@ import torch
 from torch import Tensor
 
 WARP_SIZE = 64 if torch.version.hip else 32
-THREADS = 256  # of each program
+REGISTERS = 65536
+"""Of a multiprocessor, on every NVIDIA GPU from sm_80 on: a program whose threads need more cannot be launched."""
 
 
-def options(warp_size: int = WARP_SIZE) -> dict[str, int | bool]:
-    """Compiler options for a program's threads, of at most 128 registers each.
+def options(threads: int, warp_size: int = WARP_SIZE) -> dict[str, int | bool]:
+    """Compiler options for `threads` threads a program, of at most 128 registers each: fewer where all would not fit.
 
     Nothing is autotuned: another shape would add in another order. Multiplications and additions are not fused, so that
     each is rounded as the source says, and as the PyTorch implementation rounds it. (ptxas 12.9, which Triton 3.6 uses
     for Blackwell, fuses packed pairs all the same: there, accumulating bf16 gradients with a scale can differ in a bit,
     and so can a sum of squares between `reduce` and `block_sumsq`.)
     """
-    shape: dict[str, int | bool] = {"num_warps": THREADS // warp_size, "enable_fp_fusion": False}
+    shape: dict[str, int | bool] = {"num_warps": threads // warp_size, "enable_fp_fusion": False}
     if warp_size == 32:
         # Without a limit of its own, ptxas for sm_100 would rather spill a register than lose occupancy.
-        shape["maxnreg"] = 128
+        # It is also the only limit: with it, ptxas does not ask whether all threads' registers exist.
+        shape["maxnreg"] = min(128, REGISTERS // threads)
     return shape
 
 
@@ -36,6 +38,7 @@ class Launch:
         given: runtime arguments by the kernel's own names for them: tensors, numbers, and None for an optional tensor.
             Names that the kernel does not have are ignored, so that a launcher can pass all of its fields.
         constants: the kernel's compile-time constants.
+        threads: of each program.
         later: what later launches may have in place of some of the arguments and constants. It is compiled with the
             first launch, so that no later step waits for the compiler.
     """
@@ -44,6 +47,7 @@ class Launch:
     grid: tuple[int, ...]
     given: dict[str, Any]
     constants: dict[str, Any]
+    threads: int = 256
     later: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -72,7 +76,7 @@ class Launch:
                 self._start(arguments)
 
     def _start(self, arguments: dict[str, Any]) -> None:
-        settings = options()
+        settings = options(self.threads)
         binary = self.kernel[self.grid](**arguments, **self.constants, **settings)
         if self.later and binary not in _FOLLOWED:
             _FOLLOWED.add(binary)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kfuse.kernels.launch import THREADS, Launch, Launches
+from kfuse.kernels.launch import Launch, Launches
 from kfuse.kernels.reduction import (
     ADD,
     BlockSumsqArguments,
@@ -25,6 +25,7 @@ from kfuse.kernels.reduction import (
 )
 from kfuse.kernels.table import BLOCK, num_blocks, upload
 
+THREADS = 256
 WIDTH = 1024  # partials that `sum_partials` adds at a time
 AHEAD = 4  # rows that `sum_rows_kernel` loads before it adds any of them
 DEPTH = 8  # unfinished sums that `sum_rows_kernel` has registers for: enough for the tree over 2**DEPTH micro-batches
@@ -151,7 +152,7 @@ def reduce(given: ReduceArguments) -> Launches:
     values["stride"] = 0 if matrix is None else matrix.stride(0)
     constants = {"AHEAD": AHEAD, "DEPTH": max(DEPTH, triton.next_power_of_2(depth))}
     constants |= {"LANE": tile // THREADS, "TILE": tile, "BLOCK": block}
-    yield Launch(sum_rows_kernel, (triton.cdiv(numel, block),), values, constants, tuple(later))
+    yield Launch(sum_rows_kernel, (triton.cdiv(numel, block),), values, constants, later=tuple(later))
 
 
 def _readable(row: Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kfuse.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from kfuse import nn as nn
     from kfuse.api import *  # noqa: F403
     from kfuse.comm.group import CommError as CommError
     from kfuse.comm.settings import CommOptions as CommOptions
@@ -65,10 +66,12 @@ _PUBLIC = {
 """The public names by module: each is imported, and torch with it, when it is first used."""
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
-__all__ = sorted(["__version__", *_MODULES])
+__all__ = sorted(["__version__", "nn", *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return importlib.import_module("kfuse.nn")
     if name not in _MODULES:
         raise AttributeError(f"module 'kfuse' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfuse import nn as measuring
+
 
 class Attention(nn.Module):
     """Causal multi-head self-attention, `[B, T, width]` to `[B, T, width]`."""
@@ -35,11 +37,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then a feed-forward layer, each on a normalised copy added to the residual stream."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, norm: type[nn.LayerNorm]) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width)
+        self.norm1 = norm(width)
         self.attention = Attention(width, heads, dropout)
-        self.norm2 = nn.LayerNorm(width)
+        self.norm2 = norm(width)
         self.expand = nn.Linear(width, 4 * width)
         self.contract = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
@@ -61,6 +63,9 @@ class GPT(nn.Module):
     N(0, 0.02^2), and 0.02 / sqrt(2 * layers) for the layers that write to the residual stream
     (Radford et al. 2019).
 
+    noise_norm: normalise with `kf.nn.LayerNorm`, whose backward also measures each sequence's gradient. After a step
+        of one micro-batch `kf.nn.norm_layers_noise(model)` has S and G2 of these layers. The model trains as without.
+
     Raises ValueError for sizes below 1, heads that do not divide width, and a longer input.
     """
 
@@ -72,16 +77,18 @@ class GPT(nn.Module):
         heads: int = 4,
         width: int = 128,
         dropout: float = 0.1,
+        noise_norm: bool = False,
     ) -> None:
         super().__init__()
         if min(layers, heads, width) < 1 or width % heads != 0:
             raise ValueError(f"layers={layers}, heads={heads}, width={width}: at least 1, width a multiple of heads")
+        norm = measuring.LayerNorm if noise_norm else nn.LayerNorm
         self.block_size = block_size
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(block_size, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, norm) for _ in range(layers))
+        self.norm = norm(width)
         self._initialise(layers)
 
     def _initialise(self, layers: int) -> None:

@@ -5,6 +5,7 @@ Also that a launch compiles as the wrappers call it: through Triton's own argume
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -15,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 import triton
 
-from kfuse.kernels import aot
-from kfuse.kernels.aot import Case
+from kfuse.kernels import aot, triton_norm
+from kfuse.kernels.aot import BF16, F32, Case
+from kfuse.kernels.launch import REGISTERS, Launch, options
+from kfuse.kernels.normalisation import NormBackwardArguments, NormForwardArguments
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 pytestmark = [
@@ -53,7 +57,7 @@ def check(report: aot.Report, case: Case) -> None:
     """Raises AssertionError with the case's name and target."""
     where, binary, amd = (report.name, report.target), report.binary, report.target == "gfx942"
     assert binary.spill_bytes == 0, where
-    assert amd or binary.registers <= 128, where
+    assert amd or binary.registers * case.launch.threads <= REGISTERS, where
     if case.elements:
         # Every bulk stream is moved by 128-bit accesses alone; what is narrower are scalars and ragged ends.
         assert binary.stores.get(128, 0) % max(1, case.wide_accesses()[1]) == 0, where
@@ -61,13 +65,42 @@ def check(report: aot.Report, case: Case) -> None:
         of_table = amd and report.name.startswith("sum_rows by address")
         scalars = case.launch.constants["AHEAD"] * 16 * 256 / case.elements if of_table else 0.0
         assert report.floor <= report.bytes_per_element <= report.floor + scalars, where
+    if report.name.startswith(("norm_forward", "norm_backward")):
+        # A row's load and store, and the weight's, for each thread; what is narrower are the row's own scalars.
+        for accesses, wide in ((binary.loads, 2), (binary.stores, 1)):
+            assert accesses.get(128, 0) >= wide, where
+            assert sum(count for bits, count in accesses.items() if bits < 128) <= 4, where
     fused_by_ptxas = report.target in ("sm_100", "sm_120") and TRITON < (3, 7)  # packed operations that say .rn
     if not fused_by_ptxas and not report.name.startswith(EXACT_DIVISION):
         assert binary.fused_multiply_adds == 0, where
 
 
-EXACT_DIVISION = ("adamw", "lamb")
+EXACT_DIVISION = ("adamw", "lamb", "norm")
 """Kernels with exact divisions or square roots, which are made of fused operations; on AMD GPUs every division is."""
+
+
+def wide_rows(width: int, dtype: torch.dtype, centred: bool) -> list[Launch]:
+    """The launches of a normalisation's two passes over rows of this width."""
+    weight, rstd, x = aot.like(width), aot.like(64), aot.like(1, 64, width, dtype=dtype)
+    mean, bias = (rstd, weight) if centred else (None, None)
+    forward = triton_norm.norm_forward(NormForwardArguments(x[0], weight, bias, eps=1e-5, centred=centred))
+    backward = triton_norm.norm_backward(NormBackwardArguments(x, x, weight, mean, rstd, with_bias=centred))
+    return [*forward, next(backward)]
+
+
+WIDEST = [(16384, F32, True), (16384, BF16, False), (4096, F32, True)]
+
+
+def test_rows_of_every_width_can_be_normalised() -> None:
+    """A multiprocessor has registers for one program at the least; up to 4096 columns none is spilled."""
+    for target, (width, dtype, centred) in itertools.product(("sm_80", "sm_120"), WIDEST):
+        for launch in wide_rows(width, dtype, centred):
+            binary = aot.read(aot.compile_case(Case(f"{width}", launch), target))
+            assert binary.registers * launch.threads <= REGISTERS, (width, launch.kernel.__name__, binary)
+            assert width > 4096 or binary.spill_bytes == 0
+    for width in range(1, triton_norm.MAX_WIDTH + 1, 31):
+        threads = triton_norm._threads(1 << (width - 1).bit_length())
+        assert threads * int(options(threads, 32)["maxnreg"]) <= REGISTERS
 
 
 def test_bytes_are_read_off_the_code() -> None:

@@ -285,7 +285,7 @@ class Monitor:
         if stats.grad_variance is not None:
             return None
         if stats.micro_batches < 2:
-            why = "one micro-batch a step: nothing to compare it with; accumulate"
+            why = "one micro-batch a step: nothing to compare it with; accumulate, or use kf.nn's layers"
         elif stats.step in dict(self._whys):
             why = dict(self._whys)[stats.step]
         elif stats.grad_norm is None:

@@ -23,8 +23,10 @@ from kfuse.comm import devices
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.nccl import NcclGroup
 from kfuse.kernels import (
+    normalisation,
     reduction,
     triton_lamb,
+    triton_norm,
     triton_pack,
     triton_reduce,
     triton_updates,
@@ -39,6 +41,7 @@ IMPLEMENTATIONS = {
     triton_reduce: (reduction, ["reduce", "block_sumsq", "sum_partials"]),
     triton_updates: (updates, ["adamw", "sgd"]),
     triton_lamb: (updates, ["lamb"]),
+    triton_norm: (normalisation, ["norm_forward", "norm_backward"]),
 }
 
 

@@ -50,6 +50,7 @@ LAUNCHED = {
     "adamw": ["adamw_kernel"] * 2,
     "sgd": ["sgd_kernel"],
     "lamb": ["lamb_moments_kernel", "lamb_trust_kernel", "lamb_apply_kernel"],
+    "norm": ["norm_forward_kernel", "norm_backward_kernel", "norm_finish_kernel"] * 2,
 }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kfuse.kernels as k
 from kfuse.kernels import dispatch, num_blocks
+from kfuse.kernels.normalisation import norm_backward, norm_forward
 
 Draw = Callable[..., Tensor]  # draws a tensor of a shape and `dtype=`, fp32 by default, on the device
 Call = Callable[[torch.device, Draw], Sequence[Tensor]]
@@ -107,6 +108,17 @@ def lamb(device: torch.device, draw: Draw, numels: Sequence[int]) -> list[Tensor
     return [p, m, v]
 
 
+def norm(device: torch.device, draw: Draw, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """LayerNorm and RMSNorm, forward and backward."""
+    x, dy, weight, bias = draw(15, width, dtype=dtype), draw(3, 5, width, dtype=dtype), draw(width), draw(width)
+    found = []
+    for centred in (True, False):
+        y, mean, rstd = norm_forward(x, weight, bias if centred else None, eps=1e-5, centred=centred)
+        grads = norm_backward(x.view(3, 5, width), dy, weight, mean, rstd, with_bias=centred)
+        found += [y, *(each for each in grads if each is not None)]
+    return found
+
+
 _NUMELS, _NUMEL = (1, 4096, 37, 5000), 9280
 CHECKS: dict[str, Call] = {
     "pack": partial(pack, numels=_NUMELS, dtype=torch.float32),
@@ -116,5 +128,6 @@ CHECKS: dict[str, Call] = {
     "adamw": partial(adamw, numel=_NUMEL, dtype=torch.float32),
     "sgd": partial(sgd, numel=_NUMEL, dtype=torch.float32),
     "lamb": partial(lamb, numels=_NUMELS),
+    "norm": partial(norm, width=96, dtype=torch.float32),
 }
 """Each kernel once, on small buffers."""
