@@ -100,9 +100,6 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
     kf.fit(model, (x, y), opt)
 
 
-# -- several backwards in a micro-batch -------------------------------------------------------------------------------
-
-
 def losses(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(model(x), y), model(-x).square().mean()
 

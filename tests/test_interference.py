@@ -68,8 +68,6 @@ def test_the_verdict() -> None:
         assert verdict(given, throughput) is found, (given, throughput)
 
 
-# -- real workers ---------------------------------------------------------------------------------------------------
-
 QUICK_S, SLOW_S = 0.1, 0.3  # noise of a busy machine must be small beside both
 CHANGE, STEPS = 38, 60
 

@@ -66,9 +66,6 @@ def programs(draw: Any, most: int) -> tuple[int, Merges]:
     return count, balanced(count) if count == 1 or draw(st.booleans()) else tuple(draw(pairs))
 
 
-# -- reduce ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", ["tree", "left to right", "comb"])
 def test_any_number_of_rows_in_any_order(device: str, order: str) -> None:
     """Of a comb, added from its end, all rows are unfinished at a time: more than registers are set aside for."""
@@ -141,9 +138,6 @@ def test_bits_do_not_depend_on_threads_or_place_and_out_may_be_a_row(device: str
         results.append((peers[own], sumsq))
     assert torch.equal(results[0][0], fold(rows, balanced(3)))
     assert all(same(results[0], other) for other in results[1:])
-
-
-# -- block_sumsq, sum_partials ---------------------------------------------------------------------------------------
 
 
 def test_block_sumsq_matches_oracle(device: str) -> None:

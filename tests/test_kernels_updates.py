@@ -193,9 +193,6 @@ def test_errors_name_what_is_wrong(device: str) -> None:
             sgd(good, good.clone(), buffer, SGDOptions(0.1, momentum), first_step=True)
 
 
-# -- LAMB: several tensors in a flat buffer --------------------------------------------------------------------------
-
-
 def train_lamb(
     device: str, params: list[Tensor], grads: list[Tensor], gap: int, changed: Any = ()
 ) -> list[list[Tensor]]:

@@ -198,9 +198,6 @@ def test_a_worker_that_makes_no_step_is_not_waited_for_without_end(tmp_path: Pat
     assert steps == list(range(14)), "up to the end of the epoch nobody waits; its last step is read after the meeting"
 
 
-# -- its end ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_stopped_job_resumes_with_each_sample_used_once(tmp_path: Path) -> None:
     """All meet before the checkpoint is written; it holds their common model."""
     settings = [*TRAINING, *SLOWLY, "checkpoint.every_steps=50", "checkpoint.resume=auto", "model.seconds=0.004"]
@@ -240,32 +237,6 @@ def test_a_stop_does_not_wait_for_one_that_is_far_behind(tmp_path: Path) -> None
     missing = made - by_worker[1]
     assert missing > 40 and left_out["workers"] == [1]
     assert missing - left_out["steps"][0] in (0, 1), "its last step has no line yet"
-
-
-@pytest.mark.jobs
-def test_a_newcomer_applies_what_was_announced_before_it_came(tmp_path: Path) -> None:
-    """A batch size is announced; while all wait for slow worker 1, a newcomer comes, and enters as another is lost."""
-    settings = words("model.seconds=0.01 +model.slow=30 train.steps=30 workers.max=4 elastic.replace=false")
-
-    async def during(supervisor: Supervisor, job: Job) -> None:
-        await until("an announcement", lambda: 0 in supervisor._meetings._waiting)
-        await supervisor.views.resize(4)
-        await until("a view with the newcomer", lambda: supervisor.processes.members()[-1].number == 3)
-        os.kill(supervisor.processes.workers[2].pid or 0, signal.SIGKILL)
-
-    job = run_job(tmp_path / "run", [*TRAINING, *SLOWLY, *settings, *orders({"step": 15, "batch_size": 9})], during)
-    assert job.error is None, job.told()
-    (decision,) = (event for event in job.of_kind("decision") if "batch_size" in event)
-    after = [view for view in job.views if view["reason"] == "failure"]
-    assert [len(view["workers"]) for view in after] == [3], job.told()
-    # The lost worker may have been ahead of the step that the others then agreed on.
-    later = [entry for entry in job.ledger if entry["step"] > decision["step"] and entry["worker"] != 2]
-    used = Counter(entry["step"] for entry in later for _ in entry["indices"])
-    assert used == {step: 9 for step in range(decision["step"] + 1, 30)}, job.told()
-    assert {entry["worker"] for entry in later} == {0, 1, 3}
-
-
-# -- what is refused --------------------------------------------------------------------------------------------------
 
 
 def test_a_collective_between_meetings_is_refused(tmp_path: Path) -> None:

@@ -80,9 +80,6 @@ def test_a_training_that_is_another_one_on_one_rank_is_refused(what: str, told: 
         run_workers(2, fit_another, what)
 
 
-# -- the check ------------------------------------------------------------------------------------------------------
-
-
 @given(value=st.integers(-(2**63), 2**63 - 1))
 def test_a_digest_survives_the_sum_over_ranks(value: int) -> None:
     total = digest_slots(torch.tensor(value)) + 3 * torch.zeros(3)

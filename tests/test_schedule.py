@@ -52,8 +52,6 @@ PROGRAMS = {
     "fused, mirrored": mirror(fuse(reorder(SPLIT[True]))),
 }
 
-# -- a simulation ----------------------------------------------------------------------------------------------------
-
 LENGTHS = (11, 3)
 """Elements of the two buckets: with four workers the second one has an empty shard."""
 CLIP = 0.5
@@ -153,8 +151,6 @@ def test_each_transformation_makes_an_equivalent_program(name: str, size: int) -
     validate(PROGRAMS[name])
     assert is_right(PROGRAMS[name], size)
 
-
-# -- validity --------------------------------------------------------------------------------------------------------
 
 OPS = st.builds(
     Op,

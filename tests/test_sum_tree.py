@@ -76,9 +76,6 @@ def test_wrong_ranges_and_gaps_are_refused() -> None:
             aligned_ranges(total, workers)
 
 
-# -- the ranges that are taken ----------------------------------------------------------------------------------------
-
-
 def counted_bytes(ranges: tuple[range, ...]) -> float:
     """By the plans of all workers, as they are executed."""
     plans = [plan_range(r.start, len(r), ranges[-1].stop) for r in ranges]

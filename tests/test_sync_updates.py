@@ -204,9 +204,6 @@ def test_models_follow_the_published_updates(name: str) -> None:
     assert run.modes or set.union(*known) == {False}, "the gradient's norm and the noise scale are unknown"
 
 
-# -- what is averaged -------------------------------------------------------------------------------------------------
-
-
 def buffers_and_models() -> list[bytes]:
     """Each worker has a model of its own; returns the bits after they were averaged."""
     rank = kf.init().group.rank

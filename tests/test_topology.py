@@ -1,7 +1,4 @@
-"""Trees of workers: the spanning tree of measured links is the least, lists of parents are checked, links are measured.
-
-The sums along each tree are in test_transports.py.
-"""
+"""Trees of workers: the least spanning tree of measured links, checked lists of parents, and how links are measured."""
 
 from __future__ import annotations
 
@@ -130,9 +127,6 @@ def test_each_list_that_is_a_tree_is_taken(parents: list[int]) -> None:
     for given_, right in ((parents, is_tree and len(reached) == size), *((each, False) for each in no_trees)):
         with contextlib.nullcontext() if right else pytest.raises(ValueError, match="must have one parent for each"):
             check_parents(given_, size)
-
-
-# -- real workers ---------------------------------------------------------------------------------------------------
 
 
 def links_of_the_group() -> tuple[Links, list[float], Links | None, Links | None]:

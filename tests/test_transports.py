@@ -192,9 +192,6 @@ def test_a_retired_group_is_gone_at_once() -> None:
         gc.enable()
 
 
-# -- an end to waiting -----------------------------------------------------------------------------------------------
-
-
 def silent(schedule: str, absent: int, done: str, gone: bool) -> str:
     """One rank never comes to the second step, or has gone by then. The others' error, in words."""
     group = kf.init(comm_schedule=schedule, comm_bucket_mb=0.0004).group
@@ -247,9 +244,6 @@ def alone() -> float:
 
 def test_a_worker_that_is_never_started_is_an_error_in_time() -> None:
     assert run_workers(1, alone, env={"WORLD_SIZE": "2"})[0] < 30
-
-
-# -- verbs -----------------------------------------------------------------------------------------------------------
 
 
 OPERATIONS: tuple[Any, ...] = ("sum", "avg", "min", "max")

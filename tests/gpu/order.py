@@ -154,7 +154,7 @@ class Order:
     """What happened before what, on one device; and what was wrong."""
 
     errors: list[str]
-    """Uses of memory without an order, launches on another device, calls that bypass the seam."""
+    """Uses of memory without an order, and launches on another device."""
     host_waits: list[str]
     """Each wait of the host for the device: what waited, and where."""
     current: RecordedStream

@@ -31,7 +31,6 @@ from kfuse.comm.sharded_gradient import ShardedGradient
 _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
 _FACTORIES = ["zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint"]
 _FROM_THE_HOST = ["tensor", "as_tensor", "from_numpy"]
-_BARE = ["Stream", "Event", "current_stream", "stream", "synchronize", "set_device", "current_device", "manual_seed"]
 
 
 class Recorder(Order):
@@ -48,8 +47,6 @@ class Recorder(Order):
             self._exit.enter_context(patched(torch, name, self._factory(name, getattr(torch, name))))
         for name in ("to", "cpu", "tolist", "numpy"):
             self._exit.enter_context(patched(Tensor, name, getattr(self, f"_{name}")(getattr(Tensor, name))))
-        for name in _BARE:
-            self._exit.enter_context(patched(torch.cuda, name, self._bare(name)))
         self._exit.enter_context(patched(time, "sleep", self._sleep))
         self._exit.enter_context(_Operations(self))
         return self
@@ -66,8 +63,6 @@ class Recorder(Order):
         if not self.slept:
             self.host_waits_for({}, "polling")
         self.slept = True
-
-    # -- operations -----------------------------------------------------------------------------------------------
 
     def operation(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         is_view, written = _effects(function)
@@ -119,8 +114,6 @@ class Recorder(Order):
         mask = name.startswith("index") and any(t.dtype in (torch.bool, torch.uint8) for t in reads[1:])
         if (name in _WAITING or mask) and not in_kernel:
             self.host_waits_for(self.current.clock, name)
-
-    # -- in place of torch's --------------------------------------------------------------------------------------
 
     def _of(self, name: torch.device) -> RecordedDevice:
         if name.type != "cpu":
@@ -191,13 +184,6 @@ class Recorder(Order):
             self.host_waits_for(self.current.clock, name)
         else:
             self.by_host([tensor], [], what)
-
-    def _bare(self, name: str) -> Callable[..., Any]:
-        def bare(*args: Any, **kwargs: Any) -> Any:
-            self.error(f"torch.cuda.{name} is called, not the seam ({site()[0]})")
-            raise RuntimeError(f"torch.cuda.{name} while streams are recorded")
-
-        return bare
 
 
 class _Operations(TorchDispatchMode):

@@ -1,7 +1,4 @@
-"""How often the host waits for the device in a step: once where workers may change, else never unless it is asked.
-
-`test_streams_steps.py` has the fixed groups: no wait in any combination of its settings.
-"""
+"""How often the host waits for the device in a step: once where workers may change, else never unless it is asked."""
 
 from __future__ import annotations
 
@@ -114,9 +111,6 @@ def test_pair_averaging_waits_in_the_thread_that_serves_a_snapshot_alone() -> No
         waits = it.recorder.waits_of(read)
         assert len(waits) == 1 and "synchronize" in waits[0], waits
         pair.close()
-
-
-# -- training from end to end -----------------------------------------------------------------------------------------
 
 
 class Counts(kf.BasePolicy):

@@ -1,7 +1,4 @@
-"""Each Triton launch happens on its tensors' device, and nothing is compiled in the middle of training.
-
-Through the driver double of `launch_stub`: no GPU has run this.
-"""
+"""Each Triton launch happens on its tensors' device, and nothing is compiled in the middle of training."""
 
 from __future__ import annotations
 
@@ -98,9 +95,6 @@ def test_tensors_of_one_launch_on_several_devices_are_refused() -> None:
     mixed = Launch(triton_reduce.block_sumsq_kernel, (1,), given, {"LANE": 4, "TILE": 1024, "BLOCK": 4096})
     with pytest.raises(ValueError, match="block_sumsq_kernel: out is on cuda:1, flat on cuda:0: must be"):
         mixed.run()
-
-
-# -- what is compiled, and when ---------------------------------------------------------------------------------------
 
 
 def network() -> nn.Sequential:

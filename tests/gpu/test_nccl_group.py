@@ -1,7 +1,4 @@
-"""Groups over NCCL keep its rules: errors become CommError in time, nothing blocks for ever, torch kills no process.
-
-The process group is the double of nccl_double.py, between real processes.
-"""
+"""Groups over NCCL keep its rules: errors become CommError in time, nothing blocks for ever, torch kills no process."""
 
 from __future__ import annotations
 

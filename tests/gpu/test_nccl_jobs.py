@@ -80,8 +80,6 @@ def test_a_killed_worker_is_replaced_with_the_same_bits(undisturbed: Job, tmp_pa
     assert any(not line["healthy"] for line in records(log, "abort")), "survivors abort the group of the lost worker"
 
 
-# -- a job of fixed size --------------------------------------------------------------------------------------------
-
 STEPS = 30
 BRIEF_S = 3.0  # of those that wait until the timeout
 

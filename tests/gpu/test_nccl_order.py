@@ -1,7 +1,4 @@
-"""All ranks start their messages in one order, whatever the timing, and whoever has nothing to do.
-
-The process group is the double of nccl_double.py, between real processes: it compares what the ranks enqueue.
-"""
+"""All ranks start their messages in one order, whatever the timing, and whoever has nothing to do."""
 
 from __future__ import annotations
 
@@ -119,9 +116,6 @@ def test_all_to_all_starts_each_share_after_the_next_exchange(tmp_path: Path) ->
     exchanges = "".join("x" if kind == "alltoall" else "s" for kind in kinds[first:-2])
     assert exchanges.startswith("xx")
     assert "sx" in exchanges and "ssss" not in exchanges, "exchanges go on between shares, of two messages at most"
-
-
-# -- two optimizers ---------------------------------------------------------------------------------------------
 
 
 def pair_with_an_idle_rank(log: Path) -> list[float]:

@@ -171,9 +171,6 @@ def test_two_optimizers_of_one_backward() -> None:
                 opt.zero_grad()
 
 
-# -- aborts -----------------------------------------------------------------------------------------------------------
-
-
 BACKWARD, UPDATE = "in the last backward", "before the update"
 
 

@@ -1,7 +1,4 @@
-"""What a GPU decides for itself, since the host does not wait to hear it, is what the host decides on the CPU.
-
-The same steps run twice over a stood-in group: with a device that is said to be asynchronous, and with one that is not.
-"""
+"""What a GPU decides for itself, since the host does not wait to hear it, is what the host decides on the CPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""comm.schedule=symmetric over doubles of NCCL and of symmetric memory, between real processes: no GPU has run it.
-
-The kernel is `reduce` in its PyTorch form; `test_kernels_symmetric.py` has its Triton form in the interpreter.
-"""
+"""comm.schedule=symmetric over doubles of NCCL and of symmetric memory, between real processes: no GPU has run it."""
 
 from __future__ import annotations
 
@@ -63,9 +60,6 @@ def test_without_the_barrier_the_bits_differ() -> None:
     """Negative: rank 0 is late, and rank 1 reads what it has not packed yet."""
     expected = run_workers(1, train, "all_to_all", "replicated")[0]
     assert not same(run_workers(2, without_the_barrier)[1], expected)
-
-
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
 def loses_rank_1() -> None:

@@ -1,7 +1,4 @@
-"""comm.reproducible=true on a GPU: what is set, when, and what is refused.
-
-A device that says it is asynchronous stands for the GPU: torch's settings are process-wide and need none.
-"""
+"""comm.reproducible=true on a GPU: what is set, when, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Batches go to a GPU, and states come from it, by pinned memory; the host does not wait for the copies.
-
-`Gpu` stands for the GPU. Its copies happen at once; `test_transfer_streams.py` tests the order of the streams. Batches
-go to the meta device: what is copied there has a shape and a type, and no data.
-"""
+"""Batches go to a GPU, and states come from it, by pinned memory; the host does not wait for the copies."""
 
 from __future__ import annotations
 
@@ -68,9 +64,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return made
 
 
-# -- batches ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def meta(gpu: Gpu) -> Gpu:
     gpu.name = META
@@ -110,9 +103,6 @@ def test_a_tensor_keeps_its_strides_on_the_way_and_one_that_is_not_dense_goes_wi
     meta.pinned_shapes.clear()
     every_second = torch.arange(6)[::2]
     assert pinned_copy(meta, every_second) is every_second and meta.pinned_shapes == []
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def state_of(step: int, width: int = 40) -> dict[str, Any]:
