@@ -2,7 +2,7 @@
 
 An event is {step, moment, how} with a `rank`, and `workers`, how many there must be (at least rank + 1 and 2). It
 strikes once a job, at the first such moment from that step on, once every event of an earlier step has struck.
-Training waits shortly before an event's step until enough workers are there.
+Training waits shortly before an event's step until enough workers are there. `Chaos._patch` has the moments.
 """
 
 from __future__ import annotations
@@ -25,37 +25,8 @@ from kfuse.elastic import protocol, rendezvous
 from kfuse.policies import GNSPolicy, SchedulePolicy
 from kfuse.policies.signals import Decision, Signals
 
-MOMENTS = (
-    "boot",  # of a new worker, whatever its rank will be
-    "joining",  # a new worker, or a member, connects to a planned view
-    "forward",
-    "mid_reduction",  # the first bucket's reduction has started, the last one's has not
-    "reduced",  # all workers have the mean gradient, and the optimizer does not know yet
-    "between_reduction_and_update",
-    "audit",  # of a step (comm.audit_every): the second run is made, and no digest is sent yet
-    "third run",  # the same, of a third worker
-    "audited",  # the digests have arrived, and the update is not made
-    "after_step",
-    "evaluation",
-    "evaluated",  # and nobody was told yet
-    "checkpoint_write",  # a file is written, and not yet durable
-    "source",  # of state: the most advanced worker
-    "receiver",  # of state
-    "sending",  # state, the source: `message` broadcasts of this transfer have been made (2: the tensors' description)
-    "receiving",  # state, likewise
-    "recovery",  # entering the view that recovers from another loss
-    # With sharded state:
-    "point",  # all gradients are here, those that are mirrored too, and nobody knows that of all others
-    "updating",  # all workers have all gradients, and this one is to update its shards
-    "sharing",  # a bucket's shard is updated, and no other worker has it
-    "handing over",  # before a planned view, by workers that leave
-    "resharding",  # in a new view, before the shards come to their owners
-    "resharded",  # they have come, and the training does not know yet
-)
-_ANY_STEP = (
-    *("boot", "joining", "source", "receiver", "sending", "receiving", "recovery"),
-    *("handing over", "resharding", "resharded"),
-)
+_OF_NEWCOMERS = ("boot", "joining", "source", "receiver", "sending", "receiving")
+_ANY_STEP = (*_OF_NEWCOMERS, "recovery", "handing over", "resharding", "resharded")
 _AHEAD = 8  # steps: a proposed view is in force within four
 _PATIENCE_S = 240.0
 
@@ -122,8 +93,6 @@ class Chaos(BasePolicy):
         self._until = Path(until) if until else None
         self._checkpoints, self._chunk_bytes = checkpoints, chunk_bytes
         self._events = [dict(event) for event in events]
-        for event in self._events:
-            assert event["moment"] in MOMENTS, event
         self._gates = list(gates)
         self._topologies: dict[int, str] = {item["step"]: item["topology"] for item in topologies}
         self._schedule = SchedulePolicy(phases)
@@ -185,7 +154,7 @@ class Chaos(BasePolicy):
             self._await(lambda _: written.exists(), {"written": written.name})
 
     def _await_workers_for(self, event: Mapping[str, Any], mark: Path) -> None:
-        of_newcomers = event["moment"] in ("boot", "joining", "source", "receiver", "sending", "receiving")
+        of_newcomers = event["moment"] in _OF_NEWCOMERS
         needed = max(event.get("workers", 2), event.get("rank", 0) + 1)
         self._await(lambda size: mark.exists() or (size >= needed and not of_newcomers), event)
 
@@ -264,7 +233,7 @@ class Chaos(BasePolicy):
             self._reached("audit" if what == "audit" else "third run", session.current().group.rank)
 
         def launched(_: Any, key: int, *__: Any) -> None:
-            if key == 0:
+            if key == 0:  # the last bucket's has not started
                 self._reached("mid_reduction", session.current().group.rank)
 
         def share(group: Any, source: int, _: Any, room: Any) -> None:
@@ -291,11 +260,11 @@ class Chaos(BasePolicy):
         before(MicroBatch, "__enter__", here("forward"))
         for transport in (AllToAll, AllReduce, TwoWorkers):
             before(transport, "launch", nothing, launched)
-        before(Engine, "finish", nothing, here("reduced"))
+        before(Engine, "finish", nothing, here("reduced"))  # on all workers, and the optimizer does not know yet
         before(base, "scaling", here("between_reduction_and_update"))
-        before(Executor, "share_sums", here("point"))
-        before(Executor, "updates", here("updating"))
-        before(GlooGroup, "share", here("sharing"))
+        before(Executor, "share_sums", here("point"))  # all gradients are here, and nobody knows that of all others
+        before(Executor, "updates", here("updating"))  # all workers have all gradients
+        before(GlooGroup, "share", here("sharing"))  # a bucket's shard is updated, and no other worker has it
         before(sharding, "hand_over", here("handing over"))
         before(sharding, "regroup", here("resharding"), here("resharded"))
         before(audit.Audit, "_gather", digests, here("audited"))

@@ -39,6 +39,7 @@ def assert_augmented_by_the_generator_alone(data):
 
 
 def cifar10_files(folder):
+    folder.mkdir(exist_ok=True)
     rng = np.random.default_rng(0)
     names = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
     written = {name: (rng.integers(0, 256, (4, 3072), dtype=np.uint8), rng.integers(0, 10, 4)) for name in names}
@@ -57,18 +58,6 @@ def test_cifar10_has_the_images_of_its_files(tmp_path):
         same = torch.from_numpy(images.reshape(-1, 3, 32, 32)).float()
         torch.testing.assert_close(pixels(x, CIFAR10_PIXELS), same, atol=1e-3, rtol=0)
         assert y.tolist() == labels.tolist() and len(data) == len(y)
-
-
-def test_damaged_and_missing_files_of_cifar10_are_named(tmp_path):
-    cifar10_files(tmp_path)
-    file = tmp_path / "data_batch_4.bin"
-    for content in (b"", bytes(3072), b"\x0a" + bytes(3072)):
-        file.write_bytes(content)
-        with pytest.raises(DataError, match=r"data_batch_4\.bin is no batch of CIFAR-10"):
-            load_cifar10(tmp_path)
-    file.unlink()
-    with pytest.raises(DataError, match=r"data_batch_4\.bin cannot be read: No such file"):
-        load_cifar10(tmp_path)
 
 
 def test_cifar10_is_augmented_by_the_generator_alone():
@@ -90,8 +79,8 @@ def test_crops_are_shifts_of_the_padded_image_or_its_mirror():
     assert len(kinds) == 18  # every shift, mirrored and not, occurs in 200 images
 
 
-def write_images(root, per_class=4, colours=COLOURS):
-    for name, colour in colours.items():
+def write_images(root, per_class=4):
+    for name, colour in COLOURS.items():
         (root / name).mkdir(parents=True)
         for i in range(per_class):
             Image.new("RGB", (20 + i, 30), colour).save(root / name / f"{i}{['.png', '.JPG'][i % 2]}", quality=100)
@@ -120,20 +109,17 @@ def test_labels_follow_the_sorted_folder_names(tmp_path):
     assert len({*split.train.files, *split.heldout.files}) == 12
 
 
-def test_train_and_val_folders_are_used_as_they_are(tmp_path):
-    write_images(tmp_path / "train", per_class=3)
-    write_images(tmp_path / "val", per_class=1, colours={name: COLOURS[name] for name in ("red", "blue")})
-    split = load_image_folder(tmp_path, size=8)
-    assert (len(split.train), len(split.heldout)) == (9, 2)
-    assert split.heldout.fetch(np.arange(2))[1].tolist() == [0, 2]
-
-
-def test_without_augmentation_the_middle_square_is_kept(tmp_path):
+def test_train_and_val_folders_are_used_as_they_are_and_the_middle_square_without_augmentation(tmp_path):
     wide = np.zeros((10, 30), np.uint8)  # grey
     wide[:, 10:20] = np.arange(100, dtype=np.uint8).reshape(10, 10)
-    x, _ = load_image_folder(write_pair(tmp_path, wide), size=10, heldout=0.5).heldout.fetch(np.array([0]))
+    for part, count in (("train", 3), ("val", 1)):
+        (tmp_path / part).mkdir()
+        write_pair(tmp_path / part, *[wide] * count)
+    split = load_image_folder(tmp_path, size=10)
+    assert (len(split.train), len(split.heldout)) == (6, 2)
+    x, y = split.heldout.fetch(np.arange(2))
     torch.testing.assert_close(pixels(x)[0, 0], torch.arange(100.0).view(10, 10), atol=1e-3, rtol=0)
-    assert middle_square(10, 31) == (0, 10.5, 10, 20.5)
+    assert y.tolist() == [0, 1] and middle_square(10, 31) == (0, 10.5, 10, 20.5)
 
 
 def test_images_are_augmented_by_the_generator_alone_and_half_are_mirrored(tmp_path):
@@ -154,8 +140,14 @@ def test_random_boxes_lie_in_the_image():
             assert (right - left) * (bottom - top) <= width * height * (1 + 1e-9)
 
 
-def test_a_corrupt_image_is_named(tmp_path):
-    root = write_images(tmp_path)
+def test_what_is_damaged_missing_or_unusable_is_named(tmp_path):
+    cifar10_files(cifar := tmp_path / "cifar")
+    for content in (b"", bytes(3072), b"\x0a" + bytes(3072)):
+        (cifar / "data_batch_4.bin").write_bytes(content)
+        with pytest.raises(DataError, match=r"data_batch_4\.bin is no batch of CIFAR-10"):
+            load_cifar10(cifar)
+    root = write_images(tmp_path / "images", per_class=2)
+    (root / ".cache").mkdir()  # hidden folders are no classes
     whole = (root / "red" / "0.png").read_bytes()
     for damaged in (b"not an image", whole[: len(whole) // 2], b""):
         for file in (root / "red").iterdir():
@@ -163,26 +155,21 @@ def test_a_corrupt_image_is_named(tmp_path):
         data = load_image_folder(root, size=8).train
         with pytest.raises(DataError, match=r"red/\d\.\w+ cannot be decoded as an image"):
             data.fetch(np.array([i for i, file in enumerate(data.files) if file.parent.name == "red"]))
-
-
-def test_unusable_folders_are_one_clear_error(tmp_path):
-    with pytest.raises(DataError, match="missing cannot be read: No such file"):
-        load_image_folder(tmp_path / "missing")
-    with pytest.raises(DataError, match="has 0 class folders: at least 2"):
-        load_image_folder(tmp_path)
-    write_images(tmp_path, per_class=1)
-    (tmp_path / ".cache").mkdir()  # hidden folders are no classes
-    assert load_image_folder(tmp_path, size=8).spec["num_classes"] == 3
-    (tmp_path / "zebra").mkdir()
-    (tmp_path / "zebra" / "notes.txt").touch()
-    with pytest.raises(DataError, match=r"zebra has no image: files must end in one of \.bmp"):
-        load_image_folder(tmp_path)
-
-
-def write(folder, content):
-    file = folder / "text.txt"
-    file.write_bytes(content)
-    return file
+    (root / "zebra").mkdir()
+    (root / "zebra" / "notes.txt").touch()
+    (short := tmp_path / "short.txt").write_bytes(b"x" * 644)
+    (latin := tmp_path / "latin.txt").write_bytes(b"x" * 700 + b"\xff" + b"x" * 700)
+    for load, path, said in [
+        (load_cifar10, tmp_path, r"\.bin cannot be read: No such file"),
+        (load_image_folder, tmp_path / "none", "none cannot be read: No such file"),
+        (load_image_folder, cifar, "has 0 class folders: at least 2"),
+        (load_image_folder, root, r"zebra has no image: files must end in one of \.bmp"),
+        (load_text, short, "too short.*580 to train on and 64 held out"),
+        (load_text, latin, "not UTF-8: .* byte 0xff in position 700"),
+        (load_text, tmp_path / "none.txt", r"none\.txt cannot be read: No such file"),
+    ]:
+        with pytest.raises(DataError, match=said):
+            load(path)
 
 
 def test_blocks_are_contiguous_and_targets_are_the_next_bytes():
@@ -197,11 +184,14 @@ def test_blocks_are_contiguous_and_targets_are_the_next_bytes():
 
 def test_a_file_is_split_at_its_last_tenth(tmp_path):
     text = ("Ein Stück Text, über zwölf Bytes. " * 40).encode()
-    split = load_text(write(tmp_path, text), block_size=8)
+    file = tmp_path / "text.txt"
+    file.write_bytes(text)
+    split = load_text(file, block_size=8)
     held = split.heldout.tokens
     assert split.train.tokens.tobytes() + held.tobytes() == text and len(held) == round(len(text) / 10)
     assert split.spec == {"vocab_size": 256, "block_size": 8}
-    assert len(load_text(write(tmp_path, b"x" * 650), block_size=64).heldout) == 1  # the shortest one
+    file.write_bytes(b"x" * 650)
+    assert len(load_text(file, block_size=64).heldout) == 1  # the shortest one
 
 
 def test_the_default_is_the_standard_library(tmp_path, monkeypatch):
@@ -214,16 +204,3 @@ def test_the_default_is_the_standard_library(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name + "\n")
     assert stdlib_source() == b"a.py\nb/x.py\nc.py\n" and stdlib_source(limit=7) == b"a.py\nb/"
-
-
-def test_unusable_text_is_one_clear_error(tmp_path):
-    for content, message in [
-        (b"x" * 644, "too short.*580 to train on and 64 held out"),
-        (b"x" * 700 + b"\xff" + b"x" * 700, "not UTF-8: .* byte 0xff in position 700"),
-    ]:
-        with pytest.raises(DataError, match=message):
-            load_text(write(tmp_path, content))
-    with pytest.raises(DataError, match=r"missing\.txt cannot be read: No such file"):
-        load_text(tmp_path / "missing.txt")
-    with pytest.raises(DataError, match="must be at least 1, and above 0 and below 1"):
-        load_text(block_size=0)

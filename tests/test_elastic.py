@@ -62,7 +62,6 @@ def test_growth_and_shrinkage_by_schedule(undisturbed: Job, tmp_path: Path) -> N
     views = job.views
     sizes = [(1, "start"), (2, "grow"), (3, "grow"), (1, "shrink"), (4, "grow")]
     assert [(len(view["workers"]), view["reason"]) for view in views] == sizes
-    assert [view["generation"] for view in views] == [1, 2, 3, 4, 5]
     for view in views:
         assert view["pause_s"] == pytest.approx(view["regroup_s"] + view["transfer_s"])
     assert all(view["regroup_s"] > 0 and view["transfer_s"] > 0 for view in views[1:])
@@ -71,8 +70,6 @@ def test_growth_and_shrinkage_by_schedule(undisturbed: Job, tmp_path: Path) -> N
         assert ranks(after)[:staying] == ranks(before)[:staying]  # nobody was restarted
     assert len(job.statuses) == 6 and set(job.statuses.values()) == {0}
     assert job.of_kind("failure") == []
-    decisions = [event["workers"] for event in job.of_kind("decision") if "workers" in event]
-    assert decisions == [[1, 2], [2, 3], [3, 1], [1, 4]]
     assert [n for n, _ in groupby(record["workers"] for record in job.metrics)] == [1, 2, 3, 1, 4]
 
 

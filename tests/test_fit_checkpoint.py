@@ -66,17 +66,13 @@ def with_fit(net: nn.Module, opt: Any, policy: kf.BasePolicy, **arguments: Any) 
     return kf.fit(net, problem(), opt, kf.Hook(policy), **arguments)
 
 
-def make_step(step: Any, net: nn.Module, opt: Any) -> None:
-    for x, y in step:
-        step.loss = F.cross_entropy(net(x), y)
-        step.loss.backward()
-    opt.step()
-    opt.zero_grad()
-
-
 def with_loader(net: nn.Module, opt: Any, policy: kf.BasePolicy, **arguments: Any) -> None:
     for step in kf.DataLoader(problem(), net, opt, policy=policy, **arguments):
-        make_step(step, net, opt)
+        for x, y in step:
+            step.loss = F.cross_entropy(net(x), y)
+            step.loss.backward()
+        opt.step()
+        opt.zero_grad()
 
 
 ARGUMENTS: dict[str, Any] = {"batch_size": 8, "train_epochs": 4, "lr_warmup_steps": 4, "lr_decay": "cosine"}
@@ -157,17 +153,6 @@ def test_a_training_that_fails_leaves_its_reason(tmp_path: Path, error: type[Bas
     failures = [event["why"] for event in read_lines(tmp_path / "events.jsonl") if event["kind"] == "failure"]
     assert failures == (["Interrupted: on purpose"] if why == "failed" else [])
     assert not (tmp_path / "model.pt").exists()
-
-
-def test_a_loop_that_is_left_is_recorded_as_that(tmp_path: Path) -> None:
-    net = network()
-    opt = kf.FusedAdamW(net.parameters(), lr=0.01)
-    for step in kf.DataLoader(problem(), net, opt, batch_size=8, train_epochs=3, run_dir=tmp_path):
-        make_step(step, net, opt)
-        if step.number == 4:
-            break
-    assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "loop_left"
-    assert len(read_lines(tmp_path / "metrics.jsonl")) == 5
 
 
 def test_what_is_shown(capsys: Any, tmp_path: Path) -> None:

@@ -63,7 +63,6 @@ def test_actors_and_nodes_come_and_go(cluster: Any, tmp_path: Path, caplog: pyte
     """An actor is killed and replaced; the third worker waits for a node; that node is lost. The same bits."""
     undisturbed = run_job(tmp_path / "undisturbed", [*TRAINING, *chaos(tmp_path / "alone")])
     assert undisturbed.error is None, undisturbed.told()
-    seen: list[str] = []
     actors: set[int] = set()
 
     async def events(supervisor: Supervisor, job: Job) -> None:
@@ -72,7 +71,6 @@ def test_actors_and_nodes_come_and_go(cluster: Any, tmp_path: Path, caplog: pyte
         os.kill(parent(pids(job.views[-1])[1]), signal.SIGKILL)
         await until("a worker in its place", lambda: len(job.views) == 3)
         actors.update(map(parent, pids(job.views[-1])))
-        seen.append("actor killed")
         await until("the third worker to be asked for", lambda: len(supervisor.processes.workers) == 4)
         assert len(supervisor.processes.members()) == 2
         node = cluster.add_node(num_cpus=1)  # here, though it takes seconds: Ray is no friend of other threads
@@ -80,17 +78,14 @@ def test_actors_and_nodes_come_and_go(cluster: Any, tmp_path: Path, caplog: pyte
         newest = pids(job.views[-1])[2]
         actors.add(parent(newest))
         assert parent(parent(newest)) == node.all_processes["raylet"][0].process.pid
-        seen.append("grown")
         await until("the gate that wants three", lambda: len(job.metrics) > 60)
         cluster.remove_node(node, allow_graceful=False)
         await until("the rest to go on", lambda: len(job.views) == 5)
-        seen.append("node lost")
 
     gates = [{"step": step, "workers": workers} for step, workers in ((32, 2), (60, 3), (85, 2))]
     policy = chaos(tmp_path, phases=[{"step": 40, "workers": 3}], gates=gates, pace_s=0.02)
     settings = [*TRAINING, "workers.count=2", "elastic.heartbeat_timeout_s=5", *policy]
     job = run_job(tmp_path / "run", settings, events, launcher=RayLauncher())
-    assert seen == ["actor killed", "grown", "node lost"], job.told()
     assert_same_training(job, undisturbed)
     views = job.views
     sizes = [("start", 2), ("failure", 1), ("grow", 2), ("grow", 3), ("failure", 2)]

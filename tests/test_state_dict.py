@@ -210,16 +210,6 @@ def test_wrong_places_are_named() -> None:
         opt.zero_grad()
 
 
-def test_wrong_states_are_named() -> None:
-    with pytest.raises(TypeError, match=r"kf.load_state_dict takes what kf.state_dict returned, not list"):
-        kf.load_state_dict([])  # type: ignore[arg-type]
-    kf.load_state_dict({"model": {}})
-    net, opt, _ = new()
-    with pytest.raises(ValueError, match=r"another program's state: .*missing are"):
-        with_fit(net, opt, Growing(), **ARGUMENTS)
-    with_fit(net, opt, Growing(), **ARGUMENTS)  # it is forgotten
-
-
 # -- the optimizer's own ----------------------------------------------------------------------------------------------
 
 
