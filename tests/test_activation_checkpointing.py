@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_workers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -95,10 +94,3 @@ def test_nested_segments_and_a_retained_graph() -> None:
         opt.step(), plain.step()
         opt.zero_grad(), plain.zero_grad()
     assert all(torch.allclose(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
-
-
-@pytest.mark.full
-def test_two_workers() -> None:
-    for how in ("bare", "accumulate", "fit"):
-        one, other = run_workers(2, by_hand, True, how)
-        assert one == other == run_workers(2, by_hand, None, how)[0]

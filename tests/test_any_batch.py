@@ -159,24 +159,3 @@ def test_moving_a_batch_keeps_its_structure_and_its_other_values() -> None:
     assert isinstance(moved["p"], PackedSequence)
     meta = to_device(Sample(torch.ones(2), torch.ones(2)), torch.device("meta"))
     assert meta.image.device.type == meta.label.device.type == "meta"
-
-
-X, Y = torch.randn(12, 4), torch.randint(0, 3, (12,))
-
-
-@pytest.mark.parametrize(
-    ("data", "arguments", "message"),
-    [
-        ([(X[0], 1, 2)] * 12, {}, r"a batch is a list: it must be an \(input, target\) pair"),
-        ({"inputs": X, "labels": Y}, {"loss_fn": F.cross_entropy}, r"loss_fn needs an \(input, target\) pair"),
-    ],
-)
-def test_wrong_batches_are_refused_in_one_line_before_the_first_update(
-    data: Any, arguments: dict[str, Any], message: str
-) -> None:
-    model = Labelled(as_dict=True)
-    before = [p.clone() for p in model.parameters()]
-    with pytest.raises((TypeError, ValueError), match=message) as caught:
-        fit(model, data, **arguments)
-    assert "\n" not in str(caught.value)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

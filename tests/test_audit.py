@@ -71,16 +71,6 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
         return x[index] + torch.rand(5) + random.random() + np.random.random(5).astype(np.float32), y[index]
 
 
-class Shards:
-    """A `kfuse.data.Source`."""
-
-    shards, block = 3, 4
-
-    def open(self, shard: int, position: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for index in range(position, 40):
-            yield torch.rand(5) + shard, torch.full((4,), float(index % 3))
-
-
 def flip(parameter: nn.Parameter, index: int, bit: int) -> None:
     """From now on this worker flips one bit of one element in every gradient of the parameter."""
 
@@ -104,7 +94,7 @@ class Sees(Seen):
         self.drawn.append((torch.rand(1).item(), np.random.random(), random.random()))
 
 
-SOURCES: dict[str, Any] = {"tensors": data, "Augmented": Augmented, "Shards": Shards}
+SOURCES: dict[str, Any] = {"tensors": data, "Augmented": Augmented}
 
 
 def train(
@@ -235,19 +225,6 @@ def test_the_worker_that_computes_wrongly_is_named_by_every_audit_that_it_runs_i
     assert len(warnings) == 1 and f"worker {wrong} (rank {wrong}, pid {pid}, host" in warnings[0]
 
 
-@pytest.mark.full
-def test_two_workers_that_differ_are_both_named(tmp_path: Path) -> None:
-    results = run_workers(2, train, tmp_path / "run", 2, {1: (2, 0, 31)})
-    events = corruptions(tmp_path / "run")
-    assert [event["step"] for event in events] == [0, 2, 4, 6]
-    for event in events:
-        assert event["worker"] is event["rank"] is None
-        assert sorted(run["worker"] for run in event["runs"]) == [0, 1]
-        assert "one of them computes wrongly" in event["note"]
-    assert {corrupt for _, corrupt in results[0]["seen"]} == {()}
-    assert sum("one of them" in line for result in results for line in result["logged"]) == 1
-
-
 class Noisy(Network):
     """A model with random numbers of its own: two runs differ."""
 
@@ -293,7 +270,6 @@ TIMES = ("step_time_s", "data_wait_s", "data_bytes_per_s", "signals")  # which h
         ("tensors", False, {"batch_micro": 20, "train_precision": "bf16"}),  # one a step: workers 1 and 2 have none
         ("tensors", True, {"weight_fn": len}),
         ("Augmented", False, {"data_workers": 2}),
-        ("Shards", False, {"train_epochs": None, "train_steps": 9, "data_workers": 1}),
     ],
 )
 def test_other_ways_to_train_have_the_same_bits(

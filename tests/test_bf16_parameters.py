@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from distributed import run_workers
 from problems import network, problem
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.checkpoint.manager import read_weights
 from kfuse.comm.buckets import plan_parameters
+from kfuse.comm.step import StepPlan
 
 BF16, F32 = torch.bfloat16, torch.float32
 Make = Callable[..., Any]
@@ -285,46 +289,10 @@ def test_torchs_sgd_goes_on_from_our_state() -> None:
         assert (p != q).float().mean() > 0.5, "they are trained"
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_a_state_that_arrives_from_another_worker_finds_its_place(kind: str) -> None:
-    """Masters and moments are made before, and loading what lies in them copies nothing."""
-    net = network().bfloat16()
-    make = OPTIMIZERS[kind]
-    opt = make(net.parameters())
-    train(net, opt, range(3))
-    theirs = network().bfloat16()
-    other = make(theirs.parameters())
-    state = opt.state_dict()
-    other.updates.make_room(state)
-    rooms = other.state_dict()["state"]
-    for key, values in state["state"].items():
-        assert rooms[key].keys() == values.keys()
-        for name, value in values.items():
-            rooms[key][name].copy_(value)
-    theirs.load_state_dict(net.state_dict())
-    other.load_state_dict({**state, "state": rooms})
-    assert bits(theirs, other) == bits(net, opt)
-    for key, values in other.state_dict()["state"].items():
-        assert all(value.data_ptr() == rooms[key][name].data_ptr() for name, value in values.items())
-
-
 # -- any torch optimizer, kf.fit --------------------------------------------------------------------------------------
 
 
-def test_a_wrapped_optimizer_updates_in_bf16_as_torch_does() -> None:
-    net = network().bfloat16()
-    twin = copy.deepcopy(net)
-    opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2))
-    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    for step in range(4):
-        for q, g in zip(twin.parameters(), gradients(twin, step)[0], strict=True):
-            q.grad = g
-        train(net, opt, range(step, step + 1))
-        plain.step()
-    assert all(map(torch.equal, net.parameters(), twin.parameters()))
-
-
-def test_fit_casts_the_models_inputs_alone() -> None:
+def test_fit_casts_the_models_inputs_alone_and_saves_bf16(tmp_path: Path) -> None:
     seen = []
 
     class Net(nn.Module):
@@ -342,6 +310,43 @@ def test_fit_casts_the_models_inputs_alone() -> None:
     data: Any = {"x": x, "y": y}
     metrics: Any = {"exact": lambda output, target: (target["x"].dtype == F32) * torch.ones(())}
     settings: Any = {"train_epochs": 4, "train_precision": "bf16-true", "heldout": data, "metrics": metrics}
+    settings["run_dir"] = tmp_path
     summary = kf.fit(net, data, kf.FusedAdamW(net.parameters(), lr=1e-2), **settings)
     assert summary is not None and set(seen) == {BF16}
     assert summary["eval_loss"] < 1.0 and summary["eval_metrics"]["exact"] == 1.0
+    assert {value.dtype for value in read_weights(summary["model"]).values()} == {BF16}
+
+
+# -- several workers --------------------------------------------------------------------------------------------------
+
+
+def averaged(every: int) -> list[list[list[float]]]:
+    """Masters before and after the workers' models are averaged."""
+    kf.init()
+    net = network().bfloat16()
+    opt = kf.FusedAdamW(net.parameters(), lr=1e-4)
+    x, y = problem()
+    for step in range(every):
+        opt.begin(StepPlan(16, (range(1), range(1, 2)), local=8))
+        with opt.micro_batch(samples=8):
+            part = slice(16 * step + 8 * kf.rank(), 16 * step + 8 * kf.rank() + 8)
+            F.cross_entropy(net(x[part].to(BF16)).float(), y[part]).backward()
+        opt.step()
+        opt.zero_grad()
+    if kf.rank():
+        with torch.no_grad():
+            net[0].bias[3] = 0.5  # a change of the user's counts too
+    before = [m.clone() for m in masters(net, opt)]
+    opt.updates.average_models()
+    assert_rounded(net, opt)
+    return [[value.flatten().tolist() for value in values] for values in (before, masters(net, opt))]
+
+
+def test_local_sgd_averages_the_masters() -> None:
+    """Averages of rounded parameters would undo what the masters have gathered below bf16's spacing."""
+    (mine, one), (theirs, other) = run_workers(2, averaged, 3)
+    theirs[1][3] = 0.5
+    assert one == other
+    for a, b, mean in zip(mine, theirs, one, strict=True):
+        assert mean == ((torch.tensor(a) + torch.tensor(b)) / 2).tolist()
+    assert mine != theirs

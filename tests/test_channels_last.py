@@ -83,27 +83,6 @@ def test_the_same_updates_as_of_a_contiguous_model(kind: str, of_gradients: Any,
     assert params_sha256(net) == params_sha256(twin), "a fingerprint of values, not of their places"
 
 
-def test_micro_batches_are_those_of_torchs_adamw() -> None:
-    """Backward's own gradients, several micro-batches of them, and p.grad in the parameter's layout."""
-    net = network()
-    twin = copy.deepcopy(net)
-    opt, plain = kf.FusedAdamW(net.parameters(), lr=1e-2), torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    for _ in range(3):
-        for j in range(4):
-            with opt.micro_batch(samples=4, last=j == 3):
-                backward(net, j)
-            backward(twin, j)
-        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-            assert p.grad is not None and q.grad is not None
-            assert p.grad.stride() == p.stride()
-            q.grad.mul_(0.25)
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
-            q.grad.copy_(p.grad)
-        opt.step(), plain.step()
-        opt.zero_grad(), plain.zero_grad()
-        torch.testing.assert_close(list(net.parameters()), list(twin.parameters()), rtol=1e-6, atol=1e-7)
-
-
 # -- state ------------------------------------------------------------------------------------------------------------
 
 

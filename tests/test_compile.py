@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,17 +149,6 @@ def test_blocks_that_are_compiled_one_by_one_launch_their_buckets_during_backwar
     for later, earlier in (("block 2", "block 1"), ("block 1", "block 0")):
         between = happened[happened.index(later) : happened.index(earlier)]
         assert "launch" in between, happened
-
-
-def test_files_do_not_depend_on_whether_the_model_is_compiled(tmp_path: Path) -> None:
-    """A run whose model is not compiled goes on from the checkpoint of one whose is, and the other way round."""
-    whole = fitted("eager")[0]
-    for first, then in (("eager", "whole"), ("blocks", "eager")):
-        kept = tmp_path / first
-        fitted(first, checkpoint_dir=kept, train_epochs=1, run_dir=kept / "run", train_save_model=True)
-        weights = torch.load(kept / "run" / "model.pt", weights_only=True)
-        assert list(weights) == list(Net().state_dict())
-        assert fitted(then, checkpoint_dir=kept, checkpoint_resume="auto")[0] == whole
 
 
 def test_compiled_autograd_is_refused_in_a_bare_backward() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -56,28 +55,6 @@ def test_hooks_run_in_order_and_every_step_is_decided_upon_once() -> None:
     assert [s.micro_batches for s in policy.signals] == [3, 3, 2] * 2
     assert all(s.loss is not None and s.grad_variance is not None and s.grad_norm is not None for s in policy.signals)
     assert {s.batch_size for s in policy.signals} == {8} and {s.micro_batch for s in policy.signals} == {3}
-
-
-def test_kungfus_script_runs_as_written() -> None:
-    x, y = problem(512)
-    model, data = network(), (x, y)
-
-    class GNSPolicy(kf.BasePolicy):
-        prev = float("inf")
-
-        def after_step(self):  # type: ignore[no-untyped-def]
-            gns = kf.grad_noise_scale()
-            avg = kf.allreduce(gns, "avg")
-            if avg > self.prev: kf.resize(kf.size() + 1)  # fmt: skip  # noqa: E701
-            self.prev = avg
-
-    opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    hook = kf.Hook(GNSPolicy())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        kf.fit(model, data, opt, hook, train_epochs=5)
-    assert math.isfinite(hook.policy.prev), "the noise scale became known"
-    assert caught and all("number of workers is fixed" in str(w.message) for w in caught)
 
 
 class Orders(Seen):

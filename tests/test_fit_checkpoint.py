@@ -114,14 +114,6 @@ def test_an_interrupted_training_resumes_with_the_same_bits(how: Train, every: i
     assert len(list((tmp_path / "kept").glob("step-*"))) == 3
 
 
-def test_resume_from_a_path_leaves_that_folder_alone(tmp_path: Path) -> None:
-    train(with_fit, checkpoint_dir=tmp_path / "first", train_epochs=2, lr_decay="none")
-    [*_, newest] = sorted((tmp_path / "first").glob("step-*"))
-    before = sorted(path.name for path in (tmp_path / "first").iterdir())
-    assert_equal(train(with_fit, checkpoint_resume=newest, lr_decay="none"), train(with_fit, lr_decay="none"))
-    assert sorted(path.name for path in (tmp_path / "first").iterdir()) == before
-
-
 @pytest.mark.parametrize(
     ("name", "place", "message"),
     [
@@ -206,10 +198,6 @@ def reproducible(epochs: int, **arguments: Any) -> str:
     return params_sha256(net)
 
 
-def recorded(folder: str) -> str:
-    return reproducible(4, run_dir=Path(folder, "run"), checkpoint_dir=Path(folder, "kept"), checkpoint_resume="auto")
-
-
 def under_supervisor(run_dir: Path) -> list[str]:
     return [*["-m", "kfuse.cli.kfuse_run", "--workers", "2", "--observe-progress=false", "--run-dir"], str(run_dir)]
 
@@ -239,22 +227,6 @@ def test_killed_twice_it_ends_with_the_undisturbed_bits(how: str, starter: str, 
     assert ends == run_workers(1, reproducible, 12) * (1 if starter == "plain" else 2)
 
 
-@pytest.mark.full
-def test_where_all_workers_are_killed_the_supervisor_starts_new_ones(tmp_path: Path) -> None:
-    """The script's checkpoints are what they go on from. The run directory has each step once."""
-    process = start(tmp_path, "killed", 0.1, under_supervisor(tmp_path / "run-killed"))
-    wait_until("a checkpoint", lambda: newest(tmp_path / "killed" / "kept") >= 9)
-    workers = descendants(process.pid)
-    for pid in workers:
-        os.kill(pid, signal.SIGKILL)
-    assert process.wait(DEADLINE_S) == 0
-    assert [path.read_text() for path in tmp_path.glob("killed/ended-*")] == run_workers(1, reproducible, 12) * 2
-    steps = [line["step"] for line in read_lines(tmp_path / "run-killed" / "metrics.jsonl")]
-    assert steps == list(range(len(steps)))
-    kinds = [event["kind"] for event in read_lines(tmp_path / "run-killed" / "events.jsonl")]
-    assert kinds.count("failure") == 2 and kinds.count("resumed") == 1
-
-
 def descendants(pid: int) -> list[int]:
     """The processes that this one has started, and those that they have."""
     children: list[int] = []
@@ -262,16 +234,6 @@ def descendants(pid: int) -> list[int]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
             children += map(int, task.read_text().split())
     return [*children, *(below for child in children for below in descendants(child))]
-
-
-@pytest.mark.full
-def test_rank_0_keeps_the_records_of_a_fixed_number_of_workers(tmp_path: Path) -> None:
-    first = run_workers(2, recorded, str(tmp_path))
-    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 22
-    views = [event for event in read_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "view"]
-    assert [len(view["workers"]) for view in views] == [2]
-    assert len({*first, json.loads((tmp_path / "run" / "summary.json").read_text())["params_sha256"]}) == 1
-    assert run_workers(1, recorded, str(tmp_path)) == first[:1]
 
 
 @pytest.mark.parametrize(

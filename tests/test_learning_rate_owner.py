@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from distributed import run_workers
 from elastic_job import command_line, read_lines
-from problems import network, problem
+from problems import Seen, network, problem
 from support import Supervised
 from test_kfuse_run import run_script
 from torch import nn
@@ -54,15 +54,7 @@ def test_a_plateau_scheduler_is_stepped_with_the_held_out_loss(tmp_path: Path) -
 
 def test_the_rate_that_is_recorded_is_the_one_used() -> None:
     """A loop's body may set the rate before opt.step(), as loops with a schedule of their own do."""
-
-    class Rates(kf.BasePolicy):
-        def __init__(self) -> None:
-            self.seen: list[float] = []
-
-        def decide(self, signals: kf.Signals) -> None:
-            self.seen.append(signals.lr)
-
-    net, policy, rates = network(), Rates(), [0.1 / (1 + i) for i in range(6)]
+    net, policy, rates = network(), Seen(), [0.1 / (1 + i) for i in range(6)]
     opt = make("fused", net)
     for step, rate in zip(
         kf.DataLoader(problem(), net, opt, batch_size=16, train_steps=6, policy=policy), rates, strict=True
@@ -72,27 +64,18 @@ def test_the_rate_that_is_recorded_is_the_one_used() -> None:
             F.cross_entropy(net(x), y).backward()
         opt.step()
         opt.zero_grad()
-    assert policy.seen == pytest.approx(rates)
+    assert [signals.lr for signals in policy.signals] == pytest.approx(rates)
 
 
 def test_kfuse_multiplies_the_schedulers_rate() -> None:
     """Batch-size scaling and the scheduler's decay, both."""
-
-    class Rates(kf.BasePolicy):
-        def __init__(self) -> None:
-            self.seen: list[tuple[int, float]] = []
-
-        def decide(self, signals: kf.Signals) -> kf.Decision | None:
-            self.seen.append((signals.batch_size, signals.lr))
-            return kf.Decision(batch_size=32) if signals.step == 0 else None
-
-    net, policy = network(), Rates()
+    net, policy = network(), Seen({0: kf.Decision(batch_size=32)})
     opt = make("wrapped", net)
     scheduler = LambdaLR(opt, lambda step: 0.9**step)
     kf.fit(net, problem(128), opt, kf.Hook(policy), batch_size=8, scheduler=scheduler, lr_scaling="sqrt")
-    assert {batch for batch, _ in policy.seen} == {8, 32}
-    for step, (batch, rate) in enumerate(policy.seen):
-        assert rate == pytest.approx(0.1 * 0.9**step * math.sqrt(batch / 8), rel=1e-12)
+    assert {seen.batch_size for seen in policy.signals} == {8, 32}
+    for step, seen in enumerate(policy.signals):
+        assert seen.lr == pytest.approx(0.1 * 0.9**step * math.sqrt(seen.batch_size / 8), rel=1e-12)
     assert opt.lr_factor == 1.0  # what the user does next is theirs
 
 

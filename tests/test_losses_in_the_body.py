@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from distributed import run_workers
-from elastic_job import assert_none_left, wait_until
 from test_kfuse_run import run_script
 
 from kfuse.train.evaluation import params_sha256
@@ -210,39 +207,3 @@ def test_a_collective_of_the_users_own_meets_a_lost_worker(where: str, tmp_path:
     """In a hook the loop handles that; in a body the script has to catch the error, and goes on."""
     ended = run_script(tmp_path, COLLECTIVE + where, "--elastic-replace=false", "--observe-progress=false", workers=3)
     assert ended.steps == list(range(12)) and len(ended.of_kind("failure")) == 1
-
-
-ORPHANED = """
-import os, time, torch, torch.nn.functional as F, kfuse as kf
-
-number = int(os.environ["KFUSE_WORKER"])
-kf.init()
-model = torch.nn.Linear(8, 3)
-opt = kf.FusedSGD(model.parameters(), lr=0.1)
-open(f"pid-{os.getpid()}", "w")
-data = torch.randn(64, 8), torch.randint(0, 3, (64,))
-saved = {"checkpoint_dir": "checkpoints", "checkpoint_every_steps": 9999}
-for step in kf.DataLoader(data, model, opt, batch_size=16, train_epochs=1000, **saved):
-    for a, b in step:
-        if number == 1:
-            time.sleep(0.3)  # meanwhile the leader waits for it in the body
-        F.cross_entropy(model(a), b).backward()
-    opt.step()
-    opt.zero_grad()
-    if step.number == 2:
-        open("begun", "w")
-"""
-
-
-def test_a_lost_supervisor_leaves_a_last_checkpoint(tmp_path: Path) -> None:
-    """Also where that is noticed in the body."""
-    (tmp_path / "train.py").write_text(ORPHANED)
-    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "2", "--run-dir", "run", "train.py"]
-    process = subprocess.Popen(command, cwd=tmp_path)
-    try:
-        wait_until("three steps", (tmp_path / "begun").exists)
-    finally:
-        process.kill()
-        process.wait()
-    assert_none_left([int(path.name.rpartition("-")[2]) for path in tmp_path.glob("pid-*")])
-    assert list((tmp_path / "checkpoints").glob("step-*"))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from problems import Seen, network, problem
 
 import kfuse as kf
-from kfuse.settings import rules
 from kfuse.settings.tree import AT_SHELL
 from kfuse.train.learning_rate import LRSchedule, gain
 
@@ -97,23 +96,6 @@ def test_a_decay_ends_with_the_run_whatever_the_batch_does(
     assert all(before >= after > 0 for before, after in itertools.pairwise(decays))
     assert schedule.done(len(sizes), samples) == 1.0
     assert schedule.shape(progress, 1.0) == pytest.approx(0.0, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("decay", "warmup_steps", "total", "key"),
-    [
-        ("cosine", 0, None, "lr.decay"),
-        ("cosine", 5, 5.0, "lr.warmup_steps"),
-        ("wsd", 10, 10.0, "lr.warmup_steps"),
-        ("wsd", 9, 10.0, None),
-        ("constant", 5, None, None),
-    ],
-)
-def test_a_decay_needs_room_after_the_warm_up(
-    decay: str, warmup_steps: int, total: float | None, key: str | None
-) -> None:
-    facts = {"lr.decay": decay, "lr.warmup_steps": warmup_steps, **rules.run_facts(total, decay, 0.1)}
-    assert [rule.key for rule in rules.broken(facts)] == ([] if key is None else [key])
 
 
 # -- in a training ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Each model has the right shapes and initial values, and learns what it is for; GPT is causal."""
 
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -29,20 +28,6 @@ def parameter_count(model):
     return sum(p.numel() for p in model.parameters())
 
 
-def test_construction_and_training_step_are_deterministic_and_without_warnings():
-    for name in MODELS:
-        results = []
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(2):
-                torch.manual_seed(3)
-                model = MODELS[name]()
-                model(example_input(name)).square().mean().backward()
-                results.append([*model.state_dict().values(), *(p.grad for p in model.parameters())])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-        assert all(torch.isfinite(t).all() for t in results[0])
-
-
 def test_sizes_and_shapes():
     for hidden, count in [((), 650), ((128,), 9610), ((32, 16), 2778)]:
         model = MLP((1, 8, 8), 10, hidden=hidden)
@@ -57,14 +42,6 @@ def test_sizes_and_shapes():
     assert model(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 100)
     # Embeddings (the output layer is tied), a block (12 w^2 weights, 9 w biases, 4 w norms), the last norm.
     assert parameter_count(model) == (100 + 12) * 16 + 12 * 16 * 16 + 13 * 16 + 2 * 16
-
-
-def test_dropout_acts_in_training_only():
-    model = MLP((16,), 4, hidden=(64,), dropout=0.5)
-    x = torch.randn(2, 16)
-    assert not torch.equal(model(x), model(x))
-    model.eval()
-    assert torch.equal(model(x), model(x))
 
 
 def test_what_a_model_cannot_take_is_refused():

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import kfuse as kf
-from kfuse.comm.settings import TRANSPORT_NAMES
-from kfuse.comm.step import StepPlan
 from kfuse.session import reset
 
 
@@ -307,36 +305,6 @@ def test_state_dict_is_torchs_own_and_training_goes_on(kind: str, torch_loads: b
     assert {k: set(v) for k, v in found.items()} == {k: set(v) for k, v in wanted.items()}
     if not torch_loads and kind != "wrapped":
         torch.testing.assert_close(kept, state, rtol=0, atol=0)  # what was loaded was copied
-
-
-@pytest.mark.parametrize("kind", ["adamw", "lamb", "momentum", "wrapped"])
-def test_a_new_optimizer_over_a_copied_model_goes_on_bitwise(kind: str) -> None:
-    """The copy, by deepcopy or pickle, stands alone."""
-    net, make = twins()[0], KINDS[kind][0]
-    opt = make(net.parameters(), lr=0.02)
-    train(net, opt, 3)
-    twin, other = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
-    saved = copy.deepcopy(opt.state_dict())
-    train(net, opt, 3, seed=1)
-    assert same(twin, other) and not same(twin, net)
-    reset()
-    resumed = make(twin.parameters(), lr=0.5)
-    resumed.load_state_dict(saved)
-    train(twin, resumed, 3, seed=1)
-    assert same(twin, net) and not same(other, net)
-
-
-def test_a_state_of_adam_is_loaded_as_torchs_adamw_does() -> None:
-    other = twins()[0]
-    adam = torch.optim.Adam(other.parameters(), weight_decay=0.3, foreach=True)
-    train(other, adam, 1)
-
-    def script(net: Net, make: Make) -> None:
-        opt = make(net.parameters())
-        opt.load_state_dict(adam.state_dict())
-        train(net, opt, 2)
-
-    both("adamw", script)
 
 
 def test_lr_factor_puts_a_wrapped_optimizers_rate_back_also_when_it_raises() -> None:
@@ -715,17 +683,6 @@ def test_a_sparse_gradient_is_refused_by_the_parameters_name(kind: str) -> None:
 def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         kf.FusedLAMB(Net().parameters(), **options)
-
-
-def test_a_new_layout_keeps_the_decided_topology_and_the_coming_steps_plan() -> None:
-    net = nn.Linear(4, 2)
-    opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    decided = next(name for name in TRANSPORT_NAMES if name != opt.engine.transport_name)
-    opt.engine.use_transport(decided, None)
-    plan = StepPlan(6, (range(2),))
-    opt.begin(plan)
-    opt.add_param_group({"params": nn.Linear(4, 2).parameters()})
-    assert opt.engine.transport_name == decided and opt.engine.now.plan is plan
 
 
 @pytest.mark.full

@@ -80,21 +80,19 @@ def struck(directory: Path, settings: Sequence[str], strikes: Strikes, workers: 
     return job
 
 
-@pytest.mark.parametrize(("optimizer", "workers"), [("adamw", 3), ("lamb", 2)])
-def test_random_kills_leave_the_bits(optimizer: str, workers: int, tmp_path: Path) -> None:
-    strikes = Strikes([signal.SIGKILL] * KILLS, workers, workers)
-    settings = [*REPRODUCIBLE, f"optimizer={optimizer}"]
-    job = struck(tmp_path, settings, strikes, workers)
+@pytest.mark.parametrize(
+    ("signals", "workers", "more"),
+    [
+        ([signal.SIGKILL] * KILLS, 2, "optimizer=lamb"),
+        ([signal.SIGSTOP, *[signal.SIGKILL] * KILLS], 3, "train.precision=bf16-true elastic.heartbeat_timeout_s=3"),
+    ],
+)
+def test_random_kills_leave_the_bits(signals: list[int], workers: int, more: str, tmp_path: Path) -> None:
+    """A worker that hangs is killed after a while. The masters of bf16 parameters are sharded, and mirrored."""
+    settings = [*REPRODUCIBLE, *words(more)]
+    job = struck(tmp_path, settings, Strikes(signals, workers, workers), workers)
     assert_same_steps(job, undisturbed(tmp_path, job, settings))
     assert not job.of_kind("went_back")
-
-
-def test_stopped_workers_too_and_bf16_parameters(tmp_path: Path) -> None:
-    """A worker that hangs is killed after a while. The masters of bf16 parameters are sharded, and mirrored."""
-    strikes = Strikes([signal.SIGSTOP, signal.SIGKILL], 5, 3)
-    settings = [*REPRODUCIBLE, "train.precision=bf16-true", "elastic.heartbeat_timeout_s=3"]
-    job = struck(tmp_path, settings, strikes, 3)
-    assert_same_steps(job, undisturbed(tmp_path, job, settings))
 
 
 def test_without_reproducible_sums_no_state_is_torn(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from elastic_job import assert_none_left, command_line, compose, read_lines, words
-from test_fit_checkpoint import Growing, assert_equal, network, with_fit
+from test_fit_checkpoint import assert_equal
 from torch import nn
 
 import kfuse as kf
@@ -120,21 +120,6 @@ def test_the_best_is_by_accuracy_where_it_is_known_else_by_loss(tmp_path: Path) 
         assert 0 < epoch < len(found) - 1
         assert torch.equal(plain(folder / "best.pt")["weight"], kept.seen[epoch + 1])
         assert not torch.equal(plain(folder / "model.pt")["weight"], kept.seen[epoch + 1])
-
-
-def test_where_it_goes(tmp_path: Path) -> None:
-    for number, (arguments, files) in enumerate(
-        [
-            ({}, []),
-            ({"checkpoint_dir": "kept"}, ["kept/model.pt"]),
-            ({"run_dir": "run", "checkpoint_dir": "kept"}, ["run/model.pt"]),
-            ({"run_dir": "run", "train_save_model": False}, []),
-        ]
-    ):
-        folder, net = tmp_path / str(number), network()
-        given = {name: folder / value if isinstance(value, str) else value for name, value in arguments.items()}
-        with_fit(net, kf.FusedAdamW(net.parameters(), lr=0.05), Growing(), batch_size=8, **given)
-        assert [str(path.relative_to(folder)) for path in folder.glob("*/model.pt")] == files
 
 
 @pytest.mark.parametrize(("where", "name"), [(torch, "save"), (manager, "model_weights")])

@@ -16,7 +16,6 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm.gradients import GradientHooks
 from kfuse.train.state import Trainable
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -252,35 +251,6 @@ def test_a_cell_that_was_interrupted_can_be_run_again(workers: int) -> None:
     run_workers(workers, cells)
 
 
-def test_ctrl_c_as_a_training_begins_leaves_the_optimizer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    model, twin = plain(0), plain(0)
-    opt, own = (kf.FusedSGD(each.parameters(), lr=0.1, clip_norm=2.0) for each in (model, twin))
-    hook, calls = GradientHooks._hook, itertools.count()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(GradientHooks, "_hook", lambda *at: hook(*at) if next(calls) < 2 else interrupted())
-        kf.fit(model, dataset(), opt, train_clip_norm=0.5)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(opt.statistics, "begin_run", interrupted)
-        kf.fit(model, dataset(), opt, train_clip_norm=0.5)
-    assert opt.clip_norm == 2.0
-    kf.fit(model, dataset(), opt)
-    kf.fit(twin, dataset(), own)
-    assert_same(model, twin)
-
-
-def test_a_step_that_was_lost_as_its_body_left_the_loop_is_not_the_next_trainings() -> None:
-    model = plain(0)
-    opt = kf.FusedSGD(model.parameters(), lr=0.1)
-    opt.reducer.loop_handles_lost_workers = True
-    assert opt.reducer.leave_to_loop(kf.CommError("a worker was lost"))
-    opt.reducer.loop_handles_lost_workers = False
-    summary = kf.fit(model, dataset(), opt, train_steps=3)
-    assert summary is not None and summary["steps"] == 3
-
-
 @pytest.mark.parametrize(
     ("seen", "said"),
     [
@@ -301,34 +271,6 @@ def test_a_body_that_goes_wrong_is_an_error(seen: str, said: str) -> None:
             for step in steps:
                 backward(model, [next(iter(step))] if seen == "a part of the micro-batches" else step)
                 opt.zero_grad() if seen == "no step" else update(opt)
-
-
-def test_a_body_that_leaves_before_its_step_has_made_none() -> None:
-    """The gradients are reduced by then, so that the engine has counted a step."""
-    model = plain(0)
-    opt = kf.FusedSGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
-    for step in loader(model, opt, scheduler=scheduler):
-        backward(model, step)
-        break
-    assert scheduler.last_epoch == 0 and opt.engine.reduced is None
-
-
-def test_a_micro_batch_without_a_backward_counts_as_zero_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    model, reference = plain(0), plain(0)
-    opt, plain_opt = kf.FusedSGD(model.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in loader(model, opt, batch_size=16, batch_micro=4):
-        for j, (x, y) in enumerate(step):
-            if j == 2:
-                continue
-            F.cross_entropy(model(x), y).backward()
-            (F.cross_entropy(reference(x), y) / 4).backward()
-        for optimizer_ in (opt, plain_opt):
-            optimizer_.step()
-            optimizer_.zero_grad()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert caplog.text.count("a micro-batch ended without a backward") == 1
 
 
 def test_init_again_is_the_same_session_or_a_refusal() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.kernels import BLOCK
-from kfuse.session import reset
 
 PARTS, STEPS = 8, 6
 DTYPES = (torch.float32, torch.bfloat16)
@@ -86,40 +85,39 @@ def said(act: Any) -> str:
 
 
 def gradients() -> dict[str, Any]:
-    session = s.init()
+    """What may be done to p.grad, and what is said of the rest. The last step's gradients may be reached by the loss of
+    another optimizer, as a GAN's is; they are dropped before this optimizer's next step.
+    """
+    s.init()
     model = s.net()
     opt = s.optimizer("adamw", model)
-    s.loss_of(model, 0, session.group.rank).backward()
     p = model.first.weight
-    found: dict[str, Any] = {
-        "used": [param.grad is not None for param in model.parameters()],
-        "shape": (p.grad.shape, p.grad.dtype, p.grad.device.type, p.grad.is_sparse),
-        "scale": said(lambda: p.grad.mul_(2.0)),
-        "data": said(lambda: p.grad.data),
-        "new data": said(lambda: setattr(p.grad, "data", torch.ones(333, 30))),
-        "NumPy": said(lambda: np.asarray(p.grad)),
-        "moved": said(lambda: model.float().cpu() and "nothing to do"),
-        "second backward": said(lambda: s.loss_of(model, 0, 0).backward()),
-        "its step": said(opt.step),
-    }
-    opt.zero_grad()
-    s.loss_of(model, 0, session.group.rank).backward()
-    opt.step()
-    with_old = s.values(model)
-    found["kept"] = said(lambda: s.loss_of(model, 0, 0).backward())
-    found["kept, and a step"] = said(opt.step)
+
+    def backward() -> None:
+        s.loss_of(model, 0, kf.rank()).backward()
 
     def planned() -> None:
         with opt.micro_batch(samples=4):
-            s.loss_of(model, 0, 0).backward()
+            backward()
 
-    found["kept, and a micro-batch"] = said(planned)
-    found["unchanged"] = s.same(with_old, s.values(model))
-    opt.zero_grad(set_to_none=False)
-    found["zeros"] = [type(param.grad).__name__ for param in model.parameters()]
-    s.loss_of(model, 0, session.group.rank).backward()
-    found["after zeros"] = type(p.grad).__name__
+    backward()
+    found: dict[str, Any] = {
+        "used": [param.grad is not None for param in model.parameters()],
+        "shape": (p.grad.shape, p.grad.dtype, p.grad.device.type, p.grad.is_sparse),
+        "no values": [said(lambda: p.grad.mul_(2.0)), said(lambda: p.grad.data), said(lambda: np.asarray(p.grad))],
+        "zero_grad": [said(backward), said(opt.step)],
+    }
+    opt.zero_grad()
+    backward()
     opt.step()
+    before = s.values(model)
+    found["kept"] = said(backward), said(opt.step), said(planned)
+    found["unchanged"] = s.same(before, s.values(model))
+    opt.zero_grad(set_to_none=False)
+    found["zeros"] = type(p.grad).__name__
+    backward()
+    opt.step()
+    found["moved"] = not s.same(before, s.values(model))
     return found
 
 
@@ -127,41 +125,11 @@ def test_p_grad_has_no_values() -> None:
     for found in run_workers(2, gradients):
         assert found["used"] == [True] * 4 + [False] + [True] * 2
         assert found["shape"] == (torch.Size([333, 30]), torch.float32, "cpu", False)
-        for name in ("scale", "data", "new data", "NumPy"):
-            assert found[name].startswith("RuntimeError: "), name
-            assert "with comm.state=sharded" in found[name] and "clip_norm=..." in found[name], (name, found[name])
-        assert found["moved"] == found["kept"] == "nothing" and found["unchanged"]
-        for name in ("second backward", "its step", "kept, and a step"):
-            assert "zero_grad()" in found[name], (name, found[name])
-        for name in ("kept, and a step", "kept, and a micro-batch"):
-            assert "the last step's gradients are still there" in found[name], (name, found[name])
-        assert found["zeros"] == ["Tensor"] * 4 + ["NoneType"] + ["Tensor"] * 2
-        assert found["after zeros"] == "ShardedGradient"
-
-
-def gan(state: str) -> list[Tensor]:
-    """As docs/promises.md has it: the generator's loss reaches a critic that has the gradients of its last step."""
-    session = s.init(state)
-    torch.manual_seed(1)
-    generator, critic = nn.Sequential(nn.Linear(5, 30), nn.BatchNorm1d(30)), s.net()
-    opt_g, opt_d = kf.FusedAdamW(generator.parameters(), lr=0.01), s.optimizer("adamw", critic)
-    opt_g.sync_buffers(generator)
-    for step in range(6):
-        x, _ = s.batch(step, session.group.rank)
-        fake = generator(x[:, :5])
-        opt_d.zero_grad()
-        (critic(x, s.extra(step, 0)) - critic(fake.detach())).square().mean().backward()
-        opt_d.step()
-        opt_g.zero_grad()
-        critic(fake, s.extra(step, 1)).square().mean().backward()
-        opt_g.step()
-    return [*s.values(generator), *s.values(critic), *(buffer.clone() for buffer in generator.buffers())]
-
-
-def test_a_loss_that_reaches_the_last_steps_gradients_of_another_optimizer() -> None:
-    expected, found = run_workers(2, gan, "replicated"), run_workers(2, gan, "sharded")
-    assert s.same(*found)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
+        assert all("with comm.state=sharded" in each and "clip_norm=..." in each for each in found["no values"]), found
+        assert all("zero_grad()" in each for each in found["zero_grad"]), found
+        assert found["kept"][0] == "nothing" and found["unchanged"] and found["moved"]
+        assert all("the last step's gradients are still there" in each for each in found["kept"][1:]), found
+        assert found["zeros"] == "Tensor"
 
 
 def by_hand(state: str) -> list[Tensor]:
@@ -286,30 +254,6 @@ def test_kf_state_dict_is_whole_on_every_worker() -> None:
         assert s.same(s.tensors(found["state"]["optimizer"]), s.tensors(whole["state"]["optimizer"]))
     for found in [*saved, *run_workers(3, fitted, saved[1]["state"])]:
         assert s.same(found["params"], whole["params"]) and s.same(found["opt"], whole["opt"])
-
-
-def alone() -> tuple[str, str]:
-    """Rank 0 alone asks for the state; the other one goes on with the next step."""
-    reset()
-    session = kf.init(comm_state="sharded", comm_timeout_s=5.0)
-    model = s.net()
-    opt = s.optimizer("adamw", model)
-    s.loss_of(model, 0, 0).backward()
-    opt.step()
-    opt.zero_grad()
-    session.group.timeout_s = 1.0  # the first step, as processes come up, may take longer
-    asked = said(opt.state_dict) if session.group.rank == 0 else ""
-    return asked, said(lambda: s.loss_of(model, 1, 0).backward()) if session.group.rank else ""
-
-
-@pytest.mark.full
-def test_a_state_dict_that_one_worker_alone_asks_for() -> None:
-    (asked, _), (_, waited) = run_workers(2, alone)
-    assert asked == (
-        "CommError: opt.state_dict() or kf.state_dict(), with comm.state=sharded: waited 1.0 s for rank 1: "
-        "every worker must call it"
-    )
-    assert waited.startswith("CommError: step 1, "), waited
 
 
 def refreezes(state: str) -> tuple[list[Tensor], Any]:

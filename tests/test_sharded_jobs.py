@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,29 +84,6 @@ def test_saved_on_three_workers_and_resumed_on_others(undisturbed: Callable[...,
         assert job.error is None, job.told()
         assert [event["step"] for event in job.of_kind("resumed")] == [30]
         assert job.summary["params_sha256"] == undisturbed(*LAMB).summary["params_sha256"], workers
-
-
-@pytest.mark.full
-def test_torchrun_and_its_checkpoints(tmp_path: Path) -> None:
-    def run(folder: str, workers: int, *settings: str) -> dict[str, object]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-        own = [
-            *TRAINING,
-            *SHARDED,
-            "policy=none",
-            f"hydra.run.dir={tmp_path / folder}",
-            "launcher=torchrun",
-            "workers.min=1",
-        ]
-        own += [f"workers.count={workers}", "observe.progress=off", *settings]
-        subprocess.run([*command, "-m", "kfuse", *own], check=True, timeout=200, capture_output=True)
-        summary: dict[str, object] = json.loads((tmp_path / folder / "summary.json").read_text())
-        return summary
-
-    run("first", 3, "checkpoint.every_steps=20", "train.steps=20")
-    summary = run("second", 2, "train.steps=40", f"checkpoint.resume={tmp_path / 'first'}")
-    whole = run_job(tmp_path / "whole", [*TRAINING, "policy=none", "train.steps=40", "workers.count=1"])
-    assert summary["params_sha256"] == whole.summary["params_sha256"]
 
 
 @pytest.mark.full

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from distributed import run_workers
 from test_fit_checkpoint import ARGUMENTS, Growing, assert_equal, network, problem, with_fit
-from test_kfuse_run import run_script
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -105,25 +101,6 @@ def test_a_loop_goes_on_with_the_same_bits(after: int, scheduled: bool) -> None:
         loop(loader, net, opt)
         assert_equal(weights(net), undisturbed)
         assert policy.seen == 22
-
-
-def test_taking_the_state_changes_nothing() -> None:
-    """And what was taken shares nothing with the training."""
-    ends, states = [], []
-    for every_step in (False, True):
-        net, opt, _ = new()
-        for step in kf.DataLoader(problem(), net, opt, policy=Growing(), **ARGUMENTS):
-            for x, y in step:
-                F.cross_entropy(net(x), y).backward()
-            opt.step()
-            if every_step:
-                states.append(kf.state_dict())
-                assert written(states[-1]) == written(kf.state_dict())
-            opt.zero_grad()
-        ends.append(weights(net))
-    assert_equal(*ends)
-    first = [state["model"]["0.weight"] for state in states]
-    assert all(not torch.equal(one, other) for one, other in itertools.pairwise(first))
 
 
 @pytest.mark.parametrize(("hook", "after"), [("after_step", 13), ("after_epoch", 8)])
@@ -261,36 +238,3 @@ def test_an_optimizers_state_has_the_statistics(kind: str) -> None:
     steps_by_hand(other, opt, 5)
     assert expected[0] is not None and running(opt) == expected
     assert_equal(weights(other), weights(net))
-
-
-# -- several workers --------------------------------------------------------------------------------------------------
-
-
-SCRIPT = """
-import pathlib, sys
-import torch
-import kfuse as kf
-import test_state_dict as t
-from test_fit_checkpoint import ARGUMENTS, Growing, network, problem
-
-kf.init(comm_reproducible=True)
-net = network()
-opt = kf.FusedAdamW(net.parameters(), lr=0.05)
-path = pathlib.Path("state.pt")
-if path.exists():
-    kf.load_state_dict(torch.load(path, weights_only=True))
-kept = t.loop(kf.DataLoader(problem(), net, opt, policy=Growing(), batch_micro=2, **ARGUMENTS), net, opt, 11)
-if kf.rank() == 0 and not path.exists():
-    path.write_bytes(kept)
-"""
-
-
-@pytest.mark.full
-def test_what_two_workers_save_three_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-    first = run_script(tmp_path, SCRIPT)
-    (tmp_path / "run").rename(tmp_path / "first")
-    first.directory = tmp_path / "first"
-    second = run_script(tmp_path, SCRIPT, workers=3)
-    assert second.steps[-1] == first.steps[-1] == 21 and second.of_kind("view")[0]["step"] == 11
-    assert second.summary["params_sha256"] == first.summary["params_sha256"]

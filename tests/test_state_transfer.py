@@ -292,14 +292,3 @@ def test_half_of_a_newcomers_state_is_none(checkpoints: list[str], undisturbed: 
         return
     assert job.error == "no worker is left: the last one ended with exit status 1"
     assert any(line.startswith("RuntimeError: the training state is lost: the only worker") for line in job.lines)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("moment", "rank", "message"), [("sending", 0, 14), ("receiving", 2, 2)])
-def test_a_worker_joins_and_one_is_killed_in_the_middle(
-    moment: str, rank: int, message: int, undisturbed: Job, tmp_path: Path
-) -> None:
-    grows: dict[str, Any] = {"phases": [{"step": 5, "workers": 3}], "gates": [{"step": 40, "workers": 3}]}
-    job = struck(tmp_path, 2, kill(moment, rank, message, step=16), **grows)
-    assert_same_training(job, undisturbed)
-    assert len(job.of_kind("failure")) == 1 and not job.of_kind("resumed")
