@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import Seen
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 import kfuse as kf
 from kfuse.comm.tail import digest
@@ -295,20 +294,12 @@ def test_workers_of_another_kind_are_not_compared_and_a_warning_says_so(tmp_path
 # -- what cannot be audited is refused ----------------------------------------------------------------------------
 
 
-class Endless(IterableDataset[tuple[Tensor, Tensor]]):
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            yield torch.rand(5), torch.rand(4)
-
-
 def test_what_cannot_be_run_again_is_refused() -> None:
     kf.init(comm_reproducible=True, comm_audit_every=3)
     net = Network()
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"^comm.audit_every=3: must be None with kf.DataLoader, .* kf.fit can$"):
         kf.DataLoader(data(), net, opt, batch_size=BATCH)
-    with pytest.raises(ValueError, match=r"^comm.audit_every=3: must be None with Endless, which cannot seek"):
-        kf.fit(net, Endless(), opt, train_steps=2, batch_size=BATCH)
     x, y = data()
     torch.nn.functional.mse_loss(net(x), y).backward()
     before = [p.clone() for p in net.parameters()]

@@ -264,14 +264,6 @@ def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], message:
         kf.fit(net, **{"data": problem(), "opt": kf.FusedSGD(net.parameters()), **arguments})
 
 
-def test_a_policy_is_a_base_policy() -> None:
-    with pytest.raises(TypeError, match=r"kf\.BasePolicy, not type"):
-        kf.Hook(kf.GNSPolicy)  # type: ignore[arg-type]
-    net = network()
-    with pytest.raises(TypeError, match=r"takes policy= a kf\.BasePolicy, not Hook"):
-        kf.DataLoader(problem(), net, kf.FusedSGD(net.parameters()), policy=kf.Hook(kf.BasePolicy()))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("given", [None, 4])
 def test_a_default_micro_batch_of_a_model_with_batchnorm_is_told(given: int | None, caplog: Any) -> None:
     net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from problems import network, problem
+from problems import Seen, network, problem
 
 import kfuse as kf
 
 
-class Grows(kf.BasePolicy):
-    """Twice the batch from the first step on, as soon as it can be."""
-
-    def decide(self, signals: kf.Signals) -> kf.Decision | None:
-        return kf.Decision(batch_size=16)
-
-
-class Stream:
-    """One shard of 20 samples."""
-
-    shards = 1
-
-    def open(self, shard: int, position: int) -> Iterator[Any]:
-        return iter([*zip(*problem(20), strict=True)][position:])
+def stream(shard: int, position: int) -> Iterator[Any]:
+    return iter([*zip(*problem(20), strict=True)][position:])
 
 
 def train(data: Any, **arguments: Any) -> Iterator[tuple[kf.DataLoader, Any]]:
@@ -50,7 +39,7 @@ def train(data: Any, **arguments: Any) -> Iterator[tuple[kf.DataLoader, Any]]:
     [
         (problem(20), {"train_epochs": 2, "train_steps": 4}, [0, 0, 0, 1]),
         (problem(20), {"train_steps": 7}, [0, 0, 0, 1, 1, 1, 2]),
-        (Stream(), {"train_steps": 4}, [0, 0, 0, 0]),
+        (SimpleNamespace(shards=1, open=stream), {"train_steps": 4}, [0, 0, 0, 0]),
     ],
 )
 def test_a_loader_knows_its_steps_and_where_it_is(data: Any, arguments: dict[str, Any], epochs: list[int]) -> None:
@@ -64,5 +53,6 @@ def test_a_loader_knows_its_steps_and_where_it_is(data: Any, arguments: dict[str
 
 
 def test_the_length_follows_the_batch_size() -> None:
-    lengths = [len(loop) for loop, _ in train(problem(64), train_epochs=2, policy=Grows())]
+    policy = Seen({0: kf.Decision(batch_size=16)})
+    lengths = [len(loop) for loop, _ in train(problem(64), train_epochs=2, policy=policy)]
     assert lengths[0] == 16 and lengths[-1] == len(lengths) - 1 < 16

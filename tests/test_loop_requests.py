@@ -56,27 +56,6 @@ def test_a_request_at_any_moment_of_a_step_takes_effect(moment: str) -> None:
         assert seen == results[0]
 
 
-def local_sgd(asks: bool) -> int:
-    net = network()
-    opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    drifted = 0
-    for number, step in enumerate(kf.DataLoader(problem(256), net, opt, batch_size=16, batch_micro=4)):
-        for x, y in step:
-            F.cross_entropy(net(x), y).backward()
-        if asks and number == 3:
-            kf.set_sync("local:4")
-        opt.step()
-        opt.zero_grad()
-        drifted += opt.stats is not None and opt.stats.grad_norm is None
-    return drifted
-
-
-def test_set_sync_between_backward_and_step() -> None:
-    assert run_workers(2, local_sgd, False) == [0, 0]
-    first, second = run_workers(2, local_sgd, True)
-    assert first == second > 5
-
-
 def added_group() -> list[float]:
     """A group is added in the loop, with a rate of its own; on each worker with other values."""
     torch.manual_seed(kf.rank())
