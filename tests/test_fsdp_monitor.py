@@ -263,11 +263,6 @@ def loops() -> dict[str, Any]:
         loop.backward()
         loop.optimizer.zero_grad(to_none)
         found[f"dropped, {kind}"] = [loop.step(True, True), loop.step(True)]
-    loop = Loop()
-    loop.backward()
-    loop.backward(False)
-    loop.optimizer.zero_grad()
-    found["partly dropped"] = [loop.step(True), loop.step(True)]
     # Gradients that were changed between two backwards. torch's foreach functions leave a DTensor's version as it is.
     loop = Loop()
     loop.backward()
@@ -282,11 +277,6 @@ def loops() -> dict[str, Any]:
     loop.optimizer.step()
     loop.model.zero_grad(set_to_none=False)
     found["left"].append(loop.step(True, True))
-    # An evaluation, and a forward that is never followed by a backward.
-    with torch.no_grad():
-        loop.loss()
-    loop.loss()
-    found["evaluated"] = loop.step(True)
     # A backward that raises. FSDP2 keeps gradients that it had not reduced, until the next backward.
     first, _, last = loop.model.children()
     loop.model.forward = lambda x: Raises.apply(first(x)) @ torch.ones(8, 2) + last(torch.ones(4, 8))
@@ -338,13 +328,11 @@ def test_what_is_not_known_is_unknown() -> None:
         assert found["last without sync"] == [(0, n, True), (1, 2 * n, False), (2, n, False), (3, 2 * n, True)]
         assert found["dropped, none"] == [(1, 2 * n, True), (2, n, True)]
         assert found["dropped, zeros"] == [(1, 4 * n, False), (2, n, True)]
-        assert found["partly dropped"] == [(0, 3 * n, False), (1, n, True)]
         assert found["clipped"] == [(0, 2 * n, False), (1, 2 * n, True)]
         assert found["left"] == [(1, n, False), (2, n, True), (4, 2 * n, True)]
-        assert found["evaluated"] == (5, n, True)
-        assert found["raised"] == ["RuntimeError: by the test", (6, n, False), (7, n, True)]
-        assert found["closure"] == (8, 2 * n, True)
-        assert found["two optimizers"] == (9, 2 * n, True)
+        assert found["raised"] == ["RuntimeError: by the test", (5, n, False), (6, n, True)]
+        assert found["closure"] == (7, 2 * n, True)
+        assert found["two optimizers"] == (8, 2 * n, True)
         assert found["again"] == (0, n, True)
 
 
@@ -354,12 +342,6 @@ def test_what_is_not_known_is_unknown() -> None:
 def wrong_uses() -> dict[str, str]:
     dist.init_process_group("gloo")
     found = {}
-    parts = nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 2))
-    fully_shard(parts[0])
-    found["a part"] = error(lambda: kf.fsdp_monitor(parts))
-    model = nn.Linear(5, 2)
-    sharded(model, [], ignored_params={model.bias})
-    found["ignored"] = error(lambda: kf.fsdp_monitor(model))
     two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
     model = nn.Linear(6, 2, bias=False)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), two["tensor"]))
@@ -370,19 +352,9 @@ def wrong_uses() -> dict[str, str]:
         optimizer = torch.optim.SGD([param], lr=0.1)
         param.register_post_accumulate_grad_hook(lambda param, optimizer=optimizer: optimizer.step())
     found["inside backward"] = error(lambda: model(torch.ones(4, 5)).sum().backward())
-    KEPT.append(parts)
     return found
-
-
-WRONG = {
-    "a part": "as a whole",
-    "ignored": "bias is not sharded",
-    "tensor parallel": "weight is placed as",
-    "inside backward": "inside backward",
-}
 
 
 def test_wrong_uses_end_in_one_line() -> None:
     for found in run_workers(2, wrong_uses):
-        assert found.keys() == WRONG.keys()
-        assert all(said in found[kind] for kind, said in WRONG.items()), found
+        assert "weight is placed as" in found["tensor parallel"] and "inside backward" in found["inside backward"]

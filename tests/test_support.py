@@ -290,18 +290,6 @@ def test_all_combinations_train(sync: str) -> None:
     assert_trained([case for case in FIXED if case.sync == sync], COUNTS)
 
 
-@pytest.mark.parametrize("optimizer", AXES["optimizer"])
-def test_differences_would_be_seen(optimizer: str) -> None:
-    """Clipping changes the parameters by far more than rounding does."""
-    cases = [Case(optimizer=optimizer, clip=clip) for clip in ("none", "clip_norm")]
-    plain, clipped, start = (list(model.parameters()) for model in (*map(alone, cases), support.net(cases[0])))
-    assert distance(clipped, plain, start) > 100 * tolerance(cases[0])
-
-
-def alone(case: Case) -> nn.Module:
-    return support.train(case, kf.init().group)
-
-
 # -- workers that are lost --------------------------------------------------------------------------------------------
 
 JOB = words(

@@ -12,7 +12,7 @@ import pytest
 import support
 import torch
 from distributed import run_workers
-from problems import Seen, network, problem
+from problems import network, problem
 from support import Case, Refused
 
 import kfuse as kf
@@ -220,37 +220,6 @@ def test_each_two_values_train() -> None:
 
 
 # -- what has no effect ------------------------------------------------------------------------------------------------
-
-
-class Watching(Seen):
-    fisher_every = 1
-
-
-def watched(sync: str) -> list[kf.Signals]:
-    kf.init(comm_sync=sync)
-    net, policy = network(), Watching({60: kf.Decision(batch_size=32)})
-    opt = kf.FusedAdamW(net.parameters(), lr=0.01)
-    options: dict[str, Any] = {"batch_size": 16, "batch_micro": 2, "lr_scaling": "adascale"}
-    kf.fit(net, problem(), opt, kf.Hook(policy), train_steps=80, batch_max=64, **options)
-    return policy.signals
-
-
-@pytest.mark.full
-def test_rules_by_the_noise_scale_ask_for_nothing_where_there_is_none() -> None:
-    def decisions(name: str) -> list[kf.Decision]:
-        return list(filter(None, map(policy(name).decide, seen)))
-
-    for sync in ("local:2", "sma"):
-        seen = run_workers(2, watched, sync)[0]
-        assert len(seen) >= 78 and {signals.lr for signals in seen} == {0.01}, "AdaScale's gain is 1 all along"
-        assert {signals.batch_size for signals in seen} == {16, 32}
-        for name in ("gns", "norm_test", "critical_batch", "curvature"):
-            assert not decisions(name), f"{name} with {sync}"
-        assert all(decision.batch_size is None for decision in decisions("goodput"))
-    seen = run_workers(2, watched, "ssgd")[0]
-    assert len({signals.lr for signals in seen}) > 1
-    assert all(signals.fisher_trace is not None for signals in seen[2:])
-    assert all(decisions(name) for name in ("gns", "norm_test", "critical_batch"))
 
 
 def test_autoscale_has_no_effect_on_a_fixed_number_of_workers() -> None:

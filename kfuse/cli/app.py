@@ -28,6 +28,7 @@ from kfuse.settings.tree import ConfigError
 from kfuse.version import __version__
 
 USAGE_ERROR = 2
+# The commands that train nothing. Each module has `USAGE` and `main`.
 _TOOLS = {
     "cbs": "kfuse.tools.cbs.command",
     "doctor": "kfuse.tools.doctor.command",
@@ -35,7 +36,6 @@ _TOOLS = {
     "replay": "kfuse.tools.replay.command",
     "schedule": "kfuse.tools.step_programs",
 }
-"""The commands that train nothing. Each module has `USAGE` and `main`."""
 # A home directory at the start of a value: bash expands none after a name with a dot, and Hydra does not read it.
 _HOME = re.compile(r"(?:^|(?<=[=,\['\"]))~(?=/|$)")
 

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from kfuse.integrations.backward import CHANGED, BackwardWatch
 from kfuse.integrations.measure import Monitor, Options, one_device, total_square
 
+# Of each unit of FSDP2: the modules, attributes and indices of the parameters that it gathers.
 Places = dict[nn.Module, list[tuple[nn.Module, str, int]]]
-"""Of each unit of FSDP2: the modules, attributes and indices of the parameters that it gathers."""
 
 
 def fsdp_monitor(

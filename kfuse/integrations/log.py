@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, cast
 
+# A record's figures, in order: those of `kfuse.statistics.figures.METRICS` that a monitor knows.
 FIGURES = (
     "step",
     "samples",
@@ -19,11 +20,9 @@ FIGURES = (
     "grad_sq",
     "grad_norm",
 )
-"""A record's figures, in order: those of `kfuse.statistics.figures.METRICS` that a monitor knows."""
 
 Target = Callable[[dict[str, Any]], object]
-TARGETS: list[Target] = []
-"""Those of the latest `log_to`."""
+TARGETS: list[Target] = []  # Those of the latest `log_to`
 
 
 def log_to(*targets: Any) -> None:

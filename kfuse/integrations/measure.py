@@ -32,8 +32,7 @@ from kfuse.integrations import log
 from kfuse.kernels import BLOCK
 from kfuse.statistics.step_stats import Statistics, StepStats
 
-_callbacks: WeakSet[Callable[..., Tensor]] = WeakSet()
-"""Those of futures that torch's threads still hold."""
+_callbacks: WeakSet[Callable[..., Tensor]] = WeakSet()  # Those of futures that torch's threads still hold
 
 
 @cache
@@ -126,9 +125,9 @@ class Monitor:
     """
 
     name: str  # names this monitor's figures where `kf.log_to` sends them
+    # Samples of each micro-batch on this worker, at least 1; None: micro-batches are the unit. Set it before a backward
+    # whose micro-batch has another number.
     samples: float | None
-    """Samples of each micro-batch on this worker, at least 1; None: micro-batches are the unit. Set it before a
-    backward whose micro-batch has another number."""
     device: torch.device  # where the squares are
     workers: int  # n, the workers whose gradients are averaged
     micro_batches: int  # this worker's micro-batches of the step under way

@@ -40,20 +40,13 @@ class AutoscalePolicy(ConfiguredPolicy):
         check_number("policy.patience_s", patience_s)
         self.window, self.settle, self.threshold, self.patience_s = window, settle, threshold, patience_s
         self.last_step = -1
-        self.batch_size = self.workers = 0
-        """Batch size and workers of the last signals."""
-        self.base = self.goal = 0
-        """Workers that it goes back to, and that it asks for."""
-        self.direction = 0
-        """1: tries more workers; -1: fewer; 0: is settled."""
-        self.grown = False
-        """A further worker has paid."""
-        self.rates: dict[str, float] = {}
-        """Samples a second, by worker count."""
-        self.times: list[float] = []
-        """Seconds of each step with the present workers."""
-        self.waited_s = 0.0
-        """Seconds of steps since it began to ask for the goal."""
+        self.batch_size = self.workers = 0  # Batch size and workers of the last signals
+        self.base = self.goal = 0  # Workers that it goes back to, and that it asks for
+        self.direction = 0  # 1: tries more workers; -1: fewer; 0: is settled
+        self.grown = False  # A further worker has paid
+        self.rates: dict[str, float] = {}  # Samples a second, by worker count
+        self.times: list[float] = []  # Seconds of each step with the present workers
+        self.waited_s = 0.0  # Seconds of steps since it began to ask for the goal
 
     def decide(self, signals: Signals) -> Decision | None:
         if signals.step > self.last_step:  # else it is decided on again, after a failure

@@ -15,8 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from kfuse.policies.signals import ConfiguredPolicy, Decision, Signals, check_number, check_whole
 
 Array = NDArray[np.float64]
-Point = tuple[int, int, float]
-"""Micro-batches of the worker that has most, workers, seconds of a step."""
+Point = tuple[int, int, float]  # Micro-batches of the worker that has most, workers, seconds of a step
 
 _KEPT_TIMES = 20  # the newest ones of each setting
 _LEAST_TIMES = 5  # with fewer a setting is not measured yet
@@ -42,8 +41,7 @@ class StepTime:
 
     constant: float
     micro_batch: float
-    sync: float = 0.0
-    """Seconds of the messages between two workers; each further worker adds `more`."""
+    sync: float = 0.0  # Seconds of the messages between two workers; each further worker adds `more`
     more: float = 0.0
     gamma: float = 1.0
 
@@ -166,10 +164,8 @@ class GoodputPolicy(ConfiguredPolicy):
         check_number("policy.margin", margin)
         self.every, self.margin = every, margin
         self.last_step = -1
-        self.settings: list[list[int]] = []
-        """[k, n] of each setting that was measured, the newest last."""
-        self.times: list[list[float]] = []
-        """The newest step times of each, in seconds."""
+        self.settings: list[list[int]] = []  # [k, n] of each setting that was measured, the newest last
+        self.times: list[list[float]] = []  # The newest step times of each, in seconds
 
     def decide(self, signals: Signals) -> Decision | None:
         self._observe(signals)

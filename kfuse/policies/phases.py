@@ -183,8 +183,7 @@ class SyncSwitchPolicy(ConfiguredPolicy):
     def __init__(self, step: int) -> None:
         check_whole("policy.step", step, 1)
         self.step = step
-        self.asked_at: int | None = None
-        """The step on whose signals it has asked for ssgd."""
+        self.asked_at: int | None = None  # The step on whose signals it has asked for ssgd
 
     def initial(self) -> Decision:
         return Decision(sync="sma")

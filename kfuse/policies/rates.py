@@ -100,10 +100,8 @@ class CurvaturePolicy(ConfiguredPolicy):
         check_number("policy.least", least, below=1)
         self.every = self.fisher_every = every
         self.rise, self.factor, self.least = rise, factor, least
-        self.reference: list[float] | None = None
-        """Trace and largest entry."""
-        self.batch_size = 0
-        """Batch size with which the reference was seen."""
+        self.reference: list[float] | None = None  # Trace and largest entry
+        self.batch_size = 0  # Batch size with which the reference was seen
         self.scale = 1.0
         self.last_step = -1
 

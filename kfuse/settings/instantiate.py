@@ -17,8 +17,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from kfuse.settings.tree import AT_SHELL, show
 
 CLASS_GROUPS = ("model", "data", "optimizer", "policy", "launcher")
+# The keys of the group data that are not arguments of its class.
 LOADING = tuple(key.partition(".")[2] for key in AT_SHELL if key.startswith("data."))
-"""The keys of the group data that are not arguments of its class."""
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _SEQUENCES = (list, tuple, Sequence, Collection, Iterable)

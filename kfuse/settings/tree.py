@@ -182,8 +182,9 @@ class CommandSettings(TypedDict, total=False):
     observe_ledger: Annotated[bool, Setting(False, "write ledger.jsonl: the samples of each micro-batch")]
 
 
+# Settings that `kfuse` does not take: its checkpoints lie in its run directory, which Hydra names.
 SCRIPTS_ONLY = ("checkpoint_dir", "run_dir")
-"""Settings that `kfuse` does not take: its checkpoints lie in its run directory, which Hydra names."""
+# The sections, and what their settings are about.
 SECTIONS = {
     "batch": "How many samples make a step and a micro-batch.",
     "workers": "Worker processes, one a device.",
@@ -195,7 +196,6 @@ SECTIONS = {
     "elastic": "What happens when workers are lost or are not ready in time.",
     "observe": "What a run shows and records.",
 }
-"""The sections, and what their settings are about."""
 
 
 class ConfigError(ValueError):
@@ -294,10 +294,10 @@ def leaves(*groups: type) -> dict[str, Leaf]:
     return found
 
 
+# Every setting, by its name in Python.
 SETTINGS = leaves(LoopSettings, TrainSettings, JobSettings, CommSettings, CommandSettings)
-"""Every setting, by its name in Python."""
+# Those that `kfuse` takes, by key.
 AT_SHELL = {leaf.key: leaf for leaf in SETTINGS.values() if leaf.name not in SCRIPTS_ONLY}
-"""Those that `kfuse` takes, by key."""
 
 
 def resolved(caller: str, group: type, given: Mapping[str, Any]) -> dict[str, Any]:

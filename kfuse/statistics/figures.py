@@ -47,15 +47,14 @@ class StepSettings:
 class StepContext(StepSettings):
     """A step's settings and times, kept until its statistics have arrived."""
 
-    cursor: int
-    """Samples of the epoch that were used before this step."""
+    cursor: int  # Samples of the epoch that were used before this step
+    # The numbers of the workers that made this step, in rank order; this worker's alone where it has a `share`.
     members: tuple[int, ...]
-    """The numbers of the workers that made this step, in rank order; this worker's alone where it has a `share`."""
+    # Pair averaging: the figures are this worker's own, of its micro-batches from the first number up to the second,
+    # which is not among them. None: they are of all workers.
     share: tuple[int, int] | None = None
-    """Pair averaging: the figures are this worker's own, of its micro-batches from the first number up to the second,
-    which is not among them. None: they are of all workers."""
+    # Samples of each of the step's micro-batches but the last; None: the first steps', in an older checkpoint.
     micro_batch: int | None = None
-    """Samples of each of the step's micro-batches but the last; None: the first steps', in an older checkpoint."""
     step_time_s: float = required("s", "Wall time of this step on the leader")
     data_wait_s: float = required("s", "Part of step_time_s that the leader waited for data")
     data_bytes_per_s: float | None = optional("B/s", "Bytes of the leader's batches in this step, over step_time_s")
@@ -85,12 +84,13 @@ class Measured:
     mean_grad_variance: float | None = optional("", "Running mean of grad_variance")
 
 
+# All figures of a step by name: unit, help, label and shown of each.
 FIGURES: dict[str, Mapping[str, str]] = {
     "step": _about("steps", "Optimizer steps taken before this one", shown="d"),
     **{each.name: each.metadata for kind in (StepContext, Measured) for each in fields(kind) if each.metadata},
 }
-"""All figures of a step by name: unit, help, label and shown of each."""
 
+# The columns of metrics.jsonl and of TensorBoard's group "train", in order.
 METRICS = (
     "step",
     "epoch",
@@ -112,7 +112,6 @@ METRICS = (
     "data_wait_s",
     "data_bytes_per_s",
 )
-"""The columns of metrics.jsonl and of TensorBoard's group "train", in order."""
 
 
 def display_text(name: str, record: Mapping[str, Any]) -> str | None:

@@ -276,8 +276,6 @@ class NoiseScale:
 
 
 def _similar(one: Batch, other: Batch) -> bool:
-    if one == other:
-        return True
     samples, freedom = one[0] / other[0], (one[1] - 1) / (other[1] - 1)
     return max(samples, 1 / samples, freedom, 1 / freedom) <= _SAME_BATCH
 
@@ -325,8 +323,7 @@ _T975: tuple[float, ...] = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3
 _T975 += (2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860)
 _T975 += (2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423)
 
-MOST_VALUES = len(_T975) + 1
-"""The most values whose mean `t_of_mean` has the quantile of."""
+MOST_VALUES = len(_T975) + 1  # The most values whose mean `t_of_mean` has the quantile of
 
 
 def t_of_mean(values: int) -> float:

@@ -25,15 +25,11 @@ class StepStats(Measured):
     a micro-batch takes the sample's place.
     """
 
-    step: int
-    """Steps taken before this one."""
-    samples: float
-    """B: this step's samples (or micro-batches)."""
+    step: int  # Steps taken before this one
+    samples: float  # B: this step's samples (or micro-batches)
     unit: str
-    skipped: bool
-    """The update was left out because a gradient was not finite."""
-    decision: int = 0
-    """The number of the decision that rank 0 announced with this step; 0: none."""
+    skipped: bool  # The update was left out because a gradient was not finite
+    decision: int = 0  # The number of the decision that rank 0 announced with this step; 0: none
     seconds: tuple[float, ...] = field(default=(), compare=False, repr=False)
     """Seconds per micro-batch by rank in the step before; 0.0 is unknown. Not reproducible."""
     previous_step_time_s: float | None = field(default=None, compare=False)
@@ -50,8 +46,8 @@ class StepStats(Measured):
 
 
 _TUPLES = ("seconds", "votes", "digests")  # of StepStats: lists in plain formats
+# Records that may be on their way to the host before it waits for the oldest: so many steps it may be ahead.
 _MOST_IN_FLIGHT = 8
-"""Records that may be on their way to the host before it waits for the oldest: so many steps it may be ahead."""
 
 
 @dataclass
@@ -62,8 +58,7 @@ class _Record:
     unit: str
     host: Tensor
     copied: Event | None
-    figures: int
-    """How many of its last numbers are a step function's figures."""
+    figures: int  # How many of its last numbers are a step function's figures
     local: bool = False
     bf16_sums: bool = True
     variance: float | None = None
@@ -90,23 +85,19 @@ class Statistics:
 
     def __init__(self) -> None:
         self.noise_scale = NoiseScale()
-        self.bf16_wire = False
-        """Gradients travel between workers in bf16, so |gbar|^2 has the rounding error of bf16."""
-        self.bf16_sums = True
-        """From the next `push` on such gradients are added up in bf16 too, as by an all-reduce."""
-        self.digests: tuple[int, ...] = ()
-        """The newest step's `StepStats.digests`."""
+        self.bf16_wire = False  # Gradients travel between workers in bf16, so |gbar|^2 has the rounding error of bf16
+        self.bf16_sums = True  # From the next `push` on such gradients are added up in bf16 too, as by an all-reduce
+        self.digests: tuple[int, ...] = ()  # The newest step's `StepStats.digests`
+        # Steps that have digests, and these, in order; who has looked at them removes them.
         self.compared: deque[tuple[int, tuple[int, ...]]] = deque()
-        """Steps that have digests, and these, in order; who has looked at them removes them."""
+        # Steps whose records the last `push` took in, in order, and whether a gradient of theirs was not finite.
         self.arrived: list[tuple[int, bool]] = []
-        """Steps whose records the last `push` took in, in order, and whether a gradient of theirs was not finite."""
+        # `push` waits for the record of the step before, so that all workers know it after the same step.
         self.at_fixed_lag = False
-        """`push` waits for the record of the step before, so that all workers know it after the same step."""
+        # Names of a step function's figures, in the order of their slots; None before the first forward.
         self.figure_names: tuple[str, ...] | None = None
-        """Names of a step function's figures, in the order of their slots; None before the first forward."""
         self._figures = 0  # at the end of each record
-        self.keep_unread = False
-        """Steps are kept until `read` returns them."""
+        self.keep_unread = False  # Steps are kept until `read` returns them
         self._in_flight: deque[_Record] = deque()
         self._newest: _Record | None = None
         self._latest: StepStats | None = None

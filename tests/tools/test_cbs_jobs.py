@@ -18,7 +18,6 @@ from elastic_job import read_lines, wait_until
 
 import kfuse as kf
 from kfuse.checkpoint.format import Checkpointer, load
-from kfuse.cli.app import main
 
 pytestmark = pytest.mark.full
 
@@ -151,22 +150,6 @@ def test_what_the_run_had_decided_does_not_reach_the_branches(tmp_path: Path) ->
         assert {row["workers"] for row in small} == {2}
         assert rates(small) == pytest.approx([own[step]["lr"]]) and own[step]["lr"] > 0
         assert rates(large) == pytest.approx([own[step]["lr"] * 2])
-
-
-def test_what_cannot_be_measured_ends_in_one_line(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    decayed = trained(tmp_path / "decayed", "policy=none", "lr.decay=linear", steps=20, every=20)
-    for words, message in (
-        ([f"run={copied(run, tmp_path / 'bare', '.hydra')}"], "has no checkpoint: checkpoint.every_steps=N"),
-        ([f"run={decayed}"], "the learning rate is 0 at all of its checkpoints"),
-        ([f"run={run}", "steps=[41]"], "steps=[41]: no such checkpoint; there are [40, 80]"),
-        ([f"run={run}", "factors=[0.25,1]"], "0.25 makes a batch of 4 samples at step 40: must be whole micro-batches"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["kfuse", "cbs", *words])
-        assert main() == 2
-        said = capsys.readouterr().err
-        assert message in said and said.count("\n") == 1
 
 
 def test_a_branch_that_fails_is_told_with_its_log(tmp_path: Path, run: Path) -> None:

@@ -6,18 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from elastic_job import is_alive, wait_until
 
-from kfuse.cli.app import main
 from kfuse.comm.settings import CommOptions
 from kfuse.tools.doctor import command as doctor
-from kfuse.tools.doctor import self_test
 
 BAD_TRANSPORTS = """
 import os, signal, time
@@ -156,32 +151,6 @@ def test_lines_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(bool(line.remedy) == (line.status != "ok") for line in found)
 
 
-def test_the_driver_is_asked_as_torch_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch.cuda's functions replaced by a machine of two GPUs, and NCCL by gloo."""
-    cuda, current, begin = torch.cuda, [], dist.init_process_group
-    for owner, name, value in (
-        (cuda, "is_available", lambda: True),
-        (cuda, "device_count", lambda: 2),
-        (cuda, "get_device_properties", lambda index: SimpleNamespace(name="NVIDIA H100", major=9, minor=0)),
-        (cuda, "mem_get_info", lambda index: (78 * 2**30, 79 * 2**30)),
-        (cuda, "set_device", current.append),
-        (cuda, "synchronize", lambda device: None),
-        (cuda.nccl, "version", lambda: (2, 28, 9)),
-        (dist, "is_nccl_available", lambda: True),
-        (torch, "ones", lambda count, device: torch.zeros(count) + 1),
-    ):
-        monkeypatch.setattr(owner, name, value)
-
-    def over_gloo(backend: str, device_id: torch.device, **more: Any) -> None:
-        assert (backend, device_id, current) == ("nccl", torch.device("cuda", 0), [torch.device("cuda", 0)])
-        begin("gloo", **more)
-
-    monkeypatch.setattr(dist, "init_process_group", over_gloo)
-    gpu = {"name": "NVIDIA H100", "capability": "9.0", "memory_gib": 79.0, "free_gib": 78.0}
-    assert self_test.devices() == {"gpus": [gpu, gpu], "nccl": "2.28.9", "nccl_problem": None}
-    assert not dist.is_initialized()
-
-
 def test_ranks_whose_bits_differ_fail() -> None:
     one = {"backend": "gloo", "digests": {"all_to_all": "0"}, "wrong": {}}
     for digest, status in (("0", "ok"), ("1", "fail")):
@@ -189,11 +158,3 @@ def test_ranks_whose_bits_differ_fail() -> None:
         assert line.status == status and "all_to_all" in line.found and bool(line.remedy) == (status == "fail")
     for found, status in ((None, "ok"), ("result 0 is off by 1.0e-01", "fail")):
         assert doctor._kernels({"pack": found}, None, 1).status == status
-
-
-def test_wrong_arguments_end_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for word, said in (("batch.size=0", "batch.size=0: must be a whole number"), ("--fast", "--fast: no such flag")):
-        monkeypatch.setattr(sys, "argv", ["kfuse", "doctor", word])
-        assert main() == 2
-        printed = capsys.readouterr()
-        assert printed.err.startswith(f"kfuse: error: {said}") and printed.err.count("\n") == 1 and not printed.out

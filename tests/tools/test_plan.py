@@ -167,22 +167,6 @@ def test_the_shortest_expected_service_goes_first() -> None:
     assert service(linear(4, fewest=2), 100.0) == 100.0
 
 
-def test_workers_that_bring_less_than_the_least_gain_are_released() -> None:
-    """Goodput 1, 1.5, 1.65, 1.7: the third worker brings 0.15 of the first, the fourth 0.05."""
-    options = [[Option(n, 64, g, g, g) for n, g in enumerate((1.0, 1.5, 1.65, 1.7), 1)]]
-    for least_gain, kept in ((0.0, 4), (0.1, 3), (0.2, 2), (0.6, 1)):
-        (option,) = plan(options, [1.0], 8, least_gain)
-        assert option is not None and option.workers == kept
-
-
-def test_a_job_moves_only_where_that_pays_for_the_pause() -> None:
-    """Two workers instead of one save 20 % of 100 s or of 10,000 s; the pause is 30 s."""
-    options = [[Option(1, 64, 1.0, 1.0, 1.0), Option(2, 64, 1.25, 1.25, 1.25)]]
-    for samples, workers in ((100.0, 1), (10_000.0, 2)):
-        (option,) = plan(options, [samples], 2, 0.0, [[0.0, 30.0]])
-        assert option is not None and option.workers == workers
-
-
 def test_the_forecast_by_hand() -> None:
     """Three jobs of one worker on two: the second and third go first; the first starts at 10 s, when one is free."""
     ends, worker_seconds = forecast([linear(1), linear(1), linear(1)], [40.0, 10.0, 20.0], 2)

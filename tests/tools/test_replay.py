@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from elastic_job import DEADLINE_S, Job, assert_none_left, command_line, override, read_lines, wait_until, words
+from elastic_job import DEADLINE_S, Job, assert_none_left, command_line, override, wait_until, words
 from policy_signals import BOUNDS
 from policy_signals import signals as signals_at
 from problems import Seen
@@ -247,26 +247,6 @@ class Raising(BasePolicy):
 def test_a_policy_that_raises_is_reported_with_its_traceback(recorded: Path, command: Command) -> None:
     status, out, err = command("replay", str(recorded), f"policy._target_={Raising.__module__}.Raising")
     assert status == 1 and "ZeroDivisionError" in err and "signals.step - 7" in err and "raised an error" in out
-
-
-def test_a_resumed_run_is_recorded_as_its_policy_saw_it(tmp_path: Path) -> None:
-    """With other bounds. Steps after the last checkpoint are made again, and the one before is decided on again."""
-
-    class Ends(Seen):
-        def decide(self, signals: Signals) -> Decision | None:
-            if signals.step == 8:
-                raise RuntimeError("the end")
-            return super().decide(signals)
-
-    first, second = Ends(), Seen()
-    keeps = {"checkpoint_dir": tmp_path / "checkpoints", "checkpoint_every_steps": 5, "checkpoint_keep": 99}
-    with pytest.raises(RuntimeError, match="the end"):
-        train(tmp_path / "run", kf.Hook(first), **keeps)
-    wait_until("the checkpoint", (tmp_path / "checkpoints" / "step-00000005").exists)
-    train(tmp_path / "run", kf.Hook(second), **keeps, checkpoint_resume="auto", batch_max=64)
-    rebuilt = signals_of(read_lines(tmp_path / "run" / "metrics.jsonl"))
-    assert rebuilt == [*first.signals[:4], *second.signals]
-    assert [each.bounds.batch_max for each in rebuilt] == [512] * 4 + [64] * 44
 
 
 # -- real runs: the run's own policy decides as it did --------------------------------------------------------------

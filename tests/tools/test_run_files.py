@@ -105,15 +105,6 @@ def test_damaged_lines_are_refused_with_their_number(run: Path, tmp_path: Path, 
     refused(given["replay"], "has no step yet", capsys)
 
 
-def test_steps_whose_time_is_unknown_are_left_out_of_a_plan(run: Path, tmp_path: Path, capsys: Capsys) -> None:
-    given = commands(run, tmp_path)
-    change_lines(run / "metrics.jsonl", lambda lines: lines[4].update(step_time_s=None))
-    assert kfuse(*given["plan"]) == 0
-    capsys.readouterr()
-    change_lines(run / "metrics.jsonl", lambda lines: [line.update(step_time_s=None) for line in lines])
-    refused(given["plan"], "must have 5 steps or more with one batch size and number of workers", capsys)
-
-
 def test_damaged_configurations_are_refused(run: Path, tmp_path: Path, capsys: Capsys) -> None:
     file = run / ".hydra" / "config.yaml"
     text, given = file.read_text(), commands(run, tmp_path)

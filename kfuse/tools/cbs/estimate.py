@@ -20,9 +20,9 @@ from kfuse.settings.tree import ConfigError
 from kfuse.statistics.noise_scale import MOST_VALUES, fieller, t_of_mean
 
 Floats = NDArray[np.float64]
+# What a branch measured, by step: samples since the checkpoint, the step's included; mean loss before its update; S,
+# unbiased for tr(Sigma); G2, unbiased for |G|^2. None is unknown.
 Trace = list[tuple[float, float | None, float | None, float | None]]
-"""What a branch measured, by step: samples since the checkpoint, the step's included; mean loss before its update; S,
-unbiased for tr(Sigma); G2, unbiased for |G|^2. None is unknown."""
 Branch = Callable[[float, int], Trace]  # branch(k, repetition): trains a branch. Repetitions count from 0.
 
 FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)

@@ -13,7 +13,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +69,12 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
     gpus = len(devices["gpus"]) if devices else 0
     yield from gpu_lines(devices, problem)
     yield shared_memory(config["data"]["workers"])
-    yield _transport(options, gpus)
-    if options.schedule == "symmetric" and gpus < 2:  # the line transport says so
-        options = replace(options, schedule="auto")
+    yield _transport(options)
     yield from _self_test(options.named(), gpus)
 
 
-def _transport(options: CommOptions, gpus: int) -> Line:
+def _transport(options: CommOptions) -> Line:
     chosen = options.transport()
-    if chosen == "symmetric" and gpus < 2:
-        text = f"comm.schedule=symmetric: GPUs read each other's memory, one for each worker; this machine has {gpus}"
-        return Line("transport", "fail", text, "Name another schedule, or none: comm.schedule=auto.")
     if options.schedule == "auto" and not (options.reproducible or options.dtype == "bf16" or options.sharded):
         chosen = "allreduce or all_to_all, by measured messages (see the line schedule)"
     return Line("transport", "ok", f"{chosen}, gradients in {options.dtype}")

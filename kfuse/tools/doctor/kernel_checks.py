@@ -14,8 +14,8 @@ from kfuse.kernels import dispatch, num_blocks
 from kfuse.kernels.normalisation import norm_backward, norm_forward
 
 Draw = Callable[..., Tensor]  # draws a tensor of a shape and `dtype=`, fp32 by default, on the device
+# Calls a kernel on the device, with arguments that it draws; returns all results.
 Call = Callable[[torch.device, Draw], Sequence[Tensor]]
-"""Calls a kernel on the device, with arguments that it draws; returns all results."""
 
 ADAM = k.AdamOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.1)
 NESTEROV = k.SGDOptions(lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
@@ -120,6 +120,7 @@ def norm(device: torch.device, draw: Draw, width: int, dtype: torch.dtype) -> li
 
 
 _NUMELS, _NUMEL = (1, 4096, 37, 5000), 9280
+# Each kernel once, on small buffers.
 CHECKS: dict[str, Call] = {
     "pack": partial(pack, numels=_NUMELS, dtype=torch.float32),
     "reduce": partial(reduce, count=5, numel=_NUMEL, dtype=torch.float32),
@@ -130,4 +131,3 @@ CHECKS: dict[str, Call] = {
     "lamb": partial(lamb, numels=_NUMELS),
     "norm": partial(norm, width=96, dtype=torch.float32),
 }
-"""Each kernel once, on small buffers."""

@@ -23,9 +23,9 @@ LIMIT_S = 40.0  # of each process of the self-test; on an idle machine all toget
 TIMEOUT_S = 20.0  # of one rank that waits for the others
 _KILL_S = 5.0  # of a killed process
 
+# Waits for a process, `LIMIT_S` after its start at most. Returns what it found and None, or None and one line that says
+# what went wrong.
 Result = Callable[[], tuple[Any, str | None]]
-"""Waits for a process, `LIMIT_S` after its start at most. Returns what it found and None, or None and one line that
-says what went wrong."""
 
 
 @contextlib.contextmanager

@@ -33,11 +33,11 @@ from kfuse.tools.doctor.kernel_checks import CHECKS, check
 SAMPLES = (3, 5, 2, 4, 1)  # of each micro-batch of the reduction; rank 0 has the first three, rank 1 the others
 SHAPES = ((1000, 7), (257,), (64, 300), (1,))  # of the parameters whose gradients are reduced
 BUCKET_MB = 0.05  # makes several buckets of them
+# Largest error of a mean gradient, relative to its largest element. bf16: each contribution has 8 significant bits.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
-"""Largest error of a mean gradient, relative to its largest element. bf16: each contribution has 8 significant bits."""
+# How long measuring messages should take. More than in a job, whose workers wait for it: on a busy machine the job's
+# time may be too short for messages from which one of a whole bucket can be predicted.
 _BUDGET_S = 1.0
-"""How long measuring messages should take. More than in a job, whose workers wait for it: on a busy machine the job's
-time may be too short for messages from which one of a whole bucket can be predicted."""
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ Prints how many of N workers, and which batch size, each job of the file gets, i
 worker-hours. docs/planning.md has an example of such a file."""
 
 MIN_STEPS = 5  # a setting (workers, batch size) with fewer steps in a run counts as not measured
+# The keys of a job, and the types of their values.
 KEYS: dict[str, Any] = {
     "name": str,
     "run": str,
@@ -38,9 +39,8 @@ KEYS: dict[str, Any] = {
     "throughput": dict[int, float],
     "step_time": tuple[float, float, float],
 }
-"""The keys of a job, and the types of their values."""
+# The settings that a run tells of its job.
 _OF_A_RUN = ("batch.size", "batch.min", "batch.max", "batch.micro", "workers.min", "workers.max")
-"""The settings that a run tells of its job."""
 
 
 def main(words: Sequence[str]) -> int:

@@ -10,9 +10,9 @@ import numpy as np
 
 from kfuse.policies.goodput import efficiency
 
+# What a worker must bring, over what each of the job's first ones brings, else it is released: Or et al. (MLSys 2020)
+# keep a worker that gains a tenth of linear scaling. 0: all that help are used. Below 1.
 LEAST_GAIN = 0.1
-"""What a worker must bring, over what each of the job's first ones brings, else it is released: Or et al. (MLSys 2020)
-keep a worker that gains a tenth of linear scaling. 0: all that help are used. Below 1."""
 
 # -- what a job can have ----------------------------------------------------------------------------------------------
 
@@ -88,8 +88,8 @@ class Job:
     batch: tuple[int, int]
     micro: int
     workers: tuple[int, int]
+    # Low end, estimate and high end, in samples. None: unknown, so the batch size stays at `base_batch`.
     noise_scale: tuple[float, float, float] | None
-    """Low end, estimate and high end, in samples. None: unknown, so the batch size stays at `base_batch`."""
     step_time: LinearStepTime | None  # None: only the settings of `measured` are known
     measured: Mapping[tuple[int, int], float]
     spread: tuple[float, float]
@@ -142,25 +142,21 @@ def plan(
     options: Sequence[Sequence[Option]],
     samples_left: Sequence[float],
     workers: int,
-    least_gain: float = LEAST_GAIN,
-    pause_s: Sequence[Sequence[float]] = (),
 ) -> list[Option | None]:
     """Returns what each job does with its part of the workers; None: it waits.
 
     The sum over the jobs of their effective workers is the largest possible. A job that waits adds 0, and one on n
-    workers, whose fewest are m: goodput(n) / (goodput(m) / m) - least_gain * n. Saxena et al. (2020) maximise this sum
+    workers, whose fewest are m: goodput(n) / (goodput(m) / m) - LEAST_GAIN * n. Saxena et al. (2020) maximise this sum
     with throughput for Pollux's goodput. Of equal sums the one is taken that runs the job of the shortest `service`.
 
-    options: each job's, of `Job.options`, at least one. pause_s: seconds until the job goes on with each option, whose
-    part of the time left counts as lost goodput; none: at once.
+    options: each job's, of `Job.options`, at least one.
     """
     order, choices = sorted(range(len(options)), key=lambda j: service(options[j], samples_left[j])), []
     for j in order:
         first, values = options[j][0].goodput / options[j][0].workers, []
-        for option, pause in zip(options[j], pause_s[j] if pause_s else [0.0] * len(options[j]), strict=True):
-            lost = pause / (samples_left[j] / option.goodput + pause) if pause else 0.0
-            efficiency = option.goodput / option.workers / first * (1 - lost)
-            values.append((option.workers, round(1e6 * option.workers * (efficiency - least_gain))))
+        for option in options[j]:
+            efficiency = option.goodput / option.workers / first
+            values.append((option.workers, round(1e6 * option.workers * (efficiency - LEAST_GAIN))))
         choices.append(values)
     taken = dict(zip(order, allocate(choices, workers), strict=True))
     return [next((option for option in each if option.workers == taken[j]), None) for j, each in enumerate(options)]
@@ -190,7 +186,7 @@ def allocate(choices: Sequence[Sequence[tuple[int, int]]], workers: int) -> list
 
 
 def forecast(
-    options: Sequence[Sequence[Option]], samples_left: Sequence[float], workers: int, least_gain: float = LEAST_GAIN
+    options: Sequence[Sequence[Option]], samples_left: Sequence[float], workers: int
 ) -> tuple[list[float], float]:
     """Returns each job's end, in seconds from now, and all worker-seconds, if each end brings a new plan, at once.
 
@@ -199,7 +195,7 @@ def forecast(
     left, unfinished, now, worker_seconds = list(samples_left), list(range(len(options))), 0.0, 0.0
     ends = [0.0] * len(options)
     while unfinished:
-        given = plan([options[j] for j in unfinished], [left[j] for j in unfinished], workers, least_gain)
+        given = plan([options[j] for j in unfinished], [left[j] for j in unfinished], workers)
         running = {j: option for j, option in zip(unfinished, given, strict=True) if option}
         first = min(running, key=lambda j: left[j] / running[j].goodput)
         seconds = left[first] / running[first].goodput

@@ -37,8 +37,8 @@ says what is assumed.
 Exit status 0; 1 where the policy raises an error; 2 for what is no run directory, or no policy."""
 
 _BOUNDS = ("batch.min", "batch.max", "workers.min", "workers.max")
+# What must be in the configuration of the recorded run.
 _OF_A_RUN = ("policy._target_", "lr.scaling", "lr.decay", "comm.sync")
-"""What must be in the configuration of the recorded run."""
 
 
 def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> int:

@@ -35,10 +35,10 @@ class Replay:
         self.steps = self.samples = 0  # steps made, and their samples
         self.cut_off = False  # the recorded run's end was not reached: the replay would take too many steps
         self.now = recorded.begin  # what the step that comes is made with
+        # The number of workers that was last requested. Asking for it again changes nothing, as in training.
         self._workers_requested = self.now.workers
-        """The number of workers that was last requested. Asking for it again changes nothing, as in training."""
+        # The present values of what is no setting of a step; None: unknown.
         self._others: dict[str, Any] = {"sync": recorded.sync, "topology": None, "tree": None, "replace": None}
-        """The present values of what is no setting of a step; None: unknown."""
         self.newest: deque[Signals] = deque(maxlen=2)  # the signals of the last two steps, the latest first
 
     def apply(self, start: int, decision: Decision, seen: Signals | None, samples: int) -> None:
