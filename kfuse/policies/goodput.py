@@ -48,16 +48,12 @@ class StepTime:
     def seconds(self, micro_batches: ArrayLike, workers: ArrayLike) -> Array:
         """Returns a step's seconds where the worker that has most has so many micro-batches: the arguments' shape."""
         k, n = np.asarray(micro_batches, np.float64), np.asarray(workers, np.float64)
-        return _seconds(k, n, self.constant, self.micro_batch, self.sync, self.more, self.gamma)
-
-
-def _seconds(k: Array, n: Array, constant: Any, micro_batch: Any, sync: Any, more: Any, gamma: float) -> Array:
-    """Computes `StepTime.seconds`, also of several models: parameters [models, 1], the result [models, points]."""
-    t_grad = constant + micro_batch * k
-    t_sync = np.where(n > 1, sync + more * np.maximum(n - 2, 0), 0.0)
-    longer = np.maximum(t_grad, t_sync)  # powers of what is at most 1 do not overflow
-    total: Array = longer * ((t_grad / longer) ** gamma + (t_sync / longer) ** gamma) ** (1 / gamma)
-    return total
+        t_grad = self.constant + self.micro_batch * k
+        t_sync = np.where(n > 1, self.sync + self.more * np.maximum(n - 2, 0), 0.0)
+        longer = np.maximum(t_grad, t_sync)  # powers of what is at most 1 do not overflow
+        shares = (t_grad / longer) ** self.gamma + (t_sync / longer) ** self.gamma
+        total: Array = longer * shares ** (1 / self.gamma)
+        return total
 
 
 def fit(points: Collection[Point]) -> StepTime:
@@ -84,8 +80,8 @@ def fit(points: Collection[Point]) -> StepTime:
         return constant, micro_batch, sync, next(values) if many else 0.0 * micro_batch
 
     def residuals(x: Array, gamma: float) -> Array:
-        of_models = parameters(x)
-        errors = np.log(_seconds(k, n, *of_models, gamma) / seconds) / math.sqrt(len(seconds))
+        of_models = parameters(x)  # several models at once: each parameter is [models, 1]
+        errors = np.log(StepTime(*of_models, gamma).seconds(k, n) / seconds) / math.sqrt(len(seconds))
         return np.concatenate([errors, *(_PREFER_SCALING / mean * each for each in of_models[2:])], axis=-1)
 
     # From where each part has a share of the time: a parameter that begins at 0 would stay there.
@@ -164,8 +160,8 @@ class GoodputPolicy(ConfiguredPolicy):
         check_number("policy.margin", margin)
         self.every, self.margin = every, margin
         self.last_step = -1
-        self.settings: list[list[int]] = []  # [k, n] of each setting that was measured, the newest last
-        self.times: list[list[float]] = []  # The newest step times of each, in seconds
+        # k, n and the newest step times in seconds, of each setting that was measured; the newest setting last.
+        self.measured: list[list[Any]] = []
 
     def decide(self, signals: Signals) -> Decision | None:
         self._observe(signals)
@@ -187,18 +183,15 @@ class GoodputPolicy(ConfiguredPolicy):
         if signals.step <= self.last_step or took is None or not took > 0:
             return
         self.last_step = signals.step
-        setting, times = [_share(signals, signals.batch_size, signals.workers), signals.workers], list[float]()
-        if setting in self.settings:
-            times = self.times.pop(self.settings.index(setting))
-            self.settings.remove(setting)
-        self.settings = [*self.settings, setting][-_KEPT_SETTINGS:]
-        self.times = [*self.times, [*times, took][-_KEPT_TIMES:]][-_KEPT_SETTINGS:]
+        setting = [_share(signals, signals.batch_size, signals.workers), signals.workers]
+        times: list[float] = next((each[2] for each in self.measured if each[:2] == setting), [])
+        others = [each for each in self.measured if each[:2] != setting]
+        self.measured = [*others, [*setting, [*times, took][-_KEPT_TIMES:]]][-_KEPT_SETTINGS:]
 
     @property
     def points(self) -> list[Point]:
         """Returns the settings that are measured well enough, with their median step time."""
-        pairs = zip(self.settings, self.times, strict=True)
-        return [(k, n, statistics.median(times)) for (k, n), times in pairs if len(times) >= _LEAST_TIMES]
+        return [(k, n, statistics.median(times)) for k, n, times in self.measured if len(times) >= _LEAST_TIMES]
 
     def _best(
         self, signals: Signals, workers: Sequence[int], measured: Mapping[tuple[int, int], float], model: StepTime

@@ -13,14 +13,13 @@ from typing import Any
 
 from kfuse.statistics.figures import FIGURES, METRICS, Measured, StepSettings, optional, required
 
-BATCH_MAX = 2**24
-"""Largest batch size, in samples: float32 holds every whole number up to it."""
+BATCH_MAX = 2**24  # Largest batch size, in samples: float32 holds every whole number up to it
+# The range of learning rates and of factors on them: beyond it float32 holds 0, a few bits, or infinity.
 FP32_MIN, FP32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127
-"""The range of learning rates and of factors on them: beyond it float32 holds 0, a few bits, or infinity."""
 FP32_RANGE = f"{FP32_MIN:.3g} to {FP32_MAX:.3g}"
+# Steps from the one that was measured to the first one that a decision on it applies to. Its statistics are read after
+# the next step. The decision is announced with the step after that. The announcement is read one step later.
 DECISION_LAG = 4
-"""Steps from the one that was measured to the first one that a decision on it applies to. Its statistics are read after
-the next step. The decision is announced with the step after that. The announcement is read one step later."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,12 @@ class Signals(Measured, StepSettings):
         return self.step + DECISION_LAG
 
 
+# Fields of `Signals` that are not recorded: they follow from the recorded grad_sq and grad_variance of each step.
 RUNNING_MEANS = ("mean_grad_sq", "mean_grad_variance")
-"""Fields of `Signals` that are not recorded: they follow from the recorded grad_sq and grad_variance of each step."""
+# Fields of `Signals` that are columns of metrics.jsonl, with the same values there.
 OF_COLUMNS = tuple(each.name for kind in (StepSettings, Measured) for each in fields(kind) if each.name in METRICS)
-"""Fields of `Signals` that are columns of metrics.jsonl, with the same values there."""
+# Fields of `Signals` that metrics.jsonl has beside its columns, under `signals`, in each line where they change.
 OTHER_SIGNALS = tuple(each.name for each in fields(Signals) if each.name not in ("step", *RUNNING_MEANS, *OF_COLUMNS))
-"""Fields of `Signals` that metrics.jsonl has beside its columns, under `signals`, in each line where they change."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ _MOST_IN_FLIGHT = 8
 
 @dataclass
 class _Record:
-    """A step's record, which is on its way to the host or there. Once taken in it has the step's moments."""
+    """A step's record, on its way to the host or there. Once taken in it has the step's moments and digests."""
 
     step: int
     unit: str
@@ -63,6 +63,7 @@ class _Record:
     bf16_sums: bool = True
     variance: float | None = None
     grad_sq: float | None = None
+    digests: tuple[int, ...] = ()
 
     def values(self) -> list[float]:
         """Waits until the record is on the host."""
@@ -87,7 +88,6 @@ class Statistics:
         self.noise_scale = NoiseScale()
         self.bf16_wire = False  # Gradients travel between workers in bf16, so |gbar|^2 has the rounding error of bf16
         self.bf16_sums = True  # From the next `push` on such gradients are added up in bf16 too, as by an all-reduce
-        self.digests: tuple[int, ...] = ()  # The newest step's `StepStats.digests`
         # Steps that have digests, and these, in order; who has looked at them removes them.
         self.compared: deque[tuple[int, tuple[int, ...]]] = deque()
         # Steps whose records the last `push` took in, in order, and whether a gradient of theirs was not finite.
@@ -163,7 +163,7 @@ class Statistics:
         """A training begins: from now on every step is kept until it is read. Earlier steps are dropped."""
         self._receive(0)
         self.keep_unread, self._unread = True, []
-        self._newest, self._latest, self.digests = None, None, ()
+        self._newest = self._latest = None
         self.compared.clear()
 
     def end_run(self) -> None:
@@ -203,8 +203,8 @@ class Statistics:
         names = state["figure_names"]
         self.figure_names = None if names is None else tuple(names)
         self._newest, self._latest = None, self._unread[-1] if self._unread else None
-        self.digests = self._latest.digests if self._latest else ()
-        self.compared = deque([(self._latest.step, self.digests)] if self._latest and self.digests else [])
+        latest = self._latest
+        self.compared = deque([(latest.step, latest.digests)] if latest and latest.digests else [])
 
     def _receive(self, lag: int) -> None:
         while len(self._in_flight) > lag:
@@ -232,9 +232,9 @@ class Statistics:
         digests = [
             t.digest_from_slots(values[at + 1 : at + t.VOTE]) for at in range(t.RECORD_SLOTS, len(values), t.RANK_SLOTS)
         ]
-        self.digests = tuple(digest for digest in digests if digest is not None)
-        if self.digests:
-            self.compared.append((item.step, self.digests))
+        item.digests = tuple(digest for digest in digests if digest is not None)
+        if item.digests:
+            self.compared.append((item.step, item.digests))
         self.arrived.append((item.step, bool(values[t.SKIPPED]) or not (item.local or math.isfinite(grad_total))))
         self._newest, self._latest = item, None
 
@@ -265,7 +265,7 @@ class Statistics:
             previous_data_wait_s=values[t.DATA_WAIT] if values[t.STEP_TIME] else None,
             seconds=tuple(values[t.RECORD_SLOTS :: t.RANK_SLOTS]),
             votes=tuple(values[t.RECORD_SLOTS + t.VOTE :: t.RANK_SLOTS]),
-            digests=self.digests,
+            digests=newest.digests,
             figures={name: value for name, value in figures.items() if math.isfinite(value)},
         )
 

@@ -189,8 +189,6 @@ class Run:
         Raises ConfigError for what is no run, has no checkpoint, or cannot have branches.
         """
         self.path = path
-        if not config_path(path).is_file():
-            raise ConfigError(f"run={path}: must be the directory of a run of `kfuse`; it has no .hydra/config.yaml")
         self.config = read_config(path, [*AT_SHELL, *(f"{group}._target_" for group in CLASS_GROUPS)])
         self.checkpoints = steps_in(path / "checkpoints")  # by step, ascending
         if not self.checkpoints:
@@ -241,10 +239,7 @@ class Start:
         if self._length is None:
             raise ConfigError(f"run={run.path}: must train on data of a length: a stream has one order only")
         lr = config["lr"]
-        try:
-            schedule = Settings.of(flat(config)).schedule(self._length)
-        except ValueError as error:  # of values that do not fit together
-            raise ConfigError(f"{config_path(run.path)}: lr: {error}") from error
+        schedule = Settings.of(flat(config)).schedule(self._length)
         done = schedule.done(at["schedule"] if lr["scaling"] == "adascale" else self.step, at["samples"])
         means = at["mean_grad_sq"], at["mean_grad_variance"]
         factor = schedule.shape(at["schedule"], done) * schedule.gain(self.batch_size, *means) * at["lr_scale"]
