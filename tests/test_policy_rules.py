@@ -144,32 +144,6 @@ def test_seesaw_cuts_where_the_authors_do() -> None:
         assert all(abs(a - b) <= 1 for a, b in zip(ours, milestones, strict=True)), (cut, ours)
 
 
-def watched(**length: int) -> tuple[dict[str, Any], list[Signals]]:
-    torch.manual_seed(0)
-    model, policy, seen = nn.Linear(3, 2), SeesawPolicy(cut=2), Seen()
-    opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    data, both = (torch.randn(800, 3), torch.randint(0, 2, (800,))), kf.Hook(ComposePolicy(policy, seen))
-    result = kf.fit(model, data, opt, both, batch_size=8, batch_micro=2, **length)  # type: ignore[arg-type]
-    assert result is not None
-    return result, seen.signals
-
-
-def test_seesaw_trains_the_same_samples_in_fewer_steps() -> None:
-    """In the limit half of 200; cuts that come when the curve has fallen by half cost up to twice as many."""
-    result, seen = watched(train_epochs=2)
-    assert result["samples"] == 1600 and 100 < result["steps"] < 150
-    sizes = [each.batch_size for each in seen]
-    assert sizes == sorted(sizes) and sizes[0] == 8 and {16, 32, 64} < set(sizes)
-    for each in seen:
-        assert each.done == each.samples / 1600 and each.base_batch_size == 8
-        assert each.lr == pytest.approx(0.1 * each.lr_scale * math.sqrt(each.batch_size / 8))
-    first = next(each for each in seen if each.lr_scale == 0.5)
-    assert (first.batch_size, first.samples - first.batch_size) == (16, 824)  # half of the samples, and three steps on
-    result, seen = watched(train_steps=50)  # which end the run: it goes by them
-    assert result["steps"] == 50 and result["samples"] > 400
-    assert [each.done for each in seen] == [(each.step + 1) / 50 for each in seen]
-
-
 # -- sync_switch -----------------------------------------------------------------------------------------------------
 
 

@@ -219,24 +219,6 @@ def test_the_table_and_the_summary(recorded: Path, command: Command) -> None:
     assert row == ["recorded", "48", "1.00", "384", "1.00"]
 
 
-BAD = [
-    ((), "must be given the directory of a run"),
-    (("RUN",), "policy: must be given"),
-    (("nowhere", "policy=none"), "nowhere: must be the directory of a run: metrics.jsonl: No such"),
-    (("RUN", "policy=none", "batch.size=8"), "batch.size=8: must be one of policy, policy.NAME, batch.min"),
-    (("RUN", "policy=none", "workers.min=9", "workers.max=8"), "workers.min=9, workers.max=8: must be 1 <= min <= max"),
-    (("RUN", "policy=gns", "policy.factor=1,2"), "policy.factor=1,2: must be key=value, with one value; a list needs"),
-]
-
-
-def test_what_cannot_be_replayed_is_one_clear_line(recorded: Path, command: Command) -> None:
-    before = sorted(path.name for path in recorded.iterdir())
-    for given, told in BAD:
-        status, out, err = command("replay", *(str(recorded) if word == "RUN" else word for word in given))
-        assert status == 2 and told in err and err.count("\n") == 1 and err.startswith("kfuse: error: ")
-        assert out == "" and sorted(path.name for path in recorded.iterdir()) == before
-
-
 class Raising(BasePolicy):
     """For `policy._target_`: a rule with a bug."""
 
