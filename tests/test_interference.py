@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch.nn.functional as F
 from distributed import run_workers
 from problems import Seen, network, problem, recorded_events
 from torch import Tensor
@@ -93,12 +92,7 @@ def train() -> tuple[list[bool | None], list[dict[str, Any]]]:
     kf.init(comm_schedule="test_interference.SlowLater")
     events, net, policy = recorded_events(), network(), Seen()
     opt = kf.FusedSGD(net.parameters(), lr=0.01)
-    loader = kf.DataLoader(problem(8 * STEPS), net, opt, batch_size=8, batch_micro=4, policy=policy, train_epochs=1)
-    for step in loader:
-        for x, y in step:
-            F.cross_entropy(net(x), y).backward()
-        opt.step()
-        opt.zero_grad()
+    kf.fit(net, problem(8 * STEPS), opt, kf.Hook(policy), batch_size=8, batch_micro=4)
     told = [event for event in events if event["kind"] == "interference"]
     return [signals.under_interference for signals in policy.signals], told
 

@@ -31,7 +31,7 @@ def orders(*given: dict[str, Any], **more: Any) -> list[str]:
     return ["policy._target_=apart.Orders", *(override(f"+policy.{name}", value) for name, value in fields.items())]
 
 
-def assert_none_twice(job: Job, steps_an_epoch: int = -(-SAMPLES // BATCH)) -> None:
+def assert_none_twice(job: Job) -> None:
     """But by a lost worker: what it had used of steps that no other one had reached by then is used again."""
     went_on: dict[int, int] = {}
     for event in job.events:
@@ -43,7 +43,7 @@ def assert_none_twice(job: Job, steps_an_epoch: int = -(-SAMPLES // BATCH)) -> N
     for entry in job.ledger:
         if entry["step"] < went_on.get(entry["worker"], 2**60):
             for index in entry["indices"]:
-                used.setdefault((entry["step"] // steps_an_epoch, index), []).append({**entry, "indices": None})
+                used.setdefault((entry["step"] // -(-SAMPLES // BATCH), index), []).append({**entry, "indices": None})
     twice = {place: entries for place, entries in used.items() if len(entries) > 1}
     assert not twice, f"{len(twice)} of {len(used)}: {list(twice.items())[:5]}"
 

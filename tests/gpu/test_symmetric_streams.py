@@ -7,7 +7,6 @@ they start theirs behind their own, too. Nothing else of this rank is ordered be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,53 +33,35 @@ class Memory:
         """Work on the current stream."""
 
 
-class Pulls:
-    def __init__(self) -> None:
-        self._known: list[tuple[RecordedStream, int, RecordedStream]] = []
-
-    def of_others(self, transport: Symmetric, key: int, order: Order) -> None:
-        """They read their shards in this rank's memory; to be called before its own pull."""
-        stream = RecordedStream(order, "another rank's stream")
-        stream.wait_stream(order.current)
-        part, group = transport._parts[key], transport._group
-        for rank, shard in enumerate(group.shards(part.stop - part.start, transport._unit)):
-            rows = [memory.own[part][shard] for memory in transport._memories[: transport._pieces[group.rank]]]
-            if rank != group.rank:
-                order.enqueue(stream, [row for row in rows if row.numel()], [], "a pull of another rank")
-        self._theirs = stream
-
-    def of_this_one(self, order: Order) -> None:
-        self._known.append((order.current, order.current.clock.get(order.current.number, 0), self._theirs))
-
-    def end_before(self, order: Order) -> None:
-        """A collective is about to be enqueued behind the current stream's work."""
-        communicators = list(order._communicators.values())
-        for own, number, theirs in self._known:
-            if order.current.clock.get(own.number, 0) >= number:
-                for communicator in communicators:
-                    communicator.wait_stream(theirs)
-
-
 @pytest.fixture(autouse=True)
-def other_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    pulls = Pulls()
+def other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read their shards in this rank's memory before its own pull ends, and start collectives behind theirs."""
+    pulls: list[tuple[RecordedStream, int, RecordedStream]] = []
     reduce, enqueued = Symmetric.reduce, Order.enqueued
 
     def reduced(self: Symmetric, key: int, flat: Tensor, sumsq: Tensor | None = None) -> None:
         order: Order = devices.of(self._group.device)._order  # type: ignore[attr-defined]
-        pulls.of_others(self, key, order)
+        theirs, own = RecordedStream(order, "another rank's stream"), order.current
+        theirs.wait_stream(own)
+        part, group = self._parts[key], self._group
+        for rank, shard in enumerate(group.shards(part.stop - part.start, self._unit)):
+            rows = [memory.own[part][shard] for memory in self._memories[: self._pieces[group.rank]]]
+            if rank != group.rank:
+                order.enqueue(theirs, [row for row in rows if row.numel()], [], "a pull of another rank")
         reduce(self, key, flat, sumsq)
-        pulls.of_this_one(order)
+        pulls.append((own, own.clock.get(own.number, 0), theirs))
 
     def collective(self: Order, work: Any, reads: list[Tensor], writes: list[Tensor]) -> None:
-        pulls.end_before(self)
+        for own, number, theirs in pulls:
+            if self.current.clock.get(own.number, 0) >= number:
+                for communicator in self._communicators.values():
+                    communicator.wait_stream(theirs)
         enqueued(self, work, reads, writes)
 
     monkeypatch.setattr(symmetric, "SymmetricMemory", Memory)
     monkeypatch.setattr(symmetric, "check_peer_access", lambda group: None)
     monkeypatch.setattr(Symmetric, "reduce", reduced)
     monkeypatch.setattr(Order, "enqueued", collective)
-    yield
 
 
 @pytest.mark.parametrize(
