@@ -437,13 +437,6 @@ def error(act: Any) -> str:
     return "nothing"
 
 
-def test_wrong_uses_in_one_process_end_in_one_line() -> None:
-    net: Any = nn.Linear(5, 2)
-    assert "Linear" in error(lambda: kf.ddp_hook(net))
-    assert "accumulate=0" in error(lambda: kf.monitor(net, accumulate=0))
-    assert "log_to target=3" in error(lambda: kf.log_to(3))
-
-
 def wrong_uses() -> dict[str, Any]:
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import hydra
@@ -59,24 +60,14 @@ def test_compose_leaves_a_field_to_its_owner() -> None:
         assert {decision.workers for decision in decided} == {2}
 
 
-class Hooked(BasePolicy):
-    """Keeps the names of its hooks as they are called."""
-
-    def __init__(self, name: str, calls: list[tuple[str, str]]) -> None:
-        self.name, self.calls = name, calls
-
-    def __getattribute__(self, attribute: str) -> Any:
-        if attribute.startswith(("before_", "after_")):
-            return lambda: self.calls.append((attribute, self.name))
-        return super().__getattribute__(attribute)
-
-
 def test_compose_calls_all_hooks_in_order() -> None:
     calls: list[tuple[str, str]] = []
-    policy = ComposePolicy(
-        Hooked("a", calls), Hooked("b", calls), ComposePolicy(Hooked("c", calls), Hooked("d", calls))
-    )
     hooks = ["before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train"]
+    a, b, c, d = parts = [BasePolicy() for _ in range(4)]
+    for name, part in zip("abcd", parts, strict=True):
+        for hook in hooks:
+            setattr(part, hook, partial(calls.append, (hook, name)))
+    policy = ComposePolicy(a, b, ComposePolicy(c, d))
     for hook in hooks:
         getattr(policy, hook)()
     assert calls == [(hook, name) for hook in hooks for name in "abcd"]
