@@ -122,15 +122,13 @@ class Monitor:
     """A training's statistics, measured beside it. Made by `kf.ddp_hook`, `kf.fsdp_monitor` and `kf.monitor`.
 
     All workers have the same figures; each step's are computed on the device and copied to the host without a wait.
-    """
 
-    name: str  # names this monitor's figures where `kf.log_to` sends them
-    # Samples of each micro-batch on this worker, at least 1; None: micro-batches are the unit. Set it before a backward
-    # whose micro-batch has another number.
-    samples: float | None
-    device: torch.device  # where the squares are
-    workers: int  # n, the workers whose gradients are averaged
-    micro_batches: int  # this worker's micro-batches of the step under way
+    name: names this monitor's figures where `kf.log_to` sends them.
+    samples: of each micro-batch on this worker, at least 1; None: micro-batches are the unit. Set it before a backward
+    whose micro-batch has another number.
+    device: where the squares are. workers: n, the workers whose gradients are averaged.
+    micro_batches: this worker's of the step under way.
+    """
 
     def __init__(self, device: torch.device, options: Options, *, workers: int = 1, rank: int = 0) -> None:
         self.name, self.device, self.workers, self._rank = options.name, device, workers, rank

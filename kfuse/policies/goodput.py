@@ -207,19 +207,13 @@ class GoodputPolicy(ConfiguredPolicy):
         predicted *= measured[settings[0]] / predicted[0]
         seconds = np.array([measured.get(each, other) for each, other in zip(settings, predicted, strict=True)])
         sizes = np.array([size for size, _ in pairs], np.float64)
-        low, high = _interval(signals)
+        ends = (signals.noise_scale_low, None if signals.noise_scale is None else signals.noise_scale_high)
+        low, high = (math.nan if end is None or not 0 <= end < math.inf else end for end in ends)  # NaN: unknown
         noise = np.where(sizes > sizes[0], low, np.where(sizes < sizes[0], high, 1.0))
         goodput = sizes / seconds * efficiency(sizes, signals.batch_size, noise)
         goodput = np.where(np.isnan(goodput), 0.0, goodput)
         best = int(goodput.argmax())
         return pairs[best] if goodput[best] > (1 + self.margin) * goodput[0] else pairs[0]
-
-
-def _interval(signals: Signals) -> tuple[float, float]:
-    """Returns both ends of the noise scale's interval, in samples; NaN where one is unknown."""
-    ends = (signals.noise_scale_low, None if signals.noise_scale is None else signals.noise_scale_high)
-    low, high = (math.nan if end is None or not 0 <= end < math.inf else end for end in ends)
-    return low, high
 
 
 def _share(signals: Signals, batch_size: int, workers: int) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 
 from kfuse.statistics.figures import FIGURES, METRICS, Measured, StepSettings, optional, required
 
-BATCH_MAX = 2**24  # Largest batch size, in samples: float32 holds every whole number up to it
 # The range of learning rates and of factors on them: beyond it float32 holds 0, a few bits, or infinity.
 FP32_MIN, FP32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127
 FP32_RANGE = f"{FP32_MIN:.3g} to {FP32_MAX:.3g}"
@@ -36,8 +35,6 @@ class Bounds:
             low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
             if not 1 <= low <= high:
                 raise ValueError(f"{name}.min={low}, {name}.max={high}: must be 1 <= min <= max")
-        if self.batch_max > BATCH_MAX:
-            raise ValueError(f"batch.max={self.batch_max}: must be at most {BATCH_MAX}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypedDict, Union, get_args, get_origin
 
 from kfuse.comm.settings import CommSettings, Setting, declared
 
-BATCH_MAX, WORKERS_MAX = 2**24, 2**20
+BATCH_MAX, WORKERS_MAX = 2**24, 2**20  # float32 holds every whole number up to 2**24
 
 
 class ShownSettings(TypedDict, total=False):
