@@ -273,7 +273,21 @@ def test_torchs_adamw_takes_our_state_and_we_take_its() -> None:
     assert_rounded(again, back)
 
 
-# -- any torch optimizer, kf.fit --------------------------------------------------------------------------------------
+def test_torchs_sgd_goes_on_from_our_state() -> None:
+    """torch's fused kernel would leave all but the last elements of a bf16 parameter as they are."""
+    net = network().bfloat16()
+    opt = kf.FusedSGD(net.parameters(), lr=1e-2, momentum=0.9)
+    train(net, opt, range(3))
+    plain, before = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9), copy.deepcopy(net)
+    plain.load_state_dict(opt.state_dict())
+    plain.param_groups[0]["lr"] = 0.5  # updates above the spacing of bf16
+    for p, grad in zip(net.parameters(), gradients(net, 3)[0], strict=True):
+        p.grad = grad
+    plain.step()
+    assert all((p != q).float().mean() > 0.5 for p, q in zip(net.parameters(), before.parameters(), strict=True))
+
+
+# -- kf.fit -----------------------------------------------------------------------------------------------------------
 
 
 def test_fit_casts_the_models_inputs_alone_and_saves_bf16(tmp_path: Path) -> None:

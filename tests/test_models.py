@@ -10,19 +10,6 @@ import torch.nn.functional as F
 from kfuse.data import load_digits
 from kfuse.models import GPT, MLP, ConvNet
 
-MODELS = {
-    "mlp": lambda: MLP(input_shape=(1, 8, 8), num_classes=10),
-    "convnet": lambda: ConvNet(input_shape=(1, 8, 8), num_classes=10, width=8),
-    "gpt": lambda: GPT(vocab_size=256, block_size=16, layers=2, width=32),
-}
-
-
-def example_input(name):
-    generator = torch.Generator().manual_seed(0)
-    if name == "gpt":
-        return torch.randint(0, 256, (3, 16), generator=generator)
-    return torch.randn(3, 1, 8, 8, generator=generator)
-
 
 def parameter_count(model):
     return sum(p.numel() for p in model.parameters())
@@ -57,8 +44,8 @@ def test_what_a_model_cannot_take_is_refused():
 
 
 def test_gpt_attends_to_the_past_only():
-    model = MODELS["gpt"]().eval()
-    tokens = example_input("gpt")
+    model = GPT(vocab_size=256, block_size=16, layers=2, width=32).eval()
+    tokens = torch.randint(0, 256, (3, 16))
     changed = tokens.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 256
     before, after = model(tokens), model(changed)
@@ -93,7 +80,7 @@ def test_gpt_initialisation_is_gpt_2s():
 
 def test_the_convnet_learns_digits():
     torch.manual_seed(0)
-    model, split = MODELS["convnet"](), load_digits()
+    model, split = ConvNet(input_shape=(1, 8, 8), num_classes=10, width=8), load_digits()
     optimizer, rng = torch.optim.AdamW(model.parameters(), lr=3e-3), np.random.default_rng(0)
     for _ in range(60):
         x, y = split.train.fetch(rng.integers(0, len(split.train), 128))

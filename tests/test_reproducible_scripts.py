@@ -121,6 +121,16 @@ def test_state_and_report_have_the_same_bits(kind: str, count: int, settings: di
         assert run_workers(workers, bits, kind, count, settings) == [alone] * workers, f"{workers} workers"
 
 
+def test_the_users_generators_are_where_they_were() -> None:
+    net, drawn = nn.Linear(4, 3), []
+    for trains in (False, True):
+        torch.manual_seed(1), np.random.seed(2), random.seed(3)
+        if trains:
+            kf.fit(net, Augmented(), kf.FusedSGD(net.parameters(), lr=0.1))
+        drawn.append((torch.rand(3).tolist(), np.random.rand(), random.random()))
+    assert drawn[0] == drawn[1]
+
+
 def embedding(max_norm: float | None) -> None:
     kf.init()
     net = nn.Sequential(nn.Embedding(10, 4, max_norm=max_norm), nn.Flatten(), nn.Linear(8, 3))
@@ -133,6 +143,19 @@ def test_an_embedding_that_renormalises_in_forward_is_refused_for_several_worker
     with pytest.raises(AssertionError, match=r"module 0: Embedding\(max_norm=1.0\) changes its weights in forward"):
         run_workers(2, embedding, 1.0)
     embedding(1.0)  # one worker does it as torch does
+
+
+def test_a_loop_that_plans_nothing_is_warned_of(caplog: Any) -> None:
+    kf.init(comm_reproducible=True)
+    net = nn.Linear(4, 3)
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        with opt.micro_batch(samples=4):
+            net(torch.randn(4, 4)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    [said] = [record.getMessage() for record in caplog.records if record.name == "kfuse"]
+    assert "the micro-batches of this loop are not planned" in said
 
 
 def test_a_state_is_loaded_onto_the_receivers_device() -> None:

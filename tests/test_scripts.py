@@ -113,10 +113,7 @@ def assert_plausible(opt: Any, steps: int, samples: float | None, micro_batches:
         ("micro-batches", micro_batches) if samples is None else ("samples", samples)
     )
     assert 0 < stats.grad_norm < 100 and stats.noise_scale is None  # known after 20 steps
-    if micro_batches == 1:
-        assert stats.grad_variance is None and stats.grad_sq is None
-    else:
-        assert stats.grad_variance >= -1e-6  # rounding, where all gradients are the same
+    if micro_batches > 1:
         assert stats.grad_sq == pytest.approx(stats.grad_norm**2 - stats.grad_variance / stats.samples, abs=1e-4)
 
 
@@ -137,19 +134,12 @@ class Gan:
         scores = self.d(x)
         return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, float(real)))
 
-    def discriminator_loss(self, step: int, two_backwards: bool) -> Tensor:
-        real = self.loss(samples(step)[0], True)
-        if two_backwards:
-            real.backward()
-        fake = self.loss(self.fake(step).detach(), False)
-        return fake + real.detach() if two_backwards else real + fake
-
     def fake(self, step: int) -> Tensor:
         noise = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + kf.rank()))
         return self.g(noise)  # type: ignore[no-any-return]
 
 
-def train_gan(gan: Gan, opt_g: Any, opt_d: Any, loop: str, two_backwards: bool) -> list[float]:
+def train_gan(gan: Gan, opt_g: Any, opt_d: Any, loop: str) -> list[float]:
     """zero first: the generator's loss leaves gradients in the discriminator, until opt_d.zero_grad(). generator first:
     the other way round, with zero_grad behind each step too. frozen: the discriminator takes no gradients of it.
     """
@@ -166,8 +156,7 @@ def train_gan(gan: Gan, opt_g: Any, opt_d: Any, loop: str, two_backwards: bool) 
             generator()
         opt_d.zero_grad()
         gan.d.requires_grad_(True)
-        loss = gan.discriminator_loss(step, two_backwards)
-        loss.backward()
+        (gan.loss(samples(step)[0], True) + gan.loss(gan.fake(step).detach(), False)).backward()
         opt_d.step()
         if loop != "zero first":
             opt_d.zero_grad()
@@ -183,7 +172,7 @@ def gan(world: World, loop: str) -> Outcome:
     opts = [world.optimizer(net.parameters()) for net in (it.g, it.d)]
     inner = [it.g, it.d]
     it.g, it.d = world.wrap(it.g), world.wrap(it.d)
-    losses = train_gan(it, *opts, loop, two_backwards=not world.ours)
+    losses = train_gan(it, *opts, loop)
     return inner, opts, losses, (None, kf.size())
 
 
@@ -441,15 +430,8 @@ def gan_whose_discriminators_differ() -> None:
     with torch.no_grad():
         next(gan.d.parameters())[0, 0] += kf.rank()
     with pytest.raises(kf.ConsistencyError, match=r"parameter 0 \(ranks 1 against rank 0"):
-        train_gan(gan, opt_g, opt_d, "generator first", False)
+        train_gan(gan, opt_g, opt_d, "generator first")
 
 
 def test_gradients_that_are_dropped_are_no_steps_and_do_not_take_the_check_of_the_next() -> None:
     run_workers(2, gan_whose_discriminators_differ)
-
-
-def test_gradients_of_a_generators_loss_before_the_discriminators_name_the_remedy() -> None:
-    gan = Gan(0)
-    opt_g, opt = kf.FusedSGD(gan.g.parameters()), kf.FusedSGD(gan.d.parameters())
-    with pytest.raises(RuntimeError, match="Several losses of the same samples: add them up and call backward once"):
-        train_gan(gan, opt_g, opt, "zero first", True)

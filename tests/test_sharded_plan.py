@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kfuse.comm.group import Group
 from kfuse.kernels import BLOCK
-from kfuse.optim.sharding import Move, hand_overs, plan_moves
+from kfuse.optim.sharding import hand_overs, plan_moves
 from kfuse.optim.updates import ShardsLost
 
 SIZES = st.integers(1, 6)
@@ -56,18 +56,6 @@ def test_a_resize(old: int, new: int, blocks: int, data: st.DataObject) -> None:
         assert all(a.stop == b.start for a, b in pairwise(places))
         travelled = [move.place for move in moves if move.target == target and move.source != target]
         assert not elements(travelled) & elements(held[target])
-
-
-def test_a_holder_keeps_its_own_and_the_first_of_several_gives() -> None:
-    held = [[slice(0, 8)], [slice(4, 12)], [slice(4, 16)]]
-    assert plan_moves(held, [[slice(0, 4)], [slice(4, 12)], [], [slice(4, 16)]]) == [
-        Move(0, 0, slice(0, 4)),
-        Move(1, 1, slice(4, 8)),
-        Move(1, 1, slice(8, 12)),
-        Move(0, 3, slice(4, 8)),
-        Move(1, 3, slice(8, 12)),
-        Move(2, 3, slice(12, 16)),
-    ]
 
 
 def with_mirrors(numel: int, size: int) -> list[list[slice]]:
