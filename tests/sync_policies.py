@@ -36,7 +36,6 @@ class PairLater(kf.BasePolicy):
 
 
 _CALLS = {
-    "begin": (CentralModel, "begin_step"),
     "end": (CentralModel, "end_step"),
     "average": (Updates, "average_models"),
 }

@@ -220,7 +220,6 @@ def silent(schedule: str, absent: int, done: str, gone: bool) -> str:
     ("workers", "absent", "schedule", "gone"),
     [
         pytest.param(3, 1, "all_to_all", False, marks=pytest.mark.full),
-        pytest.param(2, 0, "allreduce", False, marks=pytest.mark.full),
         (2, 1, "allreduce", True),
         (2, 1, "all_to_all", True),
     ],
