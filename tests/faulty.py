@@ -16,7 +16,7 @@ from kfuse.elastic import protocol
 class Faulty(nn.Module):
     """An MLP with BatchNorm and dropout. Worker number `worker`, -1 for none, flips a bit in every gradient."""
 
-    def __init__(self, input_shape: Sequence[int], num_classes: int, worker: int = -1, bit: int = 2) -> None:
+    def __init__(self, input_shape: Sequence[int], num_classes: int, worker: int = -1) -> None:
         super().__init__()
         first = nn.Linear(torch.Size(input_shape).numel(), 24)
         self.first = nn.Sequential(nn.Flatten(), first)
@@ -26,7 +26,7 @@ class Faulty(nn.Module):
 
             def wrong(grad: Tensor) -> Tensor:
                 grad = grad.clone(memory_format=torch.contiguous_format)
-                grad.view(-1).view(torch.int32)[17] ^= 1 << bit
+                grad.view(-1).view(torch.int32)[17] ^= 1 << 2
                 return grad
 
             first.weight.register_hook(wrong)  # type: ignore[no-untyped-call]

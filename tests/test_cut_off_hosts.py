@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from elastic_job import assert_same_training, chaos, run_job, words
 from hosts import HostLauncher, network, why_not
-from warm import WarmLauncher
 
 pytestmark = pytest.mark.full
 
@@ -31,9 +30,7 @@ def _namespaces() -> None:
 
 def test_hosts_that_are_cut_off_are_left_behind(tmp_path: Path) -> None:
     """Of three, the leader's falls silent, then another's link goes down; the last one ends with the same bits."""
-    alone = run_job(
-        tmp_path / "alone", [*TRAINING, *chaos(tmp_path / "none")], launcher=WarmLauncher(tmp_path / "alone.log")
-    )
+    alone = run_job(tmp_path / "alone", [*TRAINING, *chaos(tmp_path / "none")])
     policy = chaos(tmp_path, events=CUTS)
     with network(3) as (first, hosts):
         launcher = HostLauncher(first.address, hosts, tmp_path)

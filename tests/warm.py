@@ -9,7 +9,6 @@ import os
 import runpy
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ CONTEXT.set_forkserver_preload(
         "torch._dynamo",  # torch's own optimizers import it, which takes longer than torch itself
     ]
 )  # those that there are; read once, as the first process is started
-
-Context = ForkContext | ForkServerContext
 
 
 class WarmProcess:
@@ -65,14 +62,10 @@ class WarmProcess:
 
 
 class WarmLauncher:
-    """Each worker runs what `python -m kfuse.cli.worker` runs; what it prints is added to `log`, its pid to `pids`."""
+    """Each worker runs what `python -m kfuse.cli.worker` runs, or this script; what it prints is added to `log`."""
 
-    def __init__(self, log: Path, context: Context = CONTEXT, script: Sequence[str] = ()) -> None:
-        """context: "fork" for a process that is itself forked, and has no other threads as it starts workers.
-
-        script: a script with its arguments, which workers run instead.
-        """
-        self.log, self.pids, self._context, self._script = log, log.with_suffix(".pids"), context, script
+    def __init__(self, log: Path, script: Sequence[str] = ()) -> None:
+        self.log, self._script = log, script
         self.started: list[WarmProcess] = []
 
     async def open(self) -> str:
@@ -83,10 +76,8 @@ class WarmLauncher:
         return self.started[-1]
 
     def fork(self, target: Callable[..., None], *args: Any) -> BaseProcess:
-        process = self._context.Process(target=target, args=args, daemon=True)
+        process = CONTEXT.Process(target=target, args=args, daemon=True)
         process.start()
-        with self.pids.open("a") as file:
-            file.write(f"{process.pid}\n")
         return process
 
     async def close(self) -> None:
