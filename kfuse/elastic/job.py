@@ -67,8 +67,7 @@ class Job:
         self.stopping: str | None = None  # why the job was asked to stop
         self.late_failure: JobFailed | None = None  # a script that failed when its training was over
         self.over = asyncio.Event()
-        self.error: BaseException | None = None
-        """What ended the job, once `over` is set; None if it ended in order."""
+        self.error: BaseException | None = None  # what ended the job, once `over` is set; None if it ended in order
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the job; only the first call counts."""

@@ -52,8 +52,7 @@ class Worker:
     joined: bool = False  # a view, this one or one before
     leaving: bool = False  # another worker is to take its place
     said_goodbye: bool = False  # its process is ending, and sends no heartbeats any more
-    ended_loop: int = 0
-    """The newest training whose loop has ended on this worker, whether or not the training is over."""
+    ended_loop: int = 0  # the newest training whose loop has ended on this worker, whether or not the training is over
     failed_at: int | None = None  # the step at which an exception ended its training loop
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     killed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -40,8 +40,7 @@ class Rendezvous:
     size: int
     host: str
     port: int
-    torchs: Store | None = None
-    """The store of torch's default process group; None: no such group has been initialised."""
+    torchs: Store | None = None  # the store of torch's default process group; None: no such group has been initialised
 
     @staticmethod
     def of_torch() -> Rendezvous | None:

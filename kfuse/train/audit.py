@@ -86,14 +86,10 @@ class Audit:
         self._model, self._opt, self._forward = training.model, training.opt, forward
         self._session, self._progress, self._reporter = session, training.progress, training.reporter
         self._audited: AuditedGradient  # of such a step
-        self._chosen: Chosen | None = None
-        """The audit of the step under way."""
-        self._before: list[_Buffer] = []
-        """In such a step: the model's buffers before it."""
-        self._unequal: Group | None = None
-        """The newest group whose workers differ in kind: no audit takes place in it."""
-        self._warned = set[tuple[int, ...]]()
-        """The workers, together, that a warning was logged for."""
+        self._chosen: Chosen | None = None  # the audit of the step under way
+        self._before: list[_Buffer] = []  # in such a step: the model's buffers before it
+        self._unequal: Group | None = None  # the newest group whose workers differ in kind: no audit takes place in it
+        self._warned = set[tuple[int, ...]]()  # the workers, together, that a warning was logged for
 
     def before_step(self, samples: StepSamples) -> int | None:
         """Chooses the coming step's audit. Returns its micro-batch, for the step's plan; None if there is no audit."""

@@ -26,8 +26,7 @@ class LocalSGD(SyncMethod):
         self._comm = self._session.comm
         self._outer = OuterMomentum(self._opt.updates.weights()) if self._comm.has_outer_step else None
         self.keeps_weights = self._outer is not None
-        self._round_began = self._progress.step
-        """The step at which the round began, where there is an outer step."""
+        self._round_began = self._progress.step  # the step at which the round began, where there is an outer step
 
     def after_step(self, every: int, common: bool, over: bool) -> None:
         drifted = self._progress.drifted

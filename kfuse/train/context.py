@@ -121,30 +121,22 @@ class TrainContext:
     opt: DistributedOptimizer
     settings: Settings
     policy: BasePolicy = field(default_factory=BasePolicy)
-    objective: Objective = field(default_factory=Objective)
-    """How a batch becomes a loss."""
-    scheduler: UserSchedule | None = None
-    """A torch scheduler that training steps."""
+    objective: Objective = field(default_factory=Objective)  # how a batch becomes a loss
+    scheduler: UserSchedule | None = None  # a torch scheduler that training steps
     heldout: Dataset | None = None
-    metrics: Mapping[str, Metric] | None = None
-    """Functions (output, target) that are evaluated on `heldout`."""
-    checkpoints: Checkpoints | None = None
-    """None: none are written or read."""
+    metrics: Mapping[str, Metric] | None = None  # functions (output, target) that are evaluated on `heldout`
+    checkpoints: Checkpoints | None = None  # None: none are written or read
     saved_model: SavedModel | None = None
     """Writes the model when training is over, and the best one by evaluation; None: neither is written."""
-    output: Output | None = None
-    """A script's own files and display, which get the records too."""
+    output: Output | None = None  # a script's own files and display, which get the records too
     user_loop: bool = False
     """The user does a step's forward, backward and update, in the body of a loop over `Trainer.steps`."""
-    several_backwards: bool = False
-    """The user runs several in each micro-batch: see opt.micro_batch."""
-    exits_are_errors: bool = False
-    """A SystemExit of the model, the data or the policy is an error: no script means it."""
+    several_backwards: bool = False  # the user runs several in each micro-batch: see opt.micro_batch
+    exits_are_errors: bool = False  # a SystemExit of the model, the data or the policy is an error: no script means it
     session: Session = field(init=False)
     sampler: EpochSampler | StreamSampler = field(init=False)
     schedule: LRSchedule = field(init=False)
-    facts: dict[str, Any] = field(init=False)
-    """What `kfuse.settings.rules` are asked of."""
+    facts: dict[str, Any] = field(init=False)  # what `kfuse.settings.rules` are asked of
     progress: Progress = field(init=False)
     reporter: Reporter = field(init=False)
 

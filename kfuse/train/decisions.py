@@ -85,20 +85,16 @@ class Decisions:
         self._session, self._opt, self._settings = training.session, training.opt, training.settings
         self._progress, self._reporter, self._facts = training.progress, training.reporter, training.facts
         self.rate = LearningRate(training)
-        self._requested: dict[str, Any] = {}
-        """What is not announced yet, or announced with the step under way."""
-        self._announced: dict[str, Any] = {}
-        """What the step under way announces of it."""
+        self._requested: dict[str, Any] = {}  # what is not announced yet, or announced with the step under way
+        self._announced: dict[str, Any] = {}  # what the step under way announces of it
         self._published = Published(training.session)
         self._under_way: dict[int, dict[str, Any]] = {}
         """By step: what it announced, where that has arrived here and is not applied yet."""
-        self.topology: str | None = None
-        """The transport that a decision chose; None: the configured one."""
+        self.topology: str | None = None  # the transport that a decision chose; None: the configured one
         self.tree: str | list[int] | None = None
         """The shape that a decision chose for the transport `tree`; None: the configured one. A list: of this view."""
         self._reported_links: Links | None = None
-        self.workers_requested = 0
-        """The number of workers that was last requested; 0: none was."""
+        self.workers_requested = 0  # the number of workers that was last requested; 0: none was
         self.stop_requests: list[str] = []
         """Reasons to stop at the next step boundary (of STOP_REASONS), where there is no supervisor to give one."""
         self._clipped: dict[str, str | None] = {}
@@ -287,8 +283,7 @@ class PolicyCalls:
     def __init__(self, training: TrainContext, decisions: Decisions) -> None:
         self.policy, self._settings, self._decisions = training.policy, training.settings, decisions
         self._session, self._progress, self._reporter = training.session, training.progress, training.reporter
-        self._reported: Exception | None = None
-        """The error that ends training; None: none does."""
+        self._reported: Exception | None = None  # the error that ends training; None: none does
 
     def begin(self) -> None:
         """Applies the policy's initial settings, on rank 0, before the first step: all workers start from its state."""

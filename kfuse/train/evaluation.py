@@ -27,8 +27,7 @@ _CHUNK = 256  # samples; fixed, so that the result does not depend on the number
 class Evaluation:
     """What the model does on held-out data."""
 
-    loss: float
-    """Mean over the samples."""
+    loss: float  # mean over the samples
     accuracy: float | None
     """Share of the targets hit, in [0, 1]; None where the output does not hold a score for each class, last."""
     metrics: dict[str, float] = field(default_factory=dict)

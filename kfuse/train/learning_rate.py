@@ -27,8 +27,7 @@ class LearningRate:
     def __init__(self, training: TrainContext) -> None:
         self._opt, self._schedule = training.opt, training.schedule
         self._settings, self._progress = training.settings, training.progress
-        self.now = 0.0
-        """That of the step under way."""
+        self.now = 0.0  # that of the step under way
 
     def set(self) -> None:
         """Sets the factor of the coming update, and `now` for reports (DistributedOptimizer.base_lr)."""

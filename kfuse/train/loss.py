@@ -59,14 +59,10 @@ def default_loss(output: Tensor, target: Tensor) -> Tensor:
 class Outcome(NamedTuple):
     """What a micro-batch's forward gave."""
 
-    loss: Tensor
-    """The mean loss, a scalar."""
-    output: Any = None
-    """What the model returned; None with a step function, which keeps it to itself."""
-    target: Any = None
-    """The pair's target. The whole batch where the model computes the loss by itself."""
-    figures: Mapping[str, Tensor | float] = {}
-    """What a step function returned beside the loss."""
+    loss: Tensor  # the mean loss, a scalar
+    output: Any = None  # what the model returned; None with a step function, which keeps it to itself
+    target: Any = None  # the pair's target. The whole batch where the model computes the loss by itself.
+    figures: Mapping[str, Tensor | float] = {}  # what a step function returned beside the loss
 
 
 class Objective:

@@ -206,8 +206,7 @@ class Reporter:
         """The newest records, which a lost leader or supervisor may not have written: see `resend`."""
         self._told: dict[str, Any] = {}
         """Signals beside the columns, as records have told them so far; empty: the next record has all of them."""
-        self._told_before: dict[str, Any] = {}
-        """As `_told`, by the records that are older than the `recent` ones."""
+        self._told_before: dict[str, Any] = {}  # as `_told`, by the records that are older than the `recent` ones
 
     def state_dict(self) -> dict[str, Any]:
         return {"recent": list(self.recent), "told_before": self._told_before}

@@ -37,53 +37,34 @@ class Stage(IntEnum):
 class Progress:
     """How far training is, and its settings now. The same on every worker, but for pair averaging between meetings."""
 
-    batch_size: int
-    """Samples per optimizer step, over all workers."""
-    sync: str = "ssgd"
-    """How the workers keep together: see `kfuse.comm.sync`."""
-    drifted: int = 0
-    """Local steps since the workers last had the same parameters (local SGD)."""
-    uneven: bool = False
-    """Some workers have made fewer updates than others since optimizer states were last averaged."""
-    step: int = 0
-    """Steps completed."""
-    stage: int = Stage.BOUNDARY
-    """The part of this step that comes next."""
+    batch_size: int  # samples per optimizer step, over all workers
+    sync: str = "ssgd"  # how the workers keep together: see `kfuse.comm.sync`
+    drifted: int = 0  # local steps since the workers last had the same parameters (local SGD)
+    uneven: bool = False  # some workers have made fewer updates than others since optimizer states were last averaged
+    step: int = 0  # steps completed
+    stage: int = Stage.BOUNDARY  # the part of this step that comes next
     epoch: int = 0
-    cursor: int = 0
-    """Samples of this epoch that were used so far."""
-    samples: int = 0
-    """Samples used so far, over all epochs."""
-    lr_scale: float = 1.0
-    """The policies' factor on the learning rate."""
-    schedule: float = 0.0
-    """Progress of the learning-rate schedule, in steps of the base batch size."""
+    cursor: int = 0  # samples of this epoch that were used so far
+    samples: int = 0  # samples used so far, over all epochs
+    lr_scale: float = 1.0  # the policies' factor on the learning rate
+    schedule: float = 0.0  # progress of the learning-rate schedule, in steps of the base batch size
     mean_grad_sq: float | None = None
     mean_grad_variance: float | None = None
-    throughput: Throughput = field(default_factory=dict)
-    """By worker number: see `kfuse.train.step.Throughput`."""
-    stragglers: tuple[int, ...] = ()
-    """Numbers of the workers that were reported as stragglers."""
-    interference: bool | None = None
-    """Whether something else slows the workers' messages down; None: unknown."""
-    corrupt: tuple[int, ...] = ()
-    """Numbers of the workers that audits have found to compute wrong gradients."""
+    throughput: Throughput = field(default_factory=dict)  # by worker number: see `kfuse.train.step.Throughput`
+    stragglers: tuple[int, ...] = ()  # numbers of the workers that were reported as stragglers
+    interference: bool | None = None  # whether something else slows the workers' messages down; None: unknown
+    corrupt: tuple[int, ...] = ()  # numbers of the workers that audits have found to compute wrong gradients
     accuracy: float | None = None
     eval_loss: float | None = None
-    best: float | None = None
-    """The best evaluation so far: its accuracy where that is known, else minus its loss."""
+    best: float | None = None  # the best evaluation so far: its accuracy where that is known, else minus its loss
     eval_metrics: dict[str, float] = field(default_factory=dict)
-    evaluated: int = 0
-    """Number of steps after which the last evaluation ran."""
+    evaluated: int = 0  # number of steps after which the last evaluation ran
     loss: float | None = None
-    generation: int = 0
-    """Generation of the view to switch to, if above that of the active view."""
-    announced: int = 0
-    """Number of the newest announcement of the control channel that is applied (pair averaging)."""
+    generation: int = 0  # generation of the view to switch to, if above that of the active view
+    announced: int = 0  # number of the newest announcement of the control channel that is applied (pair averaging)
     resumed_at: int = 0
     """Step at which this run resumed. Views and stops announced before it are ignored: they were another run's."""
-    stop: int = 0
-    """Why to stop: index into `STOP_REASONS`."""
+    stop: int = 0  # why to stop: index into `STOP_REASONS`
     began_with: dict[str, Any] = field(default_factory=dict)
     """Arguments without which the rest would be another training, by name: see `refuse_other_beginning`."""
     contexts: dict[int, StepContext] = field(default_factory=dict)

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from kfuse.optim.flat_updates import FlatUpdates
     from kfuse.optim.layout import Part
 
-STAYS = ("model", "trainable", "optimizer")
-"""Parts that are the user's, and stay when training ends."""
-LARGE = (*STAYS, "synchronisation")
-"""Parts that are large, or tell how the models are kept together."""
+STAYS = ("model", "trainable", "optimizer")  # parts that are the user's, and stay when training ends
+LARGE = (*STAYS, "synchronisation")  # parts that are large, or tell how the models are kept together
 
 
 class Stateful(Protocol):
@@ -146,12 +144,9 @@ def _common_state(opt: DistributedOptimizer) -> dict[str, Any]:
 @dataclass
 class _Snapshot:
     step: int
-    common: dict[str, Any]
-    """What all workers have alike, on the host."""
-    shards: list[list[Part]]
-    """Of each bucket: this worker's own, and the one of the worker before."""
-    arriving: list[Pending]
-    """The messages that bring the latter."""
+    common: dict[str, Any]  # what all workers have alike, on the host
+    shards: list[list[Part]]  # of each bucket: this worker's own, and the one of the worker before
+    arriving: list[Pending]  # the messages that bring the latter
 
     def is_complete(self) -> bool:
         """Whether all has arrived. Does not wait; a message that has failed never arrives."""

@@ -39,17 +39,12 @@ class StepSamples:
     """The samples of one step, cut into micro-batches and distributed over the workers."""
 
     epoch: int
-    cursor: int
-    """Samples of the epoch that were used before this step."""
-    indices: np.ndarray
-    """int64 [samples], in the order of the epoch."""
-    micro_batch: int
-    """Samples in each micro-batch; the last one may have fewer."""
+    cursor: int  # samples of the epoch that were used before this step
+    indices: np.ndarray  # int64 [samples], in the order of the epoch
+    micro_batch: int  # samples in each micro-batch; the last one may have fewer
     workers: int
-    shares: tuple[int, ...] | None = None
-    """Weights of the workers; None: all the same."""
-    aligned: bool = False
-    """Ranges are those for reproducible sums: see `worker_range`."""
+    shares: tuple[int, ...] | None = None  # weights of the workers; None: all the same
+    aligned: bool = False  # ranges are those for reproducible sums: see `worker_range`
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -91,20 +86,15 @@ class Step:
     def __init__(self, samples: StepSamples, fetcher: Fetcher, training: TrainContext) -> None:
         """The coming step of the training."""
         session, self._objective = training.session, training.objective
-        self.number = training.progress.step
-        """Steps completed before this one."""
+        self.number = training.progress.step  # steps completed before this one
         self.samples, self.mine = samples, samples.range_of(session.group.rank)
-        self.members = tuple(session.workers)
-        """The workers' numbers, by rank."""
+        self.members = tuple(session.workers)  # the workers' numbers, by rank
         self.loss: Tensor | float | None = None
         self.figures: Sequence[Tensor | float] = ()
         """Scalars that are averaged like the loss, in the order of `Statistics.figure_names`."""
-        self.data_wait_s = 0.0
-        """Seconds spent waiting for data so far."""
-        self.data_bytes = 0
-        """Bytes of the tensors in the batches so far."""
-        self.error: Exception | None = None
-        """The exception that ended the step's body early."""
+        self.data_wait_s = 0.0  # seconds spent waiting for data so far
+        self.data_bytes = 0  # bytes of the tensors in the batches so far
+        self.error: Exception | None = None  # the exception that ended the step's body early
         self._fetcher, self._opt, self._seed = fetcher, training.opt, training.settings.seed
         self._several_backwards = training.several_backwards
         self.began = time.perf_counter()

@@ -23,8 +23,7 @@ class SyncMethod:
     CommError: then nothing has changed.
     """
 
-    keeps_weights = False
-    """Whether it keeps weights of the trained parameters, which must stay the same ones then."""
+    keeps_weights = False  # whether it keeps weights of the trained parameters, which must stay the same ones then
 
     def __init__(self, training: TrainContext, decisions: Decisions, agree: Callable[[], None]) -> None:
         """agree: at a meeting, once models are averaged: reports what this worker has measured so far, then gives all
@@ -82,10 +81,8 @@ class Synchronisation:
         """given: the arguments of `SyncMethod`."""
         self._given, training = given, given[0]
         self._session, self._opt, self._progress = training.session, training.opt, training.progress
-        self._sync = Sync()
-        """In force in the step under way, up to the meeting at its end."""
-        self.method = SyncMethod(*given)
-        """Of the mode in force; that of ssgd until the first step of another mode."""
+        self._sync = Sync()  # in force in the step under way, up to the meeting at its end
+        self.method = SyncMethod(*given)  # of the mode in force; that of ssgd until the first step of another mode
         self._params: list[Parameter] = []
         """Those that were trained as the method began: what it keeps is laid out as they are."""
 

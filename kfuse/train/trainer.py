@@ -68,12 +68,9 @@ class Trainer:
         state = TrainingState(parts)
         self._recovery = Recovery(training, self.decisions, self.calls, state, self._record_finished_update)
         self._newest: Step | None = None
-        self._body_runs = False
-        """The newest step's, which the user may have written."""
-        self.over = False
-        """Training has ended, and the supervisor, if there is one, has the summary."""
-        self.result: dict[str, Any] | None = None
-        """The summary, once training is over."""
+        self._body_runs = False  # the newest step's, which the user may have written
+        self.over = False  # training has ended, and the supervisor, if there is one, has the summary
+        self.result: dict[str, Any] | None = None  # the summary, once training is over
 
     def _agree(self) -> None:
         self._report_and_decide(lag=0)
