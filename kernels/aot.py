@@ -30,8 +30,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from kfuse.kernels import triton_lamb, triton_norm, triton_pack, triton_reduce, triton_updates
-from kfuse.kernels.launch import Launch, options
+from kfuse.kernels import triton_normalisation, triton_reduction, triton_updates
+from kfuse.kernels.dispatch import Launch, options
 from kfuse.kernels.normalisation import NormBackwardArguments, NormForwardArguments
 from kfuse.kernels.reduction import (
     BlockSumsqArguments,
@@ -130,22 +130,26 @@ def _launches() -> Iterator[tuple[str, bool, Generator[Launch, None, Any]]]:
         label = f"{NAMES[of_grad]}->{NAMES[of_flat]}{' accumulate' * accumulate}"
         grads, to = [like(CHUNK, dtype=of_grad)], like(CHUNK, dtype=of_flat)
         pack = PackArguments(grads, to, table, scale=0.5, accumulate=accumulate, sumsq=few)
-        yield label, accumulate and of_grad == F32, triton_pack.pack(pack)
+        yield label, accumulate and of_grad == F32, triton_reduction.pack(pack)
 
     for dtype in (F32, BF16):
-        yield NAMES[dtype], dtype == F32, triton_reduce.block_sumsq(BlockSumsqArguments(like(BLOCK, dtype=dtype), few))
-    yield "", True, triton_reduce.sum_partials(SumPartialsArguments(like(16), like(dtype=torch.float64)))
-    ahead, order = triton_reduce.AHEAD, balanced(triton_reduce.AHEAD)
+        yield (
+            NAMES[dtype],
+            dtype == F32,
+            triton_reduction.block_sumsq(BlockSumsqArguments(like(BLOCK, dtype=dtype), few)),
+        )
+    yield "", True, triton_reduction.sum_partials(SumPartialsArguments(like(16), like(dtype=torch.float64)))
+    ahead, order = triton_reduction.AHEAD, balanced(triton_reduction.AHEAD)
     for (of_rows, of_out), sumsq in product(((F32, F32), (BF16, BF16), (BF16, F32)), (None, few)):
         label = f"{NAMES[of_rows]}->{NAMES[of_out]}{'' if sumsq is None else ' norm'}"
         rows, out = like(ahead, BLOCK, dtype=of_rows), like(BLOCK, dtype=of_out)
         everywhere = of_rows == F32 and sumsq is not None
-        yield label, everywhere, triton_reduce.reduce(ReduceArguments(rows, order, out, sumsq=sumsq))
+        yield label, everywhere, triton_reduction.reduce(ReduceArguments(rows, order, out, sumsq=sumsq))
         if of_rows == F32:
             yield (
                 f"by address {label}",
                 everywhere,
-                triton_reduce.reduce(ReduceArguments(rows.unbind(), order, out, sumsq)),
+                triton_reduction.reduce(ReduceArguments(rows.unbind(), order, out, sumsq)),
             )
 
     adam = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
@@ -157,7 +161,7 @@ def _launches() -> Iterator[tuple[str, bool, Generator[Launch, None, Any]]]:
         everywhere = param == grad == F32
         yield label, everywhere, triton_updates.adamw(AdamWArguments(**given, **moments))
         if everywhere or (master == 1 and grad == BF16):
-            yield label, everywhere, triton_lamb.lamb(LAMBArguments(**given, **moments, table=table))
+            yield label, everywhere, triton_updates.lamb(LAMBArguments(**given, **moments, table=table))
         if param == grad:
             for mode in ("plain", "first step", "momentum", "nesterov") if param == F32 else ("momentum",):
                 momentum = 0.0 if mode == "plain" else 0.9
@@ -166,15 +170,15 @@ def _launches() -> Iterator[tuple[str, bool, Generator[Launch, None, Any]]]:
                 everywhere = mode == "momentum" and param == F32
                 yield f"{mode}, {label}", everywhere, triton_updates.sgd(SGDArguments(**given, options=sgd))
 
-    width, tokens = 768, triton_norm.ROWS
+    width, tokens = 768, triton_normalisation.ROWS
     weight, rstd = like(width), like(tokens)
     for dtype, centred in ((F32, True), (BF16, True), (BF16, False)):
         label = f"{'layer' if centred else 'rms'} {NAMES[dtype]}"
         x, mean, bias = like(1, tokens, width, dtype=dtype), rstd if centred else None, weight if centred else None
         forward = NormForwardArguments(x[0], weight, bias, eps=1e-5, centred=centred)
         backward = NormBackwardArguments(x, x, weight, mean, rstd, with_bias=centred)
-        yield label, dtype == F32, triton_norm.norm_forward(forward)
-        yield label, dtype == F32, triton_norm.norm_backward(backward)
+        yield label, dtype == F32, triton_normalisation.norm_forward(forward)
+        yield label, dtype == F32, triton_normalisation.norm_backward(backward)
 
 
 def like(*shape: int, dtype: torch.dtype = F32) -> Tensor:

@@ -1,4 +1,4 @@
-"""Chooses a kernel's implementation: Triton for GPU tensors, PyTorch for all others.
+"""Chooses a kernel's implementation, Triton for GPU tensors, PyTorch for all others; and Triton's launches.
 
 `TRITON_INTERPRET=1` sends CPU tensors to the Triton code as well, which then runs in Triton's interpreter.
 
@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from kfuse.kernels.launch import Launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,14 +34,13 @@ def require(what: str, tensor: Tensor | None, shape: Sequence[int], *dtypes: tor
 
 
 def kernel(
-    name: str, arguments: Callable[P, Given], device_of: str, by_torch: Callable[[Given], Result], triton_module: str
+    name: str, arguments: Callable[P, Given], device_of: str, by_torch: Callable[[Given], Result]
 ) -> Callable[P, Result]:
     """The public function of a kernel. It takes the fields of `arguments` and runs an implementation.
 
     device_of: the field whose device decides which implementation runs.
-    by_torch: the PyTorch implementation.
-    triton_module: where the Triton implementation lies, a function called `name` that yields its launches. The module
-        is imported when the first GPU tensor arrives: importing kfuse must not need Triton.
+    by_torch: the PyTorch implementation. In the module `triton_M` beside its own, M, the Triton one is called `name`
+        and yields its launches. It is imported when the first GPU tensor arrives: importing kfuse must not need Triton.
     """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -53,7 +50,8 @@ def kernel(
         given = arguments(*args, **kwargs)
         if not (getattr(given, device_of).is_cuda or INTERPRETED):
             return by_torch(given)
-        implementation = getattr(import_module(f"kfuse.kernels.{triton_module}"), name)
+        module = by_torch.__module__.replace("kernels.", "kernels.triton_")
+        implementation = getattr(import_module(module), name)
         launches: Generator[Launch, None, Result] = implementation(given)
         while True:
             try:
@@ -65,3 +63,87 @@ def kernel(
     run.__name__ = run.__qualname__ = name
     run.__doc__ = arguments.__doc__
     return run
+
+
+# -- Triton's launches ------------------------------------------------------------------------------------------------
+
+WARP_SIZE = 64 if torch.version.hip else 32
+REGISTERS = 65536
+"""Of a multiprocessor, on every NVIDIA GPU from sm_80 on: a program whose threads need more cannot be launched."""
+
+
+def options(threads: int, warp_size: int = WARP_SIZE) -> dict[str, int | bool]:
+    """Compiler options for `threads` threads a program, of at most 128 registers each: fewer where all would not fit.
+
+    Nothing is autotuned: another shape would add in another order. Multiplications and additions are not fused, so that
+    each is rounded as the source says, and as the PyTorch implementation rounds it. (ptxas 12.9, which Triton 3.6 uses
+    for Blackwell, fuses packed pairs all the same: there, accumulating bf16 gradients with a scale can differ in a bit,
+    and so can a sum of squares between `reduce` and `block_sumsq`.)
+    """
+    shape: dict[str, int | bool] = {"num_warps": threads // warp_size, "enable_fp_fusion": False}
+    if warp_size == 32:
+        # Without a limit of its own, ptxas for sm_100 would rather spill a register than lose occupancy.
+        # It is also the only limit: with it, ptxas does not ask whether all threads' registers exist.
+        shape["maxnreg"] = min(128, REGISTERS // threads)
+    return shape
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel. `run` performs it; `kfuse.kernels.aot` compiles it.
+
+    Args:
+        given: runtime arguments by the kernel's own names for them: tensors, numbers, and None for an optional tensor.
+            Names that the kernel does not have are ignored, so that a launcher can pass all of its fields.
+        constants: the kernel's compile-time constants.
+        threads: of each program.
+        later: what later launches may have in place of some of the arguments and constants. It is compiled with the
+            first launch, so that no later step waits for the compiler.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    given: dict[str, Any]
+    constants: dict[str, Any]
+    threads: int = 256
+    later: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The runtime arguments, in the kernel's order."""
+        return {name: self.given[name] for name in self.kernel.arg_names if name not in self.constants}
+
+    def run(self) -> None:
+        """Starts the kernel on its tensors' device, on the stream that is current there. An empty grid starts nothing.
+
+        Raises ValueError where tensors lie on several devices.
+        """
+        if not all(self.grid):
+            return
+        arguments = self.arguments
+        tensors = {name: value.device for name, value in arguments.items() if isinstance(value, Tensor)}
+        first, device = next(iter(tensors.items()))
+        for name, other in tensors.items():
+            if other != device:
+                raise ValueError(f"{self.kernel.__name__}: {name} is on {other}, {first} on {device}: must be the same")
+        # Triton starts a kernel on the current device, whichever its tensors' is (triton 3.7.1, runtime/jit.py:713).
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            self._start(arguments)
+        else:
+            with torch.cuda.device(device):
+                self._start(arguments)
+
+    def _start(self, arguments: dict[str, Any]) -> None:
+        settings = options(self.threads)
+        binary = self.kernel[self.grid](**arguments, **self.constants, **settings)
+        if self.later and binary not in _FOLLOWED:
+            _FOLLOWED.add(binary)
+            for changes in self.later if binary is not None else ():  # None: in the interpreter
+                others = {name: changes.get(name, value) for name, value in arguments.items()}
+                constants = {name: changes.get(name, value) for name, value in self.constants.items()}
+                self.kernel.run(grid=self.grid, warmup=True, **others, **constants, **settings)
+
+
+_FOLLOWED: set[Any] = set()  # binaries, which Triton keeps for good, whose launches' `later` variants are compiled
+
+Launches = Generator[Launch, None, None]  # of a Triton implementation: each is performed before the next is asked for

@@ -126,5 +126,5 @@ def _layer_norm_by_example(given: NormBackwardArguments, mean: Tensor, rstd: Ten
     return dx, weight_sums.sum(0), bias_sums.sum(0) if given.with_bias else None, squares
 
 
-norm_forward = kernel("norm_forward", NormForwardArguments, "x", norm_forward_by_torch, "triton_norm")
-norm_backward = kernel("norm_backward", NormBackwardArguments, "x", norm_backward_by_torch, "triton_norm")
+norm_forward = kernel("norm_forward", NormForwardArguments, "x", norm_forward_by_torch)
+norm_backward = kernel("norm_backward", NormBackwardArguments, "x", norm_backward_by_torch)

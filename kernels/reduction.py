@@ -197,9 +197,9 @@ def sum_partials_by_torch(given: SumPartialsArguments) -> None:
         out.copy_(partials.cumsum(-1, dtype=torch.float64)[..., -1])
 
 
-reduce = kernel("reduce", ReduceArguments, "out", reduce_by_torch, "triton_reduce")
-block_sumsq = kernel("block_sumsq", BlockSumsqArguments, "flat", block_sumsq_by_torch, "triton_reduce")
-sum_partials = kernel("sum_partials", SumPartialsArguments, "partials", sum_partials_by_torch, "triton_reduce")
+reduce = kernel("reduce", ReduceArguments, "out", reduce_by_torch)
+block_sumsq = kernel("block_sumsq", BlockSumsqArguments, "flat", block_sumsq_by_torch)
+sum_partials = kernel("sum_partials", SumPartialsArguments, "partials", sum_partials_by_torch)
 
 
 SMALL = 2**16  # elements of a bucket up to which calls over all of its tensors are faster than some for each
@@ -309,4 +309,4 @@ def _pack_together(given: PackArguments, grads: list[Tensor], segments: tuple[Te
         torch._foreach_copy_(segments, parts)
 
 
-pack = kernel("pack", PackArguments, "flat", pack_by_torch, "triton_pack")
+pack = kernel("pack", PackArguments, "flat", pack_by_torch)

@@ -1,15 +1,30 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton `adamw` and `sgd`: one pass over parameter, gradient and states."""
+"""Triton `adamw` and `sgd`, one pass over parameter, gradient and states, and `lamb`.
+
+`lamb`: moments and norms in one pass, each tensor's trust ratio, and the update in another pass. The update's direction
+is formed twice from the moments instead of being stored: that costs no more memory traffic, needs no buffer, and leaves
+the gradient's dtype free.
+"""
 
 import math
 from dataclasses import replace
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-from kfuse.kernels.launch import Launch, Launches
-from kfuse.kernels.updates import AdamOptions, AdamWArguments, SGDArguments, UpdateArguments
+from kfuse.kernels.dispatch import Launch, Launches
+from kfuse.kernels.table import CHUNK
+from kfuse.kernels.triton_reduction import lane_sums
+from kfuse.kernels.updates import (
+    AdamOptions,
+    AdamWArguments,
+    LAMBArguments,
+    SGDArguments,
+    TrustArguments,
+    UpdateArguments,
+)
 
 SCALARS = ["step", "grad_scale", "found_inf"]  # pointers to one number: where it lies is no reason for another binary
 
@@ -140,3 +155,158 @@ def _launch(kernel: Any, given: UpdateArguments, numbers: dict[str, float], flag
     numel = given.param.numel()
     values = vars(given) | numbers | {"numel": numel}
     return Launch(kernel, (triton.cdiv(numel, TILE),), values, flags | {"TILE": TILE})
+
+
+# -- lamb -------------------------------------------------------------------------------------------------------------
+
+WIDTH = 1024  # chunks whose norms `lamb_trust_kernel` adds at a time
+
+
+@triton.jit
+def _direction(p, m, v, correction1, correction2, eps, weight_decay):
+    """The update before the trust ratio: Adam's, bias-corrected, and the decay."""
+    denominator = tl.div_rn(tl.sqrt_rn(v), tl.sqrt_rn(correction2)) + eps
+    return tl.div_rn(tl.div_rn(m, correction1), denominator) + p * weight_decay
+
+
+@triton.jit
+def _moments_span(
+    at, mask, param, master, grad, exp_avg, exp_avg_sq,
+    scale, beta1, beta2, gain1, gain2, correction1, correction2, eps, decay,
+):  # fmt: skip
+    """Update the moments of the elements `at`; return the squares of the parameter and of the update's direction."""
+    p = weights(param, master, at, mask)
+    g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32) * scale
+    m = tl.load(exp_avg + at, mask=mask, other=0.0) * beta1 + g * gain1
+    v = tl.load(exp_avg_sq + at, mask=mask, other=0.0) * beta2 + g * g * gain2
+    tl.store(exp_avg + at, m, mask=mask)
+    tl.store(exp_avg_sq + at, v, mask=mask)
+    u = tl.where(mask, _direction(p, m, v, correction1, correction2, eps, decay), 0.0)
+    return p * p, u * u
+
+
+@triton.jit
+def lamb_moments_kernel(
+    chunks, param, master, grad, exp_avg, exp_avg_sq, partials, step, grad_scale, found_inf,
+    beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps, weight_decay,
+    MAXIMIZE: tl.constexpr, OFFSET_ALIGNMENT: tl.constexpr,
+    LANE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Update one chunk's moments; write the sums of squares of its parameters and of its update's direction."""
+    if found_inf is not None:
+        if tl.load(found_inf) != 0.0:
+            return
+    chunk = tl.program_id(0)
+    row = chunks + chunk.to(tl.int64) * 4
+    length = tl.load(row + 2).to(tl.int32)
+    offset = tl.multiple_of(tl.load(row + 3), OFFSET_ALIGNMENT)
+    scale = -1.0 if MAXIMIZE else 1.0
+    if grad_scale is not None:
+        scale = scale * tl.load(grad_scale)
+    correction1, correction2 = bias_correction(step, log_beta1), bias_correction(step, log_beta2)
+
+    # As in `pack`: the mask changes at multiples of 16 elements only, and the few elements after it go apart.
+    whole = length // 16 * 16
+    squares_p = tl.zeros((TILE // LANE,), tl.float32)
+    squares_u = tl.zeros((TILE // LANE,), tl.float32)
+    for start in range(0, CHUNK, TILE):
+        index = start + tl.arange(0, TILE)
+        pp, uu = _moments_span(
+            offset + index, index < whole, param, master, grad, exp_avg, exp_avg_sq,
+            scale, beta1, beta2, one_minus_beta1, one_minus_beta2, correction1, correction2, eps, weight_decay,
+        )  # fmt: skip
+        squares_p += lane_sums(pp, LANE)
+        squares_u += lane_sums(uu, LANE)
+    total_p, total_u = tl.sum(squares_p, axis=0), tl.sum(squares_u, axis=0)
+    if whole < length:
+        index = whole + tl.arange(0, 16)
+        pp, uu = _moments_span(
+            offset + index, index < length, param, master, grad, exp_avg, exp_avg_sq,
+            scale, beta1, beta2, one_minus_beta1, one_minus_beta2, correction1, correction2, eps, weight_decay,
+        )  # fmt: skip
+        total_p += tl.sum(pp, axis=0)
+        total_u += tl.sum(uu, axis=0)
+    tl.store(partials + chunk, total_p)
+    tl.store(partials + tl.num_programs(0) + chunk, total_u)
+
+
+@triton.jit
+def lamb_trust_kernel(first_chunks, partials, trust, num_chunks, WIDTH: tl.constexpr):
+    """|p| / |u| of one tensor, from its chunks' partials in fp64 and in order; 1 where either is zero."""
+    tensor = tl.program_id(0)
+    at = tl.load(first_chunks + tensor).to(tl.int32)
+    end = tl.load(first_chunks + tensor + 1).to(tl.int32)
+    index = tl.arange(0, WIDTH)
+    sum_p, sum_u = tl.zeros((WIDTH,), tl.float64), tl.zeros((WIDTH,), tl.float64)
+    while at < end:
+        mask = at + index < end
+        sum_p += tl.load(partials + at + index, mask=mask, other=0.0).to(tl.float64)
+        sum_u += tl.load(partials + num_chunks + at + index, mask=mask, other=0.0).to(tl.float64)
+        at += WIDTH
+    p, u = tl.sqrt(tl.sum(sum_p, axis=0)), tl.sqrt(tl.sum(sum_u, axis=0))
+    ratio = tl.where((p > 0.0) & (u > 0.0), p / u, 1.0)
+    tl.store(trust + tensor, tl.where((p != p) | (u != u), p + u, ratio).to(tl.float32))
+
+
+@triton.jit
+def _apply_span(at, mask, param, master, exp_avg, exp_avg_sq, rate, correction1, correction2, eps, decay):
+    p = weights(param, master, at, mask)
+    m = tl.load(exp_avg + at, mask=mask, other=0.0)
+    v = tl.load(exp_avg_sq + at, mask=mask, other=0.0)
+    u = _direction(p, m, v, correction1, correction2, eps, decay)
+    p = p - rate * u
+    if master is not None:
+        tl.store(master + at, p, mask=mask)
+    tl.store(param + at, p.to(param.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def lamb_apply_kernel(
+    chunks, param, master, exp_avg, exp_avg_sq, trust, step, found_inf,
+    lr, log_beta1, log_beta2, eps, weight_decay,
+    OFFSET_ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Move one chunk's parameters by the update's direction, its rate times the tensor's trust ratio."""
+    if found_inf is not None:
+        if tl.load(found_inf) != 0.0:
+            return
+    row = chunks + tl.program_id(0).to(tl.int64) * 4
+    rate = lr * tl.load(trust + tl.load(row))
+    length = tl.load(row + 2).to(tl.int32)
+    offset = tl.multiple_of(tl.load(row + 3), OFFSET_ALIGNMENT)
+    correction1, correction2 = bias_correction(step, log_beta1), bias_correction(step, log_beta2)
+    whole = length // 16 * 16
+    index = tl.arange(0, CHUNK)
+    _apply_span(
+        offset + index, index < whole, param, master, exp_avg, exp_avg_sq,
+        rate, correction1, correction2, eps, weight_decay,
+    )  # fmt: skip
+    if whole < length:
+        rest = whole + tl.arange(0, 16)
+        _apply_span(
+            offset + rest, rest < length, param, master, exp_avg, exp_avg_sq,
+            rate, correction1, correction2, eps, weight_decay,
+        )  # fmt: skip
+
+
+def lamb(given: LAMBArguments) -> Launches:
+    table, chunks = given.table, (given.table.num_chunks,)
+    layout = {"OFFSET_ALIGNMENT": table.offset_alignment, "CHUNK": CHUNK}
+    values = vars(given) | adam_numbers(given.options) | {"chunks": table.chunks}
+    if given.trust is None:
+        if given.partials is None:
+            values["partials"] = torch.empty(2, table.num_chunks, device=given.param.device)
+            values["trust"] = torch.empty(len(table.numels), device=given.param.device)
+        moments = {"MAXIMIZE": given.options.maximize, **layout, "LANE": 4, "TILE": TILE}
+        yield Launch(lamb_moments_kernel, chunks, values, moments)
+        if given.partials is not None:
+            return
+        yield from lamb_trust(TrustArguments(values["partials"], table, values["trust"]))
+    yield Launch(lamb_apply_kernel, chunks, values, layout)
+
+
+def lamb_trust(given: TrustArguments) -> Launches:
+    table = given.table
+    values: dict[str, Any] = {"partials": given.partials, "trust": given.out, "first_chunks": table.first_chunks}
+    values["num_chunks"] = table.num_chunks
+    yield Launch(lamb_trust_kernel, (len(table.numels),), values, {"WIDTH": WIDTH})

@@ -289,7 +289,7 @@ def _length(norms: Tensor) -> float:
     return math.sqrt(total.item())
 
 
-adamw = kernel("adamw", AdamWArguments, "param", adamw_by_torch, "triton_updates")
-sgd = kernel("sgd", SGDArguments, "param", sgd_by_torch, "triton_updates")
-lamb = kernel("lamb", LAMBArguments, "param", lamb_by_torch, "triton_lamb")
-lamb_trust = kernel("lamb_trust", TrustArguments, "partials", lamb_trust_by_torch, "triton_lamb")
+adamw = kernel("adamw", AdamWArguments, "param", adamw_by_torch)
+sgd = kernel("sgd", SGDArguments, "param", sgd_by_torch)
+lamb = kernel("lamb", LAMBArguments, "param", lamb_by_torch)
+lamb_trust = kernel("lamb_trust", TrustArguments, "partials", lamb_trust_by_torch)

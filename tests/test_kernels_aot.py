@@ -22,9 +22,9 @@ pytest.importorskip("triton")
 
 import triton
 
-from kfuse.kernels import aot, triton_norm
+from kfuse.kernels import aot, triton_normalisation
 from kfuse.kernels.aot import BF16, F32, Case
-from kfuse.kernels.launch import REGISTERS, Launch, options
+from kfuse.kernels.dispatch import REGISTERS, Launch, options
 from kfuse.kernels.normalisation import NormBackwardArguments, NormForwardArguments
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -83,8 +83,8 @@ def wide_rows(width: int, dtype: torch.dtype, centred: bool) -> list[Launch]:
     """The launches of a normalisation's two passes over rows of this width."""
     weight, rstd, x = aot.like(width), aot.like(64), aot.like(1, 64, width, dtype=dtype)
     mean, bias = (rstd, weight) if centred else (None, None)
-    forward = triton_norm.norm_forward(NormForwardArguments(x[0], weight, bias, eps=1e-5, centred=centred))
-    backward = triton_norm.norm_backward(NormBackwardArguments(x, x, weight, mean, rstd, with_bias=centred))
+    forward = triton_normalisation.norm_forward(NormForwardArguments(x[0], weight, bias, eps=1e-5, centred=centred))
+    backward = triton_normalisation.norm_backward(NormBackwardArguments(x, x, weight, mean, rstd, with_bias=centred))
     return [*forward, next(backward)]
 
 
@@ -98,8 +98,8 @@ def test_rows_of_every_width_can_be_normalised() -> None:
             binary = aot.read(aot.compile_case(Case(f"{width}", launch), target))
             assert binary.registers * launch.threads <= REGISTERS, (width, launch.kernel.__name__, binary)
             assert width > 4096 or binary.spill_bytes == 0
-    for width in range(1, triton_norm.MAX_WIDTH + 1, 31):
-        threads = triton_norm._threads(1 << (width - 1).bit_length())
+    for width in range(1, triton_normalisation.MAX_WIDTH + 1, 31):
+        threads = triton_normalisation._threads(1 << (width - 1).bit_length())
         assert threads * int(options(threads, 32)["maxnreg"]) <= REGISTERS
 
 
@@ -184,7 +184,7 @@ for numel in (1, 96):  # 1 is a size that Triton turns into a constant; and argu
     reduce(torch.ones(3, numel), ((1, 2), (0, 1)), torch.zeros(numel))
     reduce([torch.ones(numel), torch.ones(numel)], ((0, 1),), torch.zeros(numel))
     adamw(*torch.ones(4, numel), ADAM, step=torch.ones(()))
-assert len(compiled) == 21 and {registers for _, registers in compiled} == {128}, compiled
+assert len(compiled) == 27 and {registers for _, registers in compiled} == {128}, compiled
 later = {"sum_rows_kernel": 4, "pack_kernel": 1}  # what later launches need
 assert {name for name, _ in ahead} == set(later), ahead
 """

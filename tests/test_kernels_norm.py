@@ -20,9 +20,9 @@ from kfuse.kernels.normalisation import norm_backward, norm_forward
 
 TOKENS = 70  # more than one program sums up
 if INTERPRETED:  # slow: the same loops over smaller pieces
-    from kfuse.kernels import triton_norm
+    from kfuse.kernels import triton_normalisation
 
-    TOKENS, triton_norm.ROWS, triton_norm.PARTS = 11, 4, 2
+    TOKENS, triton_normalisation.ROWS, triton_normalisation.PARTS = 11, 4, 2
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

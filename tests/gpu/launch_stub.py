@@ -25,23 +25,19 @@ from kfuse.comm.nccl import NcclGroup
 from kfuse.kernels import (
     normalisation,
     reduction,
-    triton_lamb,
-    triton_norm,
-    triton_pack,
-    triton_reduce,
+    triton_normalisation,
+    triton_reduction,
     triton_updates,
     updates,
 )
-from kfuse.kernels.launch import Launches
+from kfuse.kernels.dispatch import Launches
 
 GPU = torch.device("cuda", 1)
 """Where tensors are pretended to lie: not on the device that is current by default."""
 IMPLEMENTATIONS = {
-    triton_pack: (reduction, ["pack"]),
-    triton_reduce: (reduction, ["reduce", "block_sumsq", "sum_partials"]),
-    triton_updates: (updates, ["adamw", "sgd"]),
-    triton_lamb: (updates, ["lamb"]),
-    triton_norm: (normalisation, ["norm_forward", "norm_backward"]),
+    triton_reduction: (reduction, ["pack", "reduce", "block_sumsq", "sum_partials"]),
+    triton_updates: (updates, ["adamw", "sgd", "lamb"]),
+    triton_normalisation: (normalisation, ["norm_forward", "norm_backward"]),
 }
 
 
@@ -199,6 +195,6 @@ def recorded(on: torch.device = GPU) -> Iterator[SeenLaunches]:
             for kernel in vars(module).values():
                 if isinstance(kernel, JITFunction):  # an empty cache, as in a new process
                     patch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
-        triton_reduce._uploaded_program.cache_clear()
+        triton_reduction._uploaded_program.cache_clear()
         yield seen
     _PINNED.clear()

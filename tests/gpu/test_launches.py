@@ -18,8 +18,8 @@ from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import plan_merges, plan_range
 from kfuse.data.fetching import worker_range
-from kfuse.kernels import Merges, balanced, dispatch, num_blocks, reduce, triton_reduce
-from kfuse.kernels.launch import Launch
+from kfuse.kernels import Merges, balanced, dispatch, num_blocks, reduce, triton_reduction
+from kfuse.kernels.dispatch import Launch
 from kfuse.session import current
 from kfuse.tools.doctor.kernel_checks import CHECKS
 
@@ -168,6 +168,6 @@ def test_an_order_of_additions_is_data_for_any_plan() -> None:
         for workers in (1, 2, 3, 5, 8, 13, 40):
             ranges = [worker_range(total, workers, rank, None) for rank in range(workers)]
             nodes = [node for mine in ranges for node in plan_range(mine.start, len(mine), total).pieces]
-            lines = triton_reduce.adding_program(len(nodes), plan_merges(nodes, total))
-            assert len(lines) % triton_reduce.AHEAD == 0
-            assert max(high for _, _, high, _ in lines) <= triton_reduce.DEPTH
+            lines = triton_reduction.adding_program(len(nodes), plan_merges(nodes, total))
+            assert len(lines) % triton_reduction.AHEAD == 0
+            assert max(high for _, _, high, _ in lines) <= triton_reduction.DEPTH

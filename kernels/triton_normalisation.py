@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kfuse.kernels import normalisation
-from kfuse.kernels.launch import Launch
+from kfuse.kernels.dispatch import Launch
 from kfuse.kernels.normalisation import Backward, Forward, NormBackwardArguments, NormForwardArguments
 
 ROWS = 64
