@@ -267,8 +267,7 @@ class Engine:
         now = kept.now
         if self.averaged.tensors:
             self.averaged.apply(self.buckets[-1].layout.params, kept.changes, kept.total_weight)
-        told = now.implicit, now.is_local, now.plan is not None, now.done == 0
-        kept.reduced = Reduced(record, kept.used, frozenset(now.unused), *told)
+        kept.reduced = Reduced(record, kept.used, frozenset(now.unused), now)
         self.reduced, self._gradients_set = kept.reduced, True
 
     def updates(self) -> Iterator[Bucket]:

@@ -193,15 +193,14 @@ class Group:
         out.copy_(tensor)
         return Pending(self, what, [])
 
-    def shards(self, numel: int, unit: int = ALIGN, size: int | None = None) -> list[slice]:
+    def shards(self, numel: int, unit: int = ALIGN) -> list[slice]:
         """The parts of a flat buffer that `share` sends: rank r's is the r-th.
 
         Their lengths are multiples of `unit` (but for the end), and equal but for the last ones, which may be smaller
-        or empty. size: as in a group of so many workers; None: this one.
+        or empty.
         """
-        size = size or self.size
-        step = -(-numel // (size * unit)) * unit
-        return [slice(min(r * step, numel), min((r + 1) * step, numel)) for r in range(size)]
+        step = -(-numel // (self.size * unit)) * unit
+        return [slice(min(r * step, numel), min((r + 1) * step, numel)) for r in range(self.size)]
 
     def share(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
         """Starts giving every rank all of `flat` (1-D), in place: rank r has its part (`shards`).

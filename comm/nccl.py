@@ -347,11 +347,10 @@ class NcclGroup(Group):
         into, cut = self._for_one(received, peer), self._for_one(sent, peer)
         self.all_to_all(received, into, sent, cut, what).wait()
 
-    def shards(self, numel: int, unit: int = ALIGN, size: int | None = None) -> list[slice]:
+    def shards(self, numel: int, unit: int = ALIGN) -> list[slice]:
         """Aligned and equal, but the last one has what is left: an all-gather takes equal parts."""
-        size = size or self.size
-        step = numel // (size * unit) * unit
-        ends = [step * (r + 1) for r in range(size - 1)] + [numel]
+        step = numel // (self.size * unit) * unit
+        ends = [step * (r + 1) for r in range(self.size - 1)] + [numel]
         return [slice(step * r, end) for r, end in enumerate(ends)]
 
     def _parts(self, flat: Tensor, unit: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,10 +57,7 @@ class Reduced:
     record: Tensor  # float64 [RECORD_SLOTS + workers * RANK_SLOTS], the step's figures: see `Tail.record`
     used: Tensor | None  # fp32 [parameters]: micro-batches of all that gave it a gradient. None: this worker's all did
     unused: frozenset[int]  # parameters that none of this worker's micro-batches gave a gradient
-    implicit: bool  # from bare backwards: no sample counts were given
-    local: bool  # gradients, and so |gbar|^2, are this worker's own
-    planned: bool  # a training loop had announced the step
-    idle: bool  # this worker had no micro-batch in the step
+    now: Step  # the step that was reduced
 
 
 class MicroBatch:

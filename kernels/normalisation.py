@@ -14,8 +14,7 @@ from torch import Tensor
 
 from kfuse.kernels.dispatch import DTYPES, kernel, require
 
-LONG_EXAMPLE = 2**14
-"""Elements of an example from which a call of torch's backward for it alone pays off."""
+LONG_EXAMPLE = 2**14  # elements of an example from which a call of torch's backward for it alone pays off
 
 Forward = tuple[Tensor, Tensor | None, Tensor]
 Backward = tuple[Tensor, Tensor, Tensor | None, Tensor]

@@ -15,13 +15,10 @@ from kfuse.kernels import normalisation
 from kfuse.kernels.dispatch import Launch
 from kfuse.kernels.normalisation import Backward, Forward, NormBackwardArguments, NormForwardArguments
 
-ROWS = 64
-"""Tokens a program of the backward pass sums up."""
-MAX_WIDTH = 16384
-"""A program holds whole rows in registers. Longer rows are left to PyTorch."""
+ROWS = 64  # tokens a program of the backward pass sums up
+MAX_WIDTH = 16384  # a program holds whole rows in registers; longer rows are left to PyTorch
 COLUMNS = 128
-PARTS = 16
-"""Partial sums that `norm_finish_kernel` adds at a time, and of how many columns."""
+PARTS = 16  # partial sums that `norm_finish_kernel` adds at a time, and of how many columns
 
 
 @triton.jit

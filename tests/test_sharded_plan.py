@@ -60,7 +60,7 @@ def test_a_resize(old: int, new: int, blocks: int, data: st.DataObject) -> None:
 
 def with_mirrors(numel: int, size: int) -> list[list[slice]]:
     """What each rank has: its own shard, and the one of the rank before."""
-    own = Group().shards(numel, 8, size)
+    own = Group(0, size).shards(numel, 8)
     return [[own[r], own[r - 1]] if size > 1 else [own[r]] for r in range(size)]
 
 

@@ -248,8 +248,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if not self._session.elastic:  # else a worker that joins has made fewer calls of all kinds
                 self.steps_without_gradients += 1
             return loss
-        refuse_unplanned(self._session, reduced.planned)
-        if found_inf is not None and reduced.local:
+        refuse_unplanned(self._session, reduced.now.plan is not None)
+        if found_inf is not None and reduced.now.is_local:
             raise RuntimeError(
                 "GradScaler with comm.sync: must be ssgd, as in the other modes each worker would find another scale; "
                 "autocast with bfloat16 needs no scaler"
@@ -261,7 +261,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self.pair is not None and self.pair.mix(self.updates.weights()):
                 self.updates.weights_changed()
             begun = self.begun = Update(self.engine.step - 1, reduced, scaled, self.reducer.in_doubt, self.lr_factor)
-            if not (reduced.local and reduced.idle):
+            if not (reduced.now.is_local and not reduced.now.done):
                 self.updates.update(begun)
         except RuntimeError as error:  # comm.state=sharded: sums of shards, or updated parameters, did not arrive
             if not self.reducer.leave_to_loop(error):
@@ -275,9 +275,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def take_statistics(self, update: Update, warns: bool = True) -> None:
         """The update is made: keeps its figures. warns: of a gradient that is not finite."""
-        unit = "micro-batches" if update.reduced.implicit else self.reducer.unit
+        unit = "micro-batches" if update.reduced.now.implicit else self.reducer.unit
         self.statistics.bf16_sums = self.engine.bf16_sums
-        self.statistics.push(update.step, unit, update.scaled.record, update.reduced.local)
+        self.statistics.push(update.step, unit, update.scaled.record, update.reduced.now.is_local)
         if warns:
             leads, finite = self._session.group.rank == 0, update.scaled.finite
             self._warning.after_step(update.step, finite, self.statistics.arrived, self.skip_nonfinite, leads)

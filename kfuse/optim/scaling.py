@@ -65,7 +65,7 @@ def scaling(
             squared_norm = squared_norm_exactly(engine)
         coefficient = (clip_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0).to(torch.float32)
         factor = coefficient if factor is None else factor * coefficient
-    if reduced.local:
+    if reduced.now.is_local:
         record[t.GRAD_SQ] = torch.nan  # the workers' mean gradient is not computed
     if skip is not None:
         record[t.SKIPPED] = skip
@@ -85,7 +85,7 @@ def squared_norm_of(reduced: Reduced, engine: Engine) -> tuple[Tensor, Tensor | 
     if math.isfinite(values[t.SUM_SQUARES] + values[t.GRAD_SQ]):
         return record[t.GRAD_SQ], True
     squared_norm = squared_norm_exactly(engine)
-    if reduced.local:  # the others must skip too, and have other gradients
+    if reduced.now.is_local:  # the others must skip too, and have other gradients
         return squared_norm, False
     return squared_norm, math.isfinite(squared_norm.item())
 

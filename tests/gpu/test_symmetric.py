@@ -13,9 +13,8 @@ import symmetric_double
 from distributed import WorkersFailed, run_workers
 
 import kfuse as kf
-from kfuse.comm import symmetric_memory
 from kfuse.comm.group import CommError
-from kfuse.comm.symmetric_memory import SymmetricMemory
+from kfuse.comm.transports import symmetric
 from kfuse.session import current
 
 PARTS, STEPS = 7, 5
@@ -52,7 +51,7 @@ def test_the_same_bits_as_all_to_all(workers: int, state: str) -> None:
 
 
 def without_the_barrier() -> dict[str, Any]:
-    SymmetricMemory.barrier = lambda self: None  # type: ignore[method-assign]
+    symmetric.SymmetricMemory.barrier = lambda self: None  # type: ignore[method-assign]
     return train("symmetric", "sharded", 0)
 
 
@@ -66,7 +65,7 @@ def loses_rank_1() -> None:
     symmetric_double.install()
     s.reset()
     group = kf.init(comm_schedule="symmetric", comm_state="sharded", comm_bucket_mb=s.BUCKET_MB).group
-    symmetric_memory.GRACE_S = 8.0 - group.timeout_s  # kernels end after 8 s, long after the host has noticed
+    symmetric.GRACE_S = 8.0 - group.timeout_s  # kernels end after 8 s, long after the host has noticed
     model = s.net()
     opt = s.optimizer("adamw", model)
     try:
