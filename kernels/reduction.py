@@ -114,17 +114,17 @@ class BlockSumsqArguments:
 
 @dataclass(frozen=True)
 class SumPartialsArguments:
-    """Sum fp32 or fp64 `partials` [b] into `out` (0-dim float64), or each row of [r, b] into `out` [r].
+    """Sum fp32 or fp64 `partials` [b] into `out` (0-dim float64), in fp64 and in an order fixed by b alone.
 
-    In fp64, and in an order fixed by b alone. Raises ValueError when the shapes do not fit or are not contiguous.
+    Raises ValueError when the shapes do not fit or are not contiguous.
     """
 
     partials: Tensor
     out: Tensor
 
     def __post_init__(self) -> None:
-        require("sum_partials: partials", self.partials, self.partials.shape, torch.float32, torch.float64)
-        require("sum_partials: out", self.out, self.partials.shape[:-1], torch.float64)
+        require("sum_partials: partials", self.partials, (self.partials.numel(),), torch.float32, torch.float64)
+        require("sum_partials: out", self.out, (), torch.float64)
 
 
 def reduce_by_torch(given: ReduceArguments) -> None:
@@ -189,12 +189,10 @@ def row_norms(values: Tensor, width: int, out: Tensor) -> None:
 
 def sum_partials_by_torch(given: SumPartialsArguments) -> None:
     partials, out = given.partials, given.out
-    if partials.dim() == 1 and partials.numel() <= ONE_THREAD:
+    if partials.numel() <= ONE_THREAD:
         torch.sum(partials, 0, dtype=torch.float64, out=out)
-    elif partials.shape[-1] == 0:
-        out.zero_()
     else:  # torch.sum may split the work between threads; a running sum goes from left to right
-        out.copy_(partials.cumsum(-1, dtype=torch.float64)[..., -1])
+        out.copy_(partials.cumsum(0, dtype=torch.float64)[-1])
 
 
 reduce = kernel("reduce", ReduceArguments, "out", reduce_by_torch)

@@ -117,16 +117,14 @@ def block_sumsq_kernel(flat, out, numel, LANE: tl.constexpr, TILE: tl.constexpr,
 
 @triton.jit(do_not_specialize_on_alignment=["out"])
 def sum_partials_kernel(partials, out, numel, WIDTH: tl.constexpr):
-    """One program a row: few values, and one place where the order is decided."""
-    row = tl.program_id(0)
-    partials += row.to(tl.int64) * numel
+    """One program: few values, and one place where the order is decided."""
     index = tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), dtype=tl.float64)
     start = tl.zeros((), dtype=tl.int32)
     while start < numel:
         total += tl.load(partials + start + index, mask=start + index < numel, other=0.0).to(tl.float64)
         start += WIDTH
-    tl.store(out + row, tl.sum(total, axis=0))
+    tl.store(out, tl.sum(total, axis=0))
 
 
 def reduce(given: ReduceArguments) -> Launches:
@@ -216,8 +214,8 @@ def block_sumsq(given: BlockSumsqArguments) -> Launches:
 
 
 def sum_partials(given: SumPartialsArguments) -> Launches:
-    values = vars(given) | {"numel": given.partials.shape[-1]}
-    yield Launch(sum_partials_kernel, (given.out.numel(),), values, {"WIDTH": WIDTH})
+    values = vars(given) | {"numel": given.partials.numel()}
+    yield Launch(sum_partials_kernel, (1,), values, {"WIDTH": WIDTH})
 
 
 # -- pack -------------------------------------------------------------------------------------------------------------
