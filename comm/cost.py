@@ -199,7 +199,8 @@ _GROWTH = 16  # a larger message may be slower by more than its bytes: caches
 
 Rounds = dict[int, list[dict[str, float]]]  # by elements of a message: the seconds of each kind, round by round
 SCHEDULES = ("allreduce", "all_to_all")  # what `comm.schedule=auto` chooses from, its default first
-_LARGER = 8  # so many times the largest measured message may a bucket be: short ones tell nothing of its rate
+# How many times the largest measured message a bucket may have: short messages tell nothing of a link's rate.
+_LARGER = 8
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ def averaged_buffers(model: nn.Module) -> list[Tensor]:
 
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
-_NOT_COMPARED = ("params", "lr", "foreach", "fused", "capturable", "differentiable")  # or choose a kernel
+# Left out by `numeric_options`. The last four choose among implementations of one update.
+_NOT_COMPARED = ("params", "lr", "foreach", "fused", "capturable", "differentiable")
 
 
 def numeric_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
