@@ -27,9 +27,9 @@ from kfuse.comm.schedule import GRADIENT, SHARD, Op, Program
 
 PROBED = ("all_reduce", "all_to_all", "share")  # the kinds of messages that are measured: methods of `Group`
 
+# The part of the default's predicted time, and the seconds, that another choice must save. On a busy machine the fitted
+# alpha and beta vary by a tenth; of the threads and calls of more messages the model knows nothing.
 MARGIN, LEAST_S = 0.1, 1e-3
-"""The part of the default's predicted time, and the seconds, that another choice must save. On a busy machine the
-fitted alpha and beta vary by a tenth; of the threads and calls of more messages the model knows nothing."""
 
 _PACK, _REDUCE, _MEASURE = 8, 4, 4  # bytes an element, fp32: read and written; of each row read, and the sum; read
 UPDATE = 28  # bytes an element of an AdamW update in fp32: four tensors read, all but the gradient written

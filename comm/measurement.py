@@ -165,7 +165,9 @@ class Stopwatch:
         self._laps = [_Lap(self._device.event(timing=True), self._device.event(timing=True)) for _ in range(count)]
 
     def start(self) -> None:
-        self.seconds_before = self._seconds_each()
+        finished = (lap for lap in self._laps if lap.micro_batches and lap.ended.query())
+        lap = next(finished, None)
+        self.seconds_before = lap.began.elapsed_time(lap.ended) / 1000 / lap.micro_batches if lap else 0.0
         self._laps.insert(0, self._laps.pop())  # the oldest is used again
         self._laps[0].micro_batches = 0
         self._laps[0].began.record()
@@ -173,12 +175,6 @@ class Stopwatch:
     def stop(self, micro_batches: int) -> None:
         self._laps[0].ended.record()
         self._laps[0].micro_batches = micro_batches
-
-    def _seconds_each(self) -> float:
-        for lap in self._laps:
-            if lap.micro_batches and lap.ended.query():
-                return lap.began.elapsed_time(lap.ended) / 1000 / lap.micro_batches
-        return 0.0
 
     def forget(self) -> None:
         for lap in self._laps:

@@ -34,9 +34,9 @@ _ACCUMULATES = "torch::autograd::AccumulateGrad"
 _ADDING = torch.ops.aten.add_.Tensor
 _UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
+# (buckets' numbers, found_inf, inv_scale): sets found_inf to 1 where a gradient of any worker is not finite, and
+# multiplies this worker's shards of the buckets' gradients by inv_scale.
 Unscale = Callable[[Sequence[int], Tensor, Tensor], None]
-"""(buckets' numbers, found_inf, inv_scale): sets found_inf to 1 where a gradient of any worker is not finite, and
-multiplies this worker's shards of the buckets' gradients by inv_scale."""
 
 
 class ShardedGradient(Tensor):

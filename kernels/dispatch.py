@@ -53,12 +53,11 @@ def kernel(
         module = by_torch.__module__.replace("kernels.", "kernels.triton_")
         implementation = getattr(import_module(module), name)
         launches: Generator[Launch, None, Result] = implementation(given)
-        while True:
-            try:
-                launch = next(launches)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            launch.run()
+        try:
+            while True:
+                next(launches).run()
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
     run.__name__ = run.__qualname__ = name
     run.__doc__ = arguments.__doc__
@@ -68,8 +67,7 @@ def kernel(
 # -- Triton's launches ------------------------------------------------------------------------------------------------
 
 WARP_SIZE = 64 if torch.version.hip else 32
-REGISTERS = 65536
-"""Of a multiprocessor, on every NVIDIA GPU from sm_80 on: a program whose threads need more cannot be launched."""
+REGISTERS = 65536  # of a multiprocessor, from sm_80 on: a program whose threads need more cannot be launched
 
 
 def options(threads: int, warp_size: int = WARP_SIZE) -> dict[str, int | bool]:

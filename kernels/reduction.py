@@ -25,9 +25,9 @@ Merges = tuple[tuple[int, int], ...]  # additions of rows, in order: row[destina
 
 ADD = -1  # the operator in a postfix expression of row numbers
 
+# Elements, 2 MiB of fp32. Smaller pieces fit a second-level cache and are slower all the same: each operation has a
+# fixed cost of a few microseconds, and below 2**15 elements torch uses one thread.
 PIECE = 2**19
-"""Elements, 2 MiB of fp32. Smaller pieces fit a second-level cache and are slower all the same: each operation has a
-fixed cost of a few microseconds, and below 2**15 elements torch uses one thread."""
 
 REDUCE_PIECE = 64 * BLOCK  # elements of each row that are added up, and measured, at a time: 1 MiB of fp32
 

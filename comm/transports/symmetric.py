@@ -53,7 +53,8 @@ class Symmetric:
 
     def __init__(self, group: Group, unit: int = ALIGN) -> None:
         """Raises ValueError where this group's GPUs cannot read each other's memory, on every rank; CommError."""
-        check_peer_access(group)
+        if reason := _unfit(group):
+            raise ValueError(f"comm.schedule='symmetric': {reason}: choose another schedule")
         self._group, self._unit, self._device = group, unit, devices.of(group.device)
         self._buckets: Sequence[Bucket] = ()
         self._numel = 0
@@ -120,16 +121,11 @@ class Symmetric:
 # -- the memory -------------------------------------------------------------------------------------------------------
 
 
-def check_peer_access(group: Group) -> None:
-    """Raises ValueError, on every rank, where this group's GPUs cannot read each other's memory.
+def _unfit(group: Group) -> str:
+    """Why this group's GPUs cannot read each other's memory, on every rank; "" where they can.
 
     Every rank must call it at the same point, since they tell each other what they can read. Raises CommError.
     """
-    if reason := _reason(group):
-        raise ValueError(f"comm.schedule='symmetric': {reason}: choose another schedule")
-
-
-def _reason(group: Group) -> str:
     device, size = devices.of(group.device), group.size
     if device.number is None:
         return "parameters lie on the CPU, and symmetric memory is GPUs'"

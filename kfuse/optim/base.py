@@ -36,9 +36,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     tells_fisher: bool = False  # whether it has `fisher`: right where each worker has the whole state (replicated)
     _step_supports_amp_scaling = True  # GradScaler then passes scale and found_inf to step() and does not unscale
 
+    # What an update multiplies each group's learning rate with (batch-size scaling, a policy's lr_scale). group["lr"]
+    # belongs to the user, or to their scheduler: kfuse reads it and never changes it.
     lr_factor: float = 1.0
-    """What an update multiplies each group's learning rate with (batch-size scaling, a policy's lr_scale). group["lr"]
-    belongs to the user, or to their scheduler: kfuse reads it and never changes it."""
     last_lr: float = 0.0  # the learning rate of the last update, as `base_lr` has it, times `lr_factor`
     begun: Update | None = None  # the newest update, made or not: with sharded state a lost worker may interrupt it
 

@@ -40,9 +40,9 @@ class Part:
     """The optimizer state of a part of a bucket: all of it, or with sharded state a worker's shard, or a mirror."""
 
     place: slice  # of the bucket, in elements
+    # fp32, 1-D, each as long as the place: the moments by torch's names, once an update needs them; where parameters
+    # are 16-bit their fp32 weights, as MASTER: these are updated, and the parameters are their rounded values.
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """fp32, 1-D, each as long as the place: the moments by torch's names, once an update needs them; where parameters
-    are 16-bit their fp32 weights, as MASTER: these are updated, and the parameters are their rounded values."""
     extents: dict[range, Extent | None] = field(default_factory=dict)  # what `extent` has found: every step asks again
 
     @property

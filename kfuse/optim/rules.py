@@ -177,10 +177,10 @@ class LambRule(Rule):
         """tables: of whole buckets."""
         sums, mirrored = torch.zeros(2, 2 * sum(table.num_chunks for table in tables), device=updates.engine.device)
         every: list[list[Piece]] = []
-        for (bucket, state), *partials in zip(
-            updates.pairs(), _of_buckets(sums, tables), _of_buckets(mirrored, tables), strict=True
+        for (bucket, state), whole, *partials in zip(
+            updates.pairs(), tables, _of_buckets(sums, tables), _of_buckets(mirrored, tables), strict=True
         ):
-            first_chunks = _first_chunks(bucket)
+            first_chunks = [0, *accumulate(whole.chunk_counts)]
             every.append([])
             for pieces, of_bucket in zip(updates.pieces(bucket, state, given), partials, strict=False):
                 for piece in pieces:
@@ -217,15 +217,6 @@ def _key(bucket: Bucket, extent: Extent) -> tuple[int, int, tuple[int, ...]]:
 def _of_buckets(sums: Tensor, tables: Sequence[PackTable]) -> list[Tensor]:
     """Views of each bucket's part: [2, chunks]."""
     return [each.view(2, -1) for each in sums.split_with_sizes([2 * table.num_chunks for table in tables])]
-
-
-def _first_chunks(bucket: Bucket) -> list[int]:
-    """The number of each parameter's first chunk, where chunks end at the bucket's blocks."""
-    chunks = [
-        -(-(offset + shape.numel()) // CHUNK) - offset // CHUNK if shape.numel() else 0
-        for offset, shape in zip(bucket.layout.offsets, bucket.shapes, strict=True)
-    ]
-    return [0, *accumulate(chunks)]
 
 
 # -- the Fisher information -------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         enqueued(self, work, reads, writes)
 
     monkeypatch.setattr(symmetric, "SymmetricMemory", Memory)
-    monkeypatch.setattr(symmetric, "check_peer_access", lambda group: None)
+    monkeypatch.setattr(symmetric, "_unfit", lambda group: "")
     monkeypatch.setattr(Symmetric, "reduce", reduced)
     monkeypatch.setattr(Order, "enqueued", collective)
 
