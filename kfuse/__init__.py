@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kfuse.train.fit import Hook as Hook
     from kfuse.train.fit import fit as fit
 
+# The public names by module: each is imported, and torch with it, when it is first used.
 _PUBLIC = {
     "kfuse.api": (
         "allgather allreduce barrier broadcast grad_noise_scale grad_norm grad_variance load_state_dict local_rank "
@@ -63,7 +64,6 @@ _PUBLIC = {
     "kfuse.tools.cbs.in_script": "critical_batch",
     "kfuse.train.fit": "DataLoader Hook fit",
 }
-"""The public names by module: each is imported, and torch with it, when it is first used."""
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 __all__ = sorted(["__version__", "nn", *_MODULES])

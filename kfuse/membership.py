@@ -51,14 +51,12 @@ class Session:
         self.view: View | None = None
         self._listeners: list[weakref.WeakMethod[Callable[..., None]]] = []
         self._leave_takers: list[weakref.WeakMethod[Callable[..., None]]] = []
+        # How many of the group's lanes (`Group.lane`) this worker's optimizers use.
         self.lanes_used = self._optimizers_made = 0
-        """How many of the group's lanes (`Group.lane`) this worker's optimizers use."""
-        self.lost = False
-        """Training has failed because a worker or the supervisor was lost: nothing is waited for at exit."""
+        self.lost = False  # training has failed because a worker or the supervisor was lost: exit waits for nothing
         self.left = False  # a view was formed without this worker, which therefore ends
         self._generation = 0  # of the active view, or of the one being entered
-        self.apart = False
-        """Each worker of the group is at a step of its own (pair averaging): no collective can be made."""
+        self.apart = False  # each worker is at a step of its own (pair averaging): no collective can be made
         self.training = 0  # which training of this process is under way, from 1
         self.in_training = False
 

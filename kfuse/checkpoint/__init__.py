@@ -26,16 +26,16 @@ class HostCopy:
     """A copy of a nested value on the host."""
 
     value: Any
+    # For each GPU that tensors come from, the event after which they are here. Until then they hold anything.
     on_the_way: tuple[tuple[Device, Event], ...]
-    """For each GPU that tensors come from, the event after which they are here. Until then they hold anything."""
 
 
 class Snapshots:
     """Takes copies of states, one after the other. From a GPU each takes the memory of the one before."""
 
     def __init__(self) -> None:
+        # For each GPU the copies' stream, and pinned memory (uint8) as large as the largest state so far.
         self._landings: dict[torch.device, tuple[Stream, Tensor]] = {}
-        """For each GPU the copies' stream, and pinned memory (uint8) as large as the largest state so far."""
 
     def take(self, value: Any, where: str) -> HostCopy:
         """Returns a copy of `value` that shares nothing with it, tensors dense and on the host.

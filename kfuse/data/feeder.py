@@ -90,11 +90,10 @@ class Feeder(Fetcher):
         self._side_stream = self._device.new_stream() if self._device.asynchronous else None  # of copies to it
         self._loaders: list[_Loader] = []
         self._plan: TaskPlan | None = None
-        self._order: deque[Task] = deque()
-        """The next tasks, as they will be asked for. Each is ready, or requested from a loader process."""
+        self._order: deque[Task] = deque()  # the next tasks, in order: each is ready, or requested from a loader
         self._coming: Iterator[Task] = iter(())  # the tasks after those of `_order`
+        # Batches, or failures, that have arrived and are not used yet; on CUDA each with its copy on the way there.
         self._ready: dict[Task, tuple[Any, tuple[Any, Event] | None]] = {}
-        """Batches, or failures, that have arrived and are not used yet; on CUDA each with its copy on the way there."""
         self._copy: tuple[Any, Event] | None = None  # of the batch that was fetched last
         self._lost = 0  # loader processes that ended unexpectedly since a batch was last used
 

@@ -97,8 +97,8 @@ def worker_range(
     return range(start, stop)
 
 
+# In the keys of fetching: sets them apart from the keys of a micro-batch's forward, which have a step in its place.
 _FETCHING = 2**63 - 25
-"""In the keys of fetching: sets them apart from the keys of a micro-batch's forward, which have a step in its place."""
 _IDLE_STEPS = 100
 
 
@@ -122,8 +122,8 @@ class TaskPlan:
     rank: int
     shares: tuple[int, ...] | None  # weights of the workers; None: all the same
     aligned: bool  # for reproducible sums: see `worker_range`
+    # The position from which on it is asked for. Two plans that differ in nothing else are equal.
     epoch: int = field(compare=False)
-    """The position from which on it is asked for. Two plans that differ in nothing else are equal."""
     cursor: int = field(compare=False)
 
     def tasks(self) -> Iterator[Task]:

@@ -202,8 +202,7 @@ class TrainingData:
 
     data: Dataset | Stream
     worker_init_fn: Callable[[int], object] | None
-    of_loader: dict[str, Any]
-    """The settings that a torch DataLoader has, by name: used where a script does not give others."""
+    of_loader: dict[str, Any]  # a torch DataLoader's settings, by name: used where a script does not give others
     remarks: list[str]  # what the user must know before training on it
 
 

@@ -30,8 +30,7 @@ class ControlClient:
     worker: int  # this worker's number
     job: dict[str, Any]  # the settings of the job, which the supervisor sends to every worker
     silence_s: float  # seconds without a heartbeat after which the supervisor kills a worker
-    step: int | None = None
-    """Steps made so far, which heartbeats report while workers are at steps of their own; else None."""
+    step: int | None = None  # steps made so far, which heartbeats report while workers are at steps of their own
     stop: str | None = None  # why the supervisor asks to stop; None if it does not
 
     def __init__(self, timeout_s: float = 60.0) -> None:

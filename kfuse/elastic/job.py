@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED, OF_STEPS, Losses, View
 from kfuse.settings.tree import SETTINGS
 
+# Kind (start, metrics, event, ledger, summary, or line: what a worker has printed, as `text`), and plain content.
 Record = tuple[str, dict[str, Any]]
-"""Kind (start, metrics, event, ledger, summary, or line: what a worker has printed, as `text`), and plain content."""
 
 _FLUSH_S = 0.1  # a record waits so long for others
 _MOST_WAITING = 100_000  # records, while the run directory's file system hangs
@@ -30,17 +30,16 @@ class Elasticity:
     min: int
     max: int
     replace: bool = True  # restore the wanted number of workers after a loss; otherwise only `min`
+    # A worker without a heartbeat for this long is killed.
     heartbeat_timeout_s: float = SETTINGS["elastic_heartbeat_timeout_s"].default
-    """A worker without a heartbeat for this long is killed."""
+    # Workers lost in a row, with no step completed in between, after which the job fails. Workers lost together, as
+    # with a host, count as one.
     max_failures: int = SETTINGS["elastic_max_failures"].default
-    """Workers lost in a row, with no step completed in between, after which the job fails. Workers lost together, as
-    with a host, count as one."""
     boot_timeout_s: float = SETTINGS["elastic_boot_timeout_s"].default
+    # If all workers are lost: start new ones, which resume from the last checkpoint. A script says so as it begins.
     restart: bool = False
-    """If all workers are lost: start new ones, which resume from the last checkpoint. A script says so as it begins."""
+    # Workers run a user's script. It may end before a training does or go on after it, and may train more than once.
     script: bool = False
-    """Workers run a user's script. It may end before a training does or go on after it, and may train more than
-    once."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], restart: bool = False, script: bool = False) -> Elasticity:

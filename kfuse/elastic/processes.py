@@ -40,12 +40,11 @@ class Worker:
     number: int
     process: WorkerProcess
     state: State = State.BOOTING
+    # Its two connections, once it has made them: see `protocol`.
     connections: list[asyncio.StreamWriter] = field(default_factory=list)
-    """Its two connections, once it has made them: see `protocol`."""
     pid: int | None = None  # None until it has connected
     host: str = ""
-    gpu: int | None = None
-    """Which of the machine's GPUs it has until its process ends. None: there are none, or the launcher chooses."""
+    gpu: int | None = None  # which of the machine's it has until its process ends; None: the launcher chooses, or none
     started_at: float = 0.0
     last_message_at: float = 0.0  # by the event loop's clock
     why: str = ""  # why the supervisor killed it, if it did
@@ -99,10 +98,9 @@ class Processes:
         """ended: called with each worker that has ended, the state it was in, and its exit status (None: unknown)."""
         self._launcher, self._job, self._records, self._ended = launcher, job, records, ended
         self.workers: dict[int, Worker] = {}
-        self.environment: dict[str, str] = {}
-        """Environment variables of workers: the supervisor's address and the job's token."""
+        self.environment: dict[str, str] = {}  # of workers: the supervisor's address and the job's token
+        # How many GPUs the machine of all workers has. 0: none, or the launcher gives each worker its own.
         self.gpus: int = getattr(launcher, "gpus", 0)
-        """How many GPUs the machine of all workers has. 0: none, or the launcher gives each worker its own."""
         self.awaits_gpu = False  # a worker is to be started as soon as one that ends has left its GPU
         self._starting = asyncio.Lock()
         self._undecided = 0  # how many workers have ended and are still being handled by `ended`

@@ -65,8 +65,7 @@ class View:
     members: tuple[Member, ...]
     store: tuple[str, int]  # host and port
     reason: str  # start, restart, grow, shrink, replace, failure, quit or stop
-    recovers: bool = False
-    """A worker was lost: leave the old view at once. Otherwise the leader announces when to leave it."""
+    recovers: bool = False  # a worker was lost: leave the old view at once; else the leader announces when
 
     @property
     def size(self) -> int:

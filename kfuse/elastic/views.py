@@ -36,8 +36,7 @@ class Views:
     def __init__(self, job: Job, processes: Processes, records: Records) -> None:
         self._job, self._processes, self._records = job, processes, records
         self.host = ""  # this machine's address, as workers reach it
-        self.store: TCPStore | None = None
-        """The store of the newest view, in this process: no lost worker takes it down. No old view's key is in it."""
+        self.store: TCPStore | None = None  # the newest view's, in this process: no lost worker takes it down
         self._asked = job.wanted
         self._since_step = _Row()  # workers lost since the last new step
         self._since_boot = _Row()  # newcomers lost since the last one that has booted
@@ -323,12 +322,11 @@ class Meetings:
 
     def __init__(self, job: Job, processes: Processes) -> None:
         self._job, self._processes = job, processes
-        self._waiting: dict[int, dict[str, Any]] = {}
-        """By worker that stands still: its message, with generation, step, members (by number) and applied."""
+        self._waiting: dict[int, dict[str, Any]] = {}  # the message of each worker that stands still, by its number
         self._steps: dict[int, int] = {}  # by worker: the newest step that its heartbeats have told of
         self._announced = 0
+        # By number: announcements that some worker may still have to apply.
         self._unapplied: dict[int, dict[str, Any]] = {}
-        """By number: announcements that some worker may still have to apply."""
 
     def announce(self, announcement: dict[str, Any]) -> None:
         """Passes on what the leader announces, numbered from 1, to all workers in the same order."""

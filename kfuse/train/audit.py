@@ -38,17 +38,16 @@ from kfuse.train.step import Step, StepSamples, generators_restored
 
 _LOG = logging.getLogger("kfuse")
 
-_AUDITING = 2**63 - 27
-"""In the keys of choosing: sets them apart from the keys of a micro-batch's forward and of fetching."""
+_AUDITING = 2**63 - 27  # in the keys of choosing: no other use of the seed has it
 
 
 class Chosen(NamedTuple):
     """The micro-batch of a step that is audited."""
 
     micro_batch: int
+    # That run it, in order: its owner in the step, the checker (on one worker the owner itself), and where they differ
+    # a third one, if there are so many workers.
     ranks: tuple[int, ...]
-    """That run it, in order: its owner in the step, the checker (on one worker the owner itself), and where they differ
-    a third one, if there are so many workers."""
 
 
 def choose(step: int, every: int, samples: StepSamples, seed: int) -> Chosen | None:
@@ -208,8 +207,8 @@ class Audit:
         self._warned.add(suspects)
 
 
+# A module, a buffer's name in it, the buffer, and a copy of its value; None for one that is None.
 _Buffer = tuple[nn.Module, str, Tensor | None, Tensor | None]
-"""A module, a buffer's name in it, the buffer, and a copy of its value; None for one that is None."""
 
 
 def _buffers(model: nn.Module) -> list[_Buffer]:

@@ -53,10 +53,8 @@ class Settings:
     train_eval_every: int | None
     train_target_accuracy: float | None
     observe_ledger: bool
-    lr_base: float | None
-    """The configured learning rate, which wins over a checkpoint's; None: group["lr"] is the user's."""
-    workers_bounds: tuple[int, int]
-    """Policies' requests for workers are clipped to them; the supervisor applies the job's own limits."""
+    lr_base: float | None  # the configured rate, which wins over a checkpoint's; None: group["lr"] is the user's
+    workers_bounds: tuple[int, int]  # of policies' requests; the supervisor applies the job's own limits
     loading: Loading = field(default_factory=Loading)
 
     @classmethod
@@ -126,11 +124,9 @@ class TrainContext:
     heldout: Dataset | None = None
     metrics: Mapping[str, Metric] | None = None  # functions (output, target) that are evaluated on `heldout`
     checkpoints: Checkpoints | None = None  # None: none are written or read
-    saved_model: SavedModel | None = None
-    """Writes the model when training is over, and the best one by evaluation; None: neither is written."""
+    saved_model: SavedModel | None = None  # of the trained model and the best one by evaluation; None: not written
     output: Output | None = None  # a script's own files and display, which get the records too
-    user_loop: bool = False
-    """The user does a step's forward, backward and update, in the body of a loop over `Trainer.steps`."""
+    user_loop: bool = False  # a step's forward, backward and update are the body of a loop over `Trainer.steps`
     several_backwards: bool = False  # the user runs several in each micro-batch: see opt.micro_batch
     exits_are_errors: bool = False  # a SystemExit of the model, the data or the policy is an error: no script means it
     session: Session = field(init=False)

@@ -88,17 +88,13 @@ class Decisions:
         self._requested: dict[str, Any] = {}  # what is not announced yet, or announced with the step under way
         self._announced: dict[str, Any] = {}  # what the step under way announces of it
         self._published = Published(training.session)
-        self._under_way: dict[int, dict[str, Any]] = {}
-        """By step: what it announced, where that has arrived here and is not applied yet."""
+        self._under_way: dict[int, dict[str, Any]] = {}  # by step: what it announced, if it is here and not applied yet
         self.topology: str | None = None  # the transport that a decision chose; None: the configured one
-        self.tree: str | list[int] | None = None
-        """The shape that a decision chose for the transport `tree`; None: the configured one. A list: of this view."""
+        self.tree: str | list[int] | None = None  # chosen for the transport `tree`; None: as configured
         self._reported_links: Links | None = None
         self.workers_requested = 0  # the number of workers that was last requested; 0: none was
-        self.stop_requests: list[str] = []
-        """Reasons to stop at the next step boundary (of STOP_REASONS), where there is no supervisor to give one."""
-        self._clipped: dict[str, str | None] = {}
-        """By setting: the note on how its latest request was clipped; None if it was granted as it was."""
+        self.stop_requests: list[str] = []  # to stop at the next step boundary; used without a supervisor
+        self._clipped: dict[str, str | None] = {}  # by setting: how its latest request was clipped; None if it was not
 
     # -- requested ------------------------------------------------------------------------------------------------
 

@@ -202,10 +202,9 @@ class Reporter:
         """samples_an_epoch: None for a stream. output: of a script, whose own files and display get the records too."""
         self._session, self._settings, self._samples_an_epoch = session, settings, samples_an_epoch
         self._keeper = output or session
+        # The newest records, which a lost leader or supervisor may not have written: see `resend`.
         self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
-        """The newest records, which a lost leader or supervisor may not have written: see `resend`."""
-        self._told: dict[str, Any] = {}
-        """Signals beside the columns, as records have told them so far; empty: the next record has all of them."""
+        self._told: dict[str, Any] = {}  # signals beside the columns, as records have told them; empty: tell all
         self._told_before: dict[str, Any] = {}  # as `_told`, by the records that are older than the `recent` ones
 
     def state_dict(self) -> dict[str, Any]:

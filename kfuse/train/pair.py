@@ -27,10 +27,9 @@ class PairAveraging(SyncMethod):
         super().__init__(*given)
         self._pair: Pair | None = None
         self._group: Group | None = None  # the group that `_pair` belongs to
+        # This worker, for the engine: it reduces over nobody.
         self._alone = Group(device=self._session.group.device, timeout_s=self._session.group.timeout_s)
-        """This worker, for the engine: it reduces over nobody."""
-        self._together = True
-        """All workers have the same model and are at the same step: since the view, or the last meeting."""
+        self._together = True  # all have the same model and step: since the view, or the last meeting
         self._until = 0  # a meeting is called, and another worker has made so many steps: it is held there
 
     def before_step(self) -> None:

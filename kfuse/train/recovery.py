@@ -53,26 +53,24 @@ class Recovery:
         self._decisions, self._calls, self._state, self._record_update = decisions, calls, state, record_update
         self._checkpoints, self._base_lr = training.checkpoints, training.settings.lr_base
         params = (p for group in opt.param_groups for p in group["params"])
+        # What must be equal on all workers, by name: each computes its share of a step from it.
         self._arguments = training.settings.shared() | {
             "samples of data": training.samples_an_epoch,
             "comm.audit_every": session.comm.audit_every,
             "comm.state": session.comm.state,
             "types and memory layouts of parameters": parameter_layout(params),
         }
-        """What must be equal on all workers, by name: each computes its share of a step from it."""
         self._snapshots: Snapshots | None = None
         if session.elastic and session.comm.sharded and session.comm.redundancy == "snapshot":
             self._snapshots = Snapshots(session, opt, state)
-        self._members: list[int] = []
-        """The numbers of the workers that had the newest view in which all had the state, in rank order."""
+        self._members: list[int] = []  # the workers of the newest view in which all had the state, in rank order
         self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
+        # The state that training ended with, without the model and the optimizer; None: it has not ended.
         self._ended: Mapping[str, Any] | None = None
-        """The state that training ended with, without the model and the optimizer; None: it has not ended."""
         self._joined = self._has_state = False
+        # (step, reason) of the last loss of parts of sharded optimizer state; None once training goes on.
         self._lost: tuple[int, str] | None = None
-        """(step, reason) of the last loss of parts of sharded optimizer state; None once training goes on."""
-        self._torn = False
-        """This worker's tensors are a part of one state and a part of another: the worker that sent it was lost."""
+        self._torn = False  # this worker's tensors are parts of two states: the worker that sent one was lost
         if self._checkpoints is not None and not session.elastic:
             session.group.waits_each_step = True  # a last checkpoint must not hold an update by an incomplete sum
 

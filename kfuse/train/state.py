@@ -167,8 +167,8 @@ class Snapshots:
         self._updates = cast("FlatUpdates", opt.updates)  # the only ones with sharded state
         self._every = session.comm.snapshot_every
         self._newest: _Snapshot | None = None
+        # One or two, the newer one last: another worker may still wait for its part of that.
         self._complete: list[_Snapshot] = []
-        """One or two, the newer one last: another worker may still wait for its part of that."""
 
     def take_when_due(self, step: int) -> None:
         """Between two steps, on every worker: copies the state, and starts sending the shards. step: completed ones.

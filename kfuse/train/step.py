@@ -90,8 +90,7 @@ class Step:
         self.samples, self.mine = samples, samples.range_of(session.group.rank)
         self.members = tuple(session.workers)  # the workers' numbers, by rank
         self.loss: Tensor | float | None = None
-        self.figures: Sequence[Tensor | float] = ()
-        """Scalars that are averaged like the loss, in the order of `Statistics.figure_names`."""
+        self.figures: Sequence[Tensor | float] = ()  # averaged like the loss, in the order of `Statistics.figure_names`
         self.data_wait_s = 0.0  # seconds spent waiting for data so far
         self.data_bytes = 0  # bytes of the tensors in the batches so far
         self.error: Exception | None = None  # the exception that ended the step's body early
@@ -182,8 +181,7 @@ _SHARE_STEPS = 16  # a share is a multiple of 1/16 of the median's: small change
 _SMALLEST_SHARE = 2  # sixteenths: the slowest worker too gets micro-batches, else its speed could not be measured
 _IDLE_RECOVERY = 0.02  # a step: a worker without a micro-batch is assumed to close this part of its gap to the median
 
-Throughput = dict[int, tuple[float, int]]
-"""Worker: (mean micro-batches of the first size a second, steps it was measured in)."""
+Throughput = dict[int, tuple[float, int]]  # worker: (mean micro-batches of the first size a second, steps measured)
 
 
 def measured(known: Mapping[int, tuple[float, int]], workers: Sequence[int], seconds: Sequence[float]) -> Throughput:

@@ -61,13 +61,13 @@ class SyncMethod:
         """Takes over another worker's, or a checkpoint's, once the model and the optimizer have."""
 
 
+# Module and class of each mode. They are imported when a mode begins: most trainings have ssgd alone.
 _METHODS = {
     "ssgd": ("kfuse.train.synchronisation", "SyncMethod"),
     "local": ("kfuse.train.averaging", "LocalSGD"),
     "sma": ("kfuse.train.averaging", "ModelAveraging"),
     "pair": ("kfuse.train.pair", "PairAveraging"),
 }
-"""Module and class of each mode. They are imported when a mode begins: most trainings have ssgd alone."""
 
 
 class Synchronisation:
@@ -83,8 +83,7 @@ class Synchronisation:
         self._session, self._opt, self._progress = training.session, training.opt, training.progress
         self._sync = Sync()  # in force in the step under way, up to the meeting at its end
         self.method = SyncMethod(*given)  # of the mode in force; that of ssgd until the first step of another mode
-        self._params: list[Parameter] = []
-        """Those that were trained as the method began: what it keeps is laid out as they are."""
+        self._params: list[Parameter] = []  # those trained as the method began, whose layout its state has
 
     def before_step(self) -> None:
         """Before forward. Raises CommError, and RuntimeError where the trained parameters must stay, and did not."""
