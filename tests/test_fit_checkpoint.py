@@ -112,6 +112,7 @@ def test_an_interrupted_training_resumes_with_the_same_bits(how: Train, every: i
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["exit_reason"]) == (22, "epochs")
     assert len(list((tmp_path / "kept").glob("step-*"))) == 3
+    assert [path.parent.name for path in tmp_path.glob("*/model.pt")] == ["run"]
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_loop_of_ones_own_survives_a_death_with_the_same_bits(tmp_path: Path) 
 @pytest.mark.full
 def test_each_training_of_a_script_has_its_own_records(tmp_path: Path) -> None:
     """One that ends, one that is left, and another: with a newcomer in the first, none in the later ones."""
-    fit = "model, opt = make()\nkf.fit(model, (x, y), opt, batch_size=16, train_epochs=2)\n"
+    fit = "model, opt = make()\nkf.fit(model, (x, y), opt, batch_size=16, train_epochs=2, run_dir='mine')\n"
     text = PRELUDE + fit + "loop(5, lambda step: kf.resize(3))\nloop()"
     run_dir = run_script(tmp_path, text, "--max-workers", "3").directory
     trainings = [Ended(place) for place in (run_dir, run_dir / "2", run_dir / "3")]
@@ -119,6 +119,7 @@ def test_each_training_of_a_script_has_its_own_records(tmp_path: Path) -> None:
     for each in trainings:
         assert each.steps == list(range(each.summary["steps"]))
         assert {len(view["workers"]) for view in each.of_kind("view")} == {2}
+    assert [*tmp_path.rglob("model.pt")] == [run_dir / "model.pt"], "the job's run directory is that of its trainings"
     notes = [event["note"] for event in trainings[1].of_kind("clipped")]
     assert notes == ["workers 3 clipped to 2: a new worker would run the script from its first training"]
 
