@@ -88,6 +88,7 @@ NEEDED = {
     "data=text": "model=gpt",
 }
 VALID = [
+    "'policy.phases=0:32 10K:64 1M:128' policy=schedule",
     "policy=seesaw lr.decay=constant",
     "train.epochs=null train.steps=10",
     "lr.decay=wsd lr.warmup_steps=10 lr.decay_fraction=0.2",

@@ -97,6 +97,16 @@ def test_policy_state_carries_over() -> None:
 # SchedulePolicy
 
 
+def test_schedule_takes_megatrons_text() -> None:
+    """Megatron-LM's StepBatchsizeNumMicroBatchesCalculator has the same batch sizes, without seq_length."""
+    policy, wide = SchedulePolicy("0:768 250M:1536 500M:3072 0.75B:6144"), replace(BOUNDS, batch_max=2**24)
+    assert policy.initial() == Decision(batch_size=768)
+    for samples, expected in ((249_999_999, 768), (250_000_000, 1536), (499_999_999, 1536), (750_000_000, 6144)):
+        # Three more steps of 64 samples begin before a decision on these signals applies.
+        assert policy.decide(signals(64, samples=samples - 3 * 64, bounds=wide)) == Decision(batch_size=expected)
+        assert policy.decide(signals(expected, samples=samples - 3 * expected, bounds=wide)) is None
+
+
 def in_force(
     policy: SchedulePolicy, batch_size: int, steps: int, epoch: int | None = None, is_told: bool = False
 ) -> list[tuple[int, int, float]]:
@@ -148,13 +158,8 @@ def test_schedule_phases_start_where_they_are_written(unit: str, phases: Any, be
 BY_EPOCH = [{"epoch": at, "batch_size": size} for at, size in ((0, 300), (1, 400), (2, 1000), (3, 2000), (4, 500))]
 
 
-BY_SAMPLES = ((0, 300), (990, 400), (1801, 128), (2000, 1000), (2001, 2000), (4000, 500))
-
-
 @pytest.mark.parametrize(
-    "phases",
-    [BY_EPOCH, [{"samples": at, "batch_size": size} for at, size in BY_SAMPLES]],
-    ids=["epochs", "samples"],
+    "phases", [BY_EPOCH, "0:300 990:400 1801:128 2000:1000 2001:2000 4000:500"], ids=["epochs", "samples"]
 )
 def test_schedule_phases_are_exact_in_a_training(phases: Any, tmp_path: Path) -> None:
     """An epoch has 1000 samples: steps of 300, 300, 300, 100; 400, 400, 200; 1000; 1000; 500, 500."""
@@ -181,8 +186,9 @@ def test_how_long_an_epoch_is_is_told_where_all_so_far_were_as_long() -> None:
 
 def test_schedule_phases_are_checked() -> None:
     wrong: list[tuple[Any, str]] = [
-        (8, "phases=8: must be a list of mappings"),
-        ([{"samples": at, "batch_size": 8} for at in (0, 9, 9)], "phases: samples=[0, 9, 9]: must increase"),
+        (8, "phases=8: must be a list of mappings, or a text"),
+        ("0:32 1.5:64", "phases=0:32 1.5:64: 1.5:64 must be"),
+        ("0:32 1K:64 1000:128", "phases: samples=[0, 1000, 1000]: must increase"),
         ([{"step": 8}], "phases[0]={'step': 8}: must have step, epoch or samples, and one of"),
         ([{"step": 1, "workers": 1, "momentum": 0.9}], "phases[0]: unknown momentum; must have step, epoch or s"),
         ([{"step": 1, "workers": 1}, {"epoch": 2, "workers": 2}], "phases: must have step, epoch or samples in all"),

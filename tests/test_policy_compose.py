@@ -99,9 +99,8 @@ def test_compose_needs_what_all_of_its_parts_need() -> None:
 
 def test_compose_is_built_of_the_options_of_its_parts() -> None:
     overrides = ["policy=compose", "policy@policy.first=seesaw", "policy@policy.second=gns", "policy.second.factor=2"]
-    overrides += ["policy@policy.third=schedule", "policy.third.phases=[{step:0,batch_size:8}]"]
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
-        cfg = hydra.compose("config", overrides)
+        cfg = hydra.compose("config", [*overrides, "policy@policy.third=schedule", "policy.third.phases=0:8"])
     policy = make_policy(OmegaConf.to_container(cfg.policy))
     decided = policy.decide(signals(32, (900, 1000, 1100), done=0.5, base_batch_size=32))
     # Seesaw has cut by 1.1 seven times, to 0.5132: 62.4 samples, seven micro-batches of 8. gns would have 64 samples,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from functools import reduce
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,7 @@ from kfuse.policies.signals import (
 
 _UNITS = ("step", "epoch", "samples")
 _ALL_UNITS = "step, epoch or samples"
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _SETTINGS = {"batch_size", "lr_scale", "workers"}
 _NAMES = ", ".join(sorted(_SETTINGS))
 
@@ -29,7 +31,9 @@ class SchedulePolicy(BasePolicy):
 
     phases: a list of mappings, each with `step`, `epoch` or `samples` (all the same one, increasing) and at least
         one of `batch_size`, `lr_scale`, `workers`: [{"epoch": 0, "lr_scale": 1.0},
-        {"epoch": 5, "batch_size": 256, "workers": 2}].
+        {"epoch": 5, "batch_size": 256, "workers": 2}]. Or a text, as Megatron-LM's --step-batch-size-schedule takes:
+        "0:768 250M:1536 1B:3072" has the batch size 1536 from 250 million samples on. The suffixes are K, M, B and T;
+        the numbers are samples also where a sample is a sequence of tokens.
 
     A setting holds until a later phase changes it.
 
@@ -49,15 +53,16 @@ class SchedulePolicy(BasePolicy):
     Raises ValueError for phases that are not of that form.
     """
 
-    def __init__(self, phases: Sequence[Mapping[str, Any]]) -> None:
-        if not isinstance(phases, Sequence):
-            raise ValueError(f"policy.phases={phases!r}: must be a list of mappings")
-        units = {unit for phase in phases if isinstance(phase, Mapping) for unit in phase.keys() & set(_UNITS)}
+    def __init__(self, phases: str | Sequence[Mapping[str, Any]]) -> None:
+        given = _parse_text(phases) if isinstance(phases, str) else phases
+        if not isinstance(given, Sequence):
+            raise ValueError(f"policy.phases={phases!r}: must be a list of mappings, or a text such as 0:768 250M:1536")
+        units = {unit for phase in given if isinstance(phase, Mapping) for unit in phase.keys() & set(_UNITS)}
         if len(units) > 1:
             raise ValueError(f"policy.phases: must have {_ALL_UNITS} in all phases, the same one")
         self._unit = units.pop() if units else "step"
         # The step, epoch or number of samples at which each phase starts, and what it sets.
-        self._phases = [_parse(index, phase, self._unit) for index, phase in enumerate(phases)]
+        self._phases = [_parse(index, phase, self._unit) for index, phase in enumerate(given)]
         starts = [start for start, _ in self._phases]
         if any(later <= earlier for earlier, later in pairwise(starts)):
             raise ValueError(f"policy.phases: {self._unit}={starts}: must increase")
@@ -125,6 +130,28 @@ class SchedulePolicy(BasePolicy):
 
     def state_dict(self) -> dict[str, Any]:
         return {}  # decisions depend on the signals and the phases alone
+
+
+def _parse_text(text: str) -> list[dict[str, int]]:
+    """Returns the phases of a text such as "0:768 250M:1536". Raises ValueError for another text."""
+    phases = []
+    for entry in text.split() or [text]:
+        try:
+            start, batch_size = map(_number, entry.split(":"))
+        except (ValueError, ArithmeticError):
+            message = f"policy.phases={text}: {entry} must be SAMPLES:BATCH_SIZE, as in 0:768 250M:1536"
+            raise ValueError(message) from None
+        phases.append({"samples": start, "batch_size": batch_size})
+    return phases
+
+
+def _number(text: str) -> int:
+    """Returns the whole number that a text such as 1536, 250M or 1.5B stands for. Raises an error for another text."""
+    unit = _SUFFIXES.get(text[-1:].upper())
+    value = Decimal(text[:-1] if unit else text) * (unit or 1)
+    if value != int(value):
+        raise ValueError(text)
+    return int(value)
 
 
 def _parse(index: int, phase: Mapping[str, Any], unit: str) -> tuple[int, Decision]:
