@@ -26,10 +26,6 @@ _LOG = logging.getLogger("kfuse")
 _MOST_LANES = 8  # only optimizers that take part in the same backward need different lanes
 
 
-class ViewChanged(CommError):
-    """A worker of this group was lost, and the supervisor has formed another view."""
-
-
 def _call(listeners: list[weakref.WeakMethod[Callable[..., None]]], *arguments: Any) -> None:
     """Calls these methods, in the order of registration, but for those of deleted objects."""
     for listener in listeners:
@@ -150,14 +146,14 @@ class Session:
 
         Raises CommError if the view cannot be formed.
         """
-        return self._enter(self._client().await_view(generation - 1, self.group.timeout_s))
+        return self._enter(self.client.await_view(generation - 1, self.group.timeout_s))
 
     def recover(self, error: CommError) -> bool:
         """After `error`: waits for the supervisor's next view and moves to it; False if this worker is not in it.
 
         Raises CommError if a worker of that view is lost too, ControlError if no view comes.
         """
-        client, generation = self._client(), self._generation
+        client, generation = self.client, self._generation
         if client.view(generation, recovers=True) is None:
             client.send("broken", generation=generation, why=str(error))
         return self._enter(client.await_view(generation, 2 * self.group.timeout_s + 10, recovers=True))
@@ -168,7 +164,7 @@ class Session:
         To a planned view all workers of the group before come, at the same step boundary. To one that recovers some of
         them do not: then the group before has no further message.
         """
-        client = self._client()
+        client = self.client
         rank = view.rank_of(client.worker)
         self._generation = view.generation
         old = self.group
@@ -206,20 +202,20 @@ class Session:
             _LOG.info("view %d (%s): workers %d, configured transport %s", *told)
 
     def check(self) -> None:
-        """Raises ViewChanged if the supervisor has formed a view after a lost worker, ControlError if it is lost."""
-        client = self._client()
+        """Raises CommError if the supervisor has formed a view after a lost worker, ControlError if it is lost."""
+        client = self.client
         client.check()
         if client.view(self._generation, recovers=True) is not None:
-            raise ViewChanged("a worker was lost: the supervisor has formed another view")
+            raise CommError("a worker was lost: the supervisor has formed another view")
 
     def meet(self, step: int, applied: int) -> Met:
         """Stands still after `step` steps until all workers of the view do (see `kfuse.elastic.views.Meetings`).
 
         applied: number of the newest announcement that this worker has applied.
-        Raises ViewChanged if one of them is lost meanwhile, CommError if none of the others makes a step for long,
+        Raises CommError if one of them is lost meanwhile, or none of the others makes a step for long,
         ControlError if the supervisor is lost.
         """
-        client = self._client()
+        client = self.client
         timeout_s = max(self.group.timeout_s, 2 * client.silence_s)  # who is cut off may come back until it is killed
         try:
             met = client.meet(self._generation, step, self.workers, applied, timeout_s)
@@ -232,15 +228,13 @@ class Session:
         assert met is not None
         return met
 
-    def published(self, worker: int, number: int) -> dict[str, Any]:
-        """The decision that `worker` has published. Raises TimeoutError, and ControlError if the supervisor is lost."""
-        return self._client().decision(worker, number, self.group.timeout_s)
-
     def finish(self) -> bool:
         """Waits until the supervisor has the job's results; False if a worker was lost before that."""
         return self.control_client is None or self.control_client.await_over(self._generation)
 
-    def _client(self) -> ControlClient:
+    @property
+    def client(self) -> ControlClient:
+        """The connection to the supervisor, in a job that has one."""
         assert self.control_client is not None, "this job has no supervisor"
         return self.control_client
 

@@ -119,11 +119,7 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self,
-        input_shape: Sequence[int],
-        num_classes: int,
-        hidden: Sequence[int] = (128,),
-        dropout: float = 0.0,
+        self, input_shape: Sequence[int], num_classes: int, hidden: Sequence[int] = (128,), dropout: float = 0.0
     ) -> None:
         super().__init__()
         if min(hidden, default=1) < 1:
@@ -155,8 +151,7 @@ class ResidualBlock(nn.Module):
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or channels_in != channels_out:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False),
-                nn.BatchNorm2d(channels_out),
+                nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False), nn.BatchNorm2d(channels_out)
             )
 
     def forward(self, x: Tensor) -> Tensor:

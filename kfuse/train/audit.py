@@ -15,12 +15,11 @@ A wait for another worker may fail in 3) and 4): then the step is undone and com
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -148,31 +147,19 @@ class Audit:
     def _digest_again(self, step: Step, micro_batch: int) -> Tensor:
         """Returns the digest of a micro-batch's gradient, of any worker's of the step. It changes nothing else."""
         engine = self._opt.engine
-        with generators_restored(engine.group.device), self._gradients_set_aside(), self._buffers_before_the_step():
-            loss = self._forward.run(step.batch_again(micro_batch)).loss
-            return self._audited.again(loss.backward)
-
-    @contextlib.contextmanager
-    def _gradients_set_aside(self) -> Iterator[None]:
-        params = {id(p): p for p in (*self._model.parameters(), *self._opt.engine.params)}.values()
-        grads = [p.grad for p in params]
-        try:
-            for p in params:
-                p.grad = None
-            yield
-        finally:
-            for p, grad in zip(params, grads, strict=True):
-                p.grad = grad
-
-    @contextlib.contextmanager
-    def _buffers_before_the_step(self) -> Iterator[None]:
-        """Context: the buffers are as for each of the step's micro-batches."""
-        now = _buffers(self._model)
-        try:
-            _put_back(self._before)
-            yield
-        finally:
-            _put_back(now)
+        params = list({id(p): p for p in (*self._model.parameters(), *engine.params)}.values())
+        grads, buffers = [p.grad for p in params], _buffers(self._model)
+        with generators_restored(engine.group.device):
+            try:
+                for p in params:
+                    p.grad = None
+                _put_back(self._before)  # as for each of the step's micro-batches
+                loss = self._forward.run(step.batch_again(micro_batch)).loss
+                return self._audited.again(loss.backward)
+            finally:
+                for p, grad in zip(params, grads, strict=True):
+                    p.grad = grad
+                _put_back(buffers)
 
     # -- the comparison -------------------------------------------------------------------------------------------
 

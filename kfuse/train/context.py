@@ -243,7 +243,5 @@ def exits_are_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (Exception, KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as error:
-        raise RuntimeError(f"training has raised {type(error).__name__}: {error}") from error
+    except SystemExit as error:
+        raise RuntimeError(f"training has raised SystemExit: {error}") from error

@@ -71,7 +71,7 @@ class Published:
             return self._own[number]
         try:
             if session.elastic:
-                return session.published(worker, number)
+                return session.client.decision(worker, number, session.group.timeout_s)
             content: dict[str, Any] = json.loads(session.group.store.get(f"decision/{number}"))
             return content
         except (RuntimeError, TimeoutError) as error:

@@ -11,7 +11,6 @@ from typing import Any
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.sync.pair import Pair, random_peer
-from kfuse.elastic.client import ControlClient
 from kfuse.elastic.protocol import Met
 from kfuse.elastic.rendezvous import own_address
 from kfuse.train.progress import STOP_REASONS
@@ -48,7 +47,7 @@ class PairAveraging(SyncMethod):
         if self._opt.engine.group is not self._alone:
             self._opt.engine.set_group(self._alone)
         self._session.apart = True
-        self._client.step = step
+        self._session.client.step = step
         self._pair.begin_step(step)
 
     def _open(self, group: Group) -> None:
@@ -75,7 +74,7 @@ class PairAveraging(SyncMethod):
         if not at.drifted:
             return
         if self._session.group.size == 1:  # the others are lost, and what was announced before is not
-            self._apply_all(max(self._client.announced(at.announced), default=at.announced))
+            self._apply_all(max(self._session.client.announced(at.announced), default=at.announced))
             return
         self._pass_on()
         # After a loss a step may be ended in a new view, which `before_step` opens with all workers: until then nobody
@@ -95,7 +94,7 @@ class PairAveraging(SyncMethod):
     def _apply_at_once(self) -> bool:
         """Applies factors of the learning rate that have arrived. Returns whether more has, which needs a meeting."""
         at = self._progress
-        for number, announced in self._client.announced(at.announced).items():
+        for number, announced in self._session.client.announced(at.announced).items():
             if announced.keys() != {"lr_scale"}:  # the factor that leads to a rate differs from step to step
                 return True
             self._decisions.apply(announced)
@@ -126,7 +125,7 @@ class PairAveraging(SyncMethod):
     def _hold(self, met: Met) -> None:
         """All workers are here: one model, one state, the same settings."""
         at, session = self._progress, self._session
-        session.apart, self._client.step, self._until = False, None, 0
+        session.apart, session.client.step, self._until = False, None, 0
         self._opt.engine.set_group(session.group)
         self._decisions.use_transport()
         self._opt.updates.agree_on_state()  # each worker knows of its own steps only
@@ -140,7 +139,7 @@ class PairAveraging(SyncMethod):
     def _apply_all(self, until: int) -> None:
         """Applies the announcements up to this number."""
         at = self._progress
-        for number, announced in self._client.announced(at.announced).items():
+        for number, announced in self._session.client.announced(at.announced).items():
             if number <= until:
                 self._decisions.apply(announced)
         at.announced = until
@@ -152,12 +151,6 @@ class PairAveraging(SyncMethod):
         self._opt.pair = None
         self._pair.close()
         self._pair = self._group = None
-        self._session.apart, self._together, self._client.step = False, True, None
+        self._session.apart, self._together, self._session.client.step = False, True, None
         if self._opt.engine.group.size < self._session.group.size:
             self._opt.engine.set_group(self._session.group)
-
-    @property
-    def _client(self) -> ControlClient:
-        client = self._session.control_client
-        assert client is not None, "there is no supervisor"  # refused before training
-        return client

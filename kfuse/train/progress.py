@@ -93,11 +93,6 @@ class Progress:
         """(step, stage) as one number: of several workers the largest one is the furthest."""
         return self.step * len(Stage) + self.stage
 
-    @property
-    def unreported(self) -> int:
-        """The first step that is not reported yet: its statistics are not read, or it is the coming one."""
-        return min(self.contexts, default=self.step)
-
     def once(self, stage: Stage, act: Callable[[], object]) -> None:
         """Calls `act`, unless `stage` is done, and marks it as done; if `act` raises, it is not done.
 

@@ -349,7 +349,8 @@ class Recovery:
 
     def _report_start(self, goes_back: bool = False) -> None:
         restarts = self._checkpoints is not None and self._checkpoints.restarts
-        self._reporter.start(self._progress.unreported, restarts, goes_back)
+        unreported = min(self._progress.contexts, default=self._progress.step)  # or its statistics are not read yet
+        self._reporter.start(unreported, restarts, goes_back)
 
     def _report_view(
         self, view: View, begins: bool, regroup_s: float, transfer_s: float, positions: Sequence[int]

@@ -194,10 +194,10 @@ class Snapshots:
             self._newest.shards = [[part.on("cpu") for part in parts] for parts in self._newest.shards]
             self._complete, self._newest = [*self._complete, self._newest], None
 
-    def agree(self) -> int:
+    def agree(self) -> None:
         """In a new view, on every worker: keeps the newest snapshot that is complete on all workers that have any.
 
-        Returns its step; -1 where there is none. Raises CommError.
+        Raises CommError.
         """
         self._keep_complete()
         group = self._session.group
@@ -205,14 +205,14 @@ class Snapshots:
         steps = [int(step) for step in group.all_gather(mine, "newest snapshot of each worker")]
         agreed = min((step for step in steps if step >= 0), default=-1)
         self._complete, self._newest = [each for each in self._complete if each.step == agreed], None
-        return agreed
 
     def go_back(self) -> bool:
         """In a new view, on every worker: takes the snapshot that they `agree` on. Returns whether this worker has it.
 
         The shards come to their owners by the optimizer's `regroup`. Raises CommError.
         """
-        if self.agree() < 0 or not self._complete:
+        self.agree()
+        if not self._complete:
             return False
         self._state.restore(self._complete[-1].common, keeps_shards=False)
         self._updates.take_shards(self._complete[-1].shards)
