@@ -45,7 +45,7 @@ class Snapshots:
         messages. Raises TypeError, naming the place.
         """
         found: dict[int, Tensor] = {}
-        plain = _copy_plain(value, where, lambda tensor: found.setdefault(id(tensor), tensor))
+        plain = plain_copy(value, where, lambda tensor: found.setdefault(id(tensor), tensor))
         here: dict[int, Tensor] = {}
         far: dict[torch.device, list[Tensor]] = {}
         for tensor in found.values():
@@ -58,7 +58,7 @@ class Snapshots:
             copies, arrived = self._copy_from(devices.of(name), tensors)
             here.update(zip(map(id, tensors), copies, strict=True))
             on_the_way.append((devices.of(name), arrived))
-        return HostCopy(_copy_plain(plain, where, lambda tensor: here[id(tensor)]), tuple(on_the_way))
+        return HostCopy(plain_copy(plain, where, lambda tensor: here[id(tensor)]), tuple(on_the_way))
 
     def _copy_from(self, device: Device, tensors: list[Tensor]) -> tuple[list[Tensor], Event]:
         """Enqueues the copies of one GPU's tensors. Returns them, and the event after which they are there."""
@@ -95,11 +95,6 @@ def snapshot(value: Any, where: str) -> Any:
     return copy.value
 
 
-def plain_copy(value: Any, where: str) -> Any:
-    """A copy of `value` that shares its tensors. Raises TypeError for what `Snapshots.take` does not take."""
-    return _copy_plain(value, where, lambda tensor: tensor)
-
-
 def _at(place: np.ndarray, start: int, like: Tensor) -> Tensor:
     """The tensor at byte `start` of memory on the host, with the shape, strides and type of `like`.
 
@@ -111,7 +106,7 @@ def _at(place: np.ndarray, start: int, like: Tensor) -> Tensor:
     return own.view(like.dtype).as_strided(like.shape, like.stride())
 
 
-def _copy_plain(value: Any, where: str, of_tensor: Callable[[Tensor], Tensor]) -> Any:
+def plain_copy(value: Any, where: str, of_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
     """A copy of `value` with of_tensor(tensor) for each tensor. Raises TypeError as `Snapshots.take` does.
 
     Subclasses of plain values (numpy.float64 is a float) become those: reading accepts nothing else.
@@ -127,15 +122,15 @@ def _copy_plain(value: Any, where: str, of_tensor: Callable[[Tensor], Tensor]) -
         if isinstance(value, plain):
             return plain(value)
     if type(value) in (list, tuple):
-        return type(value)(_copy_plain(item, f"{where}[{index}]", of_tensor) for index, item in enumerate(value))
+        return type(value)(plain_copy(item, f"{where}[{index}]", of_tensor) for index, item in enumerate(value))
     if type(value) in (dict, OrderedDict):
         pairs = (
-            (_copy_plain(key, where, of_tensor), _copy_plain(item, f"{where}[{key!r}]", of_tensor))
+            (plain_copy(key, where, of_tensor), plain_copy(item, f"{where}[{key!r}]", of_tensor))
             for key, item in value.items()
         )
         copy = type(value)(pairs)
         if isinstance(copy, OrderedDict):  # a module's state dict has its version numbers in an attribute
-            vars(copy).update(_copy_plain(vars(value), f"vars({where})", of_tensor))
+            vars(copy).update(plain_copy(vars(value), f"vars({where})", of_tensor))
         return copy
     allowed = "tensors, None, bool, int, float, str, and lists, tuples and dicts of those"
     raise TypeError(f"{where} is a {type(value).__qualname__}; what a checkpoint can hold: {allowed}")

@@ -174,7 +174,6 @@ class SavedModel:
 
     @property
     def directory(self) -> Path:
-        """The folder of the training under way."""
         number = self._session.training
         return self._directory / str(number) if self._numbered and number > 1 else self._directory
 

@@ -130,7 +130,6 @@ class Feeder(Fetcher):
         return batch
 
     def fetch_out_of_turn(self, task: Task) -> Any:
-        """As `fetch`, for a task that `expect` did not announce: another worker's, or one that was fetched before."""
         self._least_busy().request(task)
         return self._await(task)
 
@@ -185,7 +184,6 @@ class Feeder(Fetcher):
         return min(self._loaders, key=lambda loader: len(loader.tasks))
 
     def _predict(self) -> None:
-        """Fills `_order` with the next tasks, as many as are fetched ahead."""
         capacity = self._loading.workers * self._loading.prefetch
         while len(self._order) < capacity and (task := next(self._coming, None)) is not None:
             self._order.append(task)

@@ -198,8 +198,6 @@ def check_loaders(data: Any, number: int) -> None:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Data to train on, and how it is to be loaded."""
-
     data: Dataset | Stream
     worker_init_fn: Callable[[int], object] | None
     of_loader: dict[str, Any]  # a torch DataLoader's settings, by name: used where a script does not give others

@@ -27,16 +27,13 @@ T = TypeVar("T")
 class ControlClient:
     """The connection to the supervisor that the environment names. Thread-safe."""
 
-    worker: int  # this worker's number
-    job: dict[str, Any]  # the settings of the job, which the supervisor sends to every worker
-    silence_s: float  # seconds without a heartbeat after which the supervisor kills a worker
     step: int | None = None  # steps made so far, which heartbeats report while workers are at steps of their own
     stop: str | None = None  # why the supervisor asks to stop; None if it does not
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         """Connects. Raises ControlError if the supervisor does not answer."""
         host, _, port = os.environ[protocol.ENV_CONTROL].rpartition(":")
-        self.worker = int(os.environ[protocol.ENV_WORKER])
+        self.worker = int(os.environ[protocol.ENV_WORKER])  # this worker's number
         self._changed = threading.Condition()
         self._view: View | None = None  # the newest one; it is planned only once all are in the one before
         self._over = False
@@ -53,8 +50,8 @@ class ControlClient:
             self._messages, _, _ = self._connect((host, int(port)), timeout_s, messages=True)
         except OSError as error:
             raise ControlError(f"no supervisor at {host}:{port}: {error}") from error
-        self.job = welcome["job"]
-        self.silence_s = welcome["silence_s"]
+        self.job: dict[str, Any] = welcome["job"]  # its settings, which the supervisor sends to every worker
+        self.silence_s: float = welcome["silence_s"]  # without a heartbeat, after which it kills a worker
         protocol.set_acknowledgement_timeout(self._socket, self.silence_s)
         threading.Thread(target=self._receive, name="kfuse-control", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="kfuse-heartbeat", daemon=True).start()

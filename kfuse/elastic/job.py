@@ -54,8 +54,6 @@ class JobFailed(RuntimeError):
 
 
 class Job:
-    """The state of one job."""
-
     def __init__(self, elasticity: Elasticity) -> None:
         self.elasticity = elasticity
         self.wanted = elasticity.count  # how many workers the job is to have

@@ -23,8 +23,6 @@ _KILL_GRACE_S = 1.0  # for the report of a killed process's end: from a host tha
 
 
 class State(Enum):
-    """What a worker process is doing."""
-
     BOOTING = "booting"
     READY = "ready"  # has built its model; waits for a view with it
     PROPOSED = "proposed"  # in a view that it has not joined yet
@@ -108,7 +106,6 @@ class Processes:
         self._ends: set[asyncio.Task[int]] = set()  # of processes: one may come late, or never, from a cut-off host
 
     def alive(self) -> list[Worker]:
-        """Workers that have not ended, in any state."""
         return [worker for worker in self.workers.values() if worker.state is not State.ENDED]
 
     def members(self) -> list[Worker]:
@@ -121,7 +118,6 @@ class Processes:
         return [worker for worker in self.alive() if worker.state is State.MEMBER and self.rank_of(worker) is None]
 
     def rank_of(self, worker: Worker) -> int | None:
-        """Its rank in the newest view; None if it is not in it."""
         return self._job.view.rank_of(worker.number)
 
     def free_gpu(self) -> int | None:

@@ -96,7 +96,6 @@ class Views:
         self._records.event("clipped", note=f"workers {asked} clipped to {allowed}: {why}")
 
     def continue_without(self, worker: Worker, how: str) -> None:
-        """The job continues without this worker, and starts no other."""
         members = [member for member in self._processes.members() if not self.out_of_loop(member)]
         leaving = [member for member in members if member.leaving]
         if leaving and not worker.joined:
@@ -365,7 +364,6 @@ class Meetings:
 
     @property
     def under_way(self) -> bool:
-        """Whether a worker of the newest view stands still, and waits for others."""
         return any(each["generation"] == self._job.view.generation for each in self._waiting.values())
 
     def moved(self, worker: Worker, step: int | None) -> None:

@@ -195,11 +195,8 @@ class Recorder:
     A script's second training has a directory of its own in the first one's: RUN_DIR/2, and so on.
     """
 
-    directory: RunDirectory  # of the training under way
-    summary: dict[str, Any] | None  # the summary that the workers reported; None until the training under way has ended
-
     def __init__(self, directory: RunDirectory, display: Display) -> None:
-        self.directory, self._display = directory, display
+        self.directory, self._display = directory, display  # of the training under way
         directory.warn = display.line
         self._first = directory
         self._training: int | None = None
@@ -207,7 +204,7 @@ class Recorder:
         self._begin()
 
     def _begin(self) -> None:
-        self.summary = None
+        self.summary: dict[str, Any] | None = None  # that the workers report as the training ends
         self._started = time.time()
         self._last: dict[str, Any] = {}
 

@@ -284,7 +284,6 @@ class _Board:
         self._add(step=step, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
 
     def scalars(self, group: str, record: Mapping[str, Any], step: int) -> None:
-        """Adds all numbers of `record` in one event."""
         values = []
         for key, value in record.items():
             if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):

@@ -82,7 +82,6 @@ class Settings:
 
     @property
     def bounds(self) -> Bounds:
-        """Returns what policies' requests are clipped to."""
         return Bounds(self.batch_min, self.batch_max, *self.workers_bounds)
 
     def micro_batch_of(self, batch_size: int, workers: int) -> int:

@@ -225,7 +225,6 @@ class Decisions:
         self._reporter.event(self._progress.step, "decision", **changed)
 
     def use_transport(self) -> None:
-        """Sets the engine's transport and tree shape, if they are not set already."""
         if not self._session.apart:  # else each engine reduces alone
             tree = tuple(self.tree) if isinstance(self.tree, list) else self.tree
             self._opt.engine.use_transport(self.topology, tree)
@@ -260,7 +259,6 @@ class Decisions:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over another worker's state, or a checkpoint's."""
         self.topology, self.tree = state["topology"], state["tree"]
         if isinstance(self.tree, list) and len(self.tree) != len(self._session.workers):  # of a job of other workers
             self.tree = None
@@ -300,7 +298,6 @@ class PolicyCalls:
         return self._call("state_dict", lambda: plain_copy(self.policy.state_dict(), what)) or {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The policy takes over another worker's state, or a checkpoint's."""
         self._call("load_state_dict", lambda: self.policy.load_state_dict(state))
 
     def hook(self, name: str) -> None:

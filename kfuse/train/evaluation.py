@@ -35,7 +35,6 @@ class Evaluation:
 
 
 def evaluation_is_due(training: TrainContext, epoch_is_over: bool) -> bool:
-    """Whether the model is evaluated after the step under way."""
     every = training.settings.train_eval_every
     return (training.progress.step + 1) % every == 0 if every else epoch_is_over
 

@@ -35,7 +35,6 @@ class LearningRate:
         self.now = self.scheduled()
 
     def scheduled(self) -> float:
-        """Returns the coming step's rate."""
         return self._opt.base_lr * self._factor(self._progress.step, self._progress.lr_scale)
 
     def _factor(self, steps: int, lr_scale: float) -> float:

@@ -218,7 +218,6 @@ class Forward:
         return scalars
 
     def run(self, batch: Any) -> Outcome:
-        """Runs the model and the loss on a batch."""
         return forward(self._objective, self._model, batch, self._precision, self._device)
 
 

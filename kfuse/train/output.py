@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kfuse.checkpoint.manager import Checkpoints, SavedModel
 from kfuse.elastic.protocol import LOOP_LEFT, View
 from kfuse.membership import Session
+from kfuse.observe.run_dir import RunDirectory
 from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
 from kfuse.session import current
 from kfuse.settings import rules
@@ -56,7 +57,7 @@ class Output:
         progress = settings["observe_progress"]
         self._shown = keeps and (terminal if progress is None else progress)
         self._directory = directory if keeps else None
-        if keeps and directory is not None and resume == "never" and _is_used(directory):
+        if keeps and directory is not None and resume == "never" and RunDirectory.is_used(directory):
             raise ConfigError(f"run_dir={directory}: must be a new one, or one to resume (checkpoint_resume)")
         if keeps and folder is not None:
             try:
@@ -92,7 +93,6 @@ class Output:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether each step's record is written or shown somewhere."""
         return self._recorder is not None or self._session.is_recorded
 
     @contextlib.contextmanager
@@ -131,7 +131,6 @@ class Output:
         from rich.console import Console  # by a script that shows or records its training only
 
         from kfuse.observe.recorder import Display, Recorder
-        from kfuse.observe.run_dir import RunDirectory
 
         display = Display(self._shown, None if self._shown else Console(quiet=True), takes_output=True)
         if self._directory is None:
@@ -173,12 +172,6 @@ class _Shown:
             self._display.stop()
         else:
             self._display.finish(self._summary)
-
-
-def _is_used(directory: Path) -> bool:
-    from kfuse.observe.run_dir import RunDirectory
-
-    return RunDirectory.is_used(directory)
 
 
 def log_remarks(remarks: Iterable[str]) -> None:

@@ -103,7 +103,6 @@ class PairAveraging(SyncMethod):
 
     @property
     def _is_called(self) -> bool:
-        """Whether the supervisor has told all workers of a view or of a stop."""
         session = self._session
         return session.proposed_generation() > 0 or session.stop_reason() in STOP_REASONS
 
@@ -137,7 +136,6 @@ class PairAveraging(SyncMethod):
         at.drifted, at.uneven, self._together = 0, False, True
 
     def _apply_all(self, until: int) -> None:
-        """Applies the announcements up to this number."""
         at = self._progress
         for number, announced in self._session.client.announced(at.announced).items():
             if number <= until:

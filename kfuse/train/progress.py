@@ -103,7 +103,6 @@ class Progress:
             self.stage = stage + 1
 
     def exit_reason(self, settings: Settings) -> str | None:
-        """Why training is over, or None."""
         if self.stop:
             return STOP_REASONS[self.stop]
         target = settings.train_target_accuracy

@@ -160,7 +160,6 @@ class Recovery:
             self._state.restore_some(received)
 
     def save_last(self) -> None:
-        """Training is over: writes a last checkpoint, where checkpoints are written."""
         if self._checkpoints is not None:
             self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader)
             if not self._progress.stop:  # a job that was told to stop has little time left

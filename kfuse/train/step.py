@@ -57,11 +57,9 @@ class StepSamples:
 
     @property
     def ranges(self) -> tuple[range, ...]:
-        """By rank, `range_of` it."""
         return tuple(self.range_of(rank) for rank in range(self.workers))
 
     def count(self, micro_batches: Iterable[int]) -> int:
-        """The samples of these micro-batches."""
         return sum(self.sizes[j] for j in micro_batches)
 
     def of(self, j: int) -> np.ndarray:
@@ -84,7 +82,6 @@ class Step:
     """
 
     def __init__(self, samples: StepSamples, fetcher: Fetcher, training: TrainContext) -> None:
-        """The coming step of the training."""
         session, self._objective = training.session, training.objective
         self.number = training.progress.step  # steps completed before this one
         self.samples, self.mine = samples, samples.range_of(session.group.rank)
@@ -256,14 +253,12 @@ class Sampling:
         self._sampler, self._reproducible = training.sampler, training.opt.engine.options.reproducible
 
     def of_next_step(self) -> StepSamples:
-        """Those of the coming step."""
         at = self._progress
         workers = 1 if self._reproducible else self._session.group.size
         micro_batch = self._settings.micro_batch_of(at.batch_size, workers)
         return self._samples(at.epoch, at.cursor, at.batch_size, micro_batch)
 
     def of_finished_step(self, stats: StepStats, context: StepContext) -> StepSamples:
-        """Those of a step whose statistics have arrived."""
         count = round(stats.samples) if context.share is None else context.batch_size
         micro_batch = context.micro_batch or self._settings.batch_micro
         return self._samples(context.epoch, context.cursor, count, micro_batch)

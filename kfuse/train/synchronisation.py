@@ -130,7 +130,6 @@ class Synchronisation:
         return {"mode": self._sync.mode, "every": self._sync.every, "method": self.method.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError where it does not fit."""
         self._begin(state["mode"])
         self._sync = Sync(state["mode"], state["every"])
         self.method.load_state_dict(state["method"])

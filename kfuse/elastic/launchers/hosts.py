@@ -96,8 +96,6 @@ async def _send_heartbeats(writer: asyncio.StreamWriter) -> None:
 
 
 class _Agent:
-    """The workers of this host."""
-
     def __init__(self, writer: asyncio.StreamWriter, launcher: LocalLauncher) -> None:
         self._writer, self._launcher = writer, launcher
         self.processes: dict[int, LocalProcess] = {}

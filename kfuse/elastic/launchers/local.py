@@ -45,7 +45,6 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
         super().process_exited()
 
     async def lines(self) -> AsyncIterator[str]:
-        """What it prints, line by line, until it ends."""
         assert self.stdout is not None
         try:
             while True:
@@ -61,14 +60,12 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
                 self._process.close()
 
     async def wait(self) -> int:
-        """Its exit status once it has ended; negative for a signal's number."""
         await self._exited.wait()
         status = self._process.get_returncode()
         assert status is not None
         return status
 
     def kill(self) -> None:
-        """Ends it at once, with everything it started. Nothing happens if it has ended."""
         if not self.ended:
             self._kill_group()
 
@@ -105,7 +102,6 @@ class LocalLauncher:
         return devices.count()
 
     async def open(self) -> str:
-        """The address at which workers of this machine reach it."""
         return "127.0.0.1"
 
     async def start(self, env: Mapping[str, str]) -> LocalProcess:

@@ -93,7 +93,6 @@ class RayLauncher(HostsLauncher):
             ray.shutdown()
 
     async def start(self, env: Mapping[str, str]) -> HostProcess:
-        """A worker that starts as soon as a node has room for it."""
         settings = {"OMP_NUM_THREADS": str(max(1, int(self._cpus)))}
         if not self._needed_gpus:
             settings["CUDA_VISIBLE_DEVICES"] = ""  # whether or not Ray hides them from workers that asked for none
@@ -126,7 +125,6 @@ class RayLauncher(HostsLauncher):
             ray.kill(actor)  # its place is free again
 
     async def close(self) -> None:
-        """Disconnects from the cluster."""
         await super().close()
         for task in self._keeping:
             task.cancel()
