@@ -26,7 +26,6 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
 """With one of these in CUBLAS_WORKSPACE_CONFIG cuBLAS's results do not depend on which stream was given which workspace
 (NVIDIA, cuBLAS library, section "Results reproducibility")."""
-_INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 
 
 def make_deterministic() -> None:
@@ -57,18 +56,11 @@ def make_deterministic() -> None:
     for operation in (torch.backends.cuda.matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
         if hasattr(operation, "fp32_precision"):  # torch 2.9: else the user's torch.backends.fp32_precision decides
             setattr(operation, "fp32_precision", "ieee")  # noqa: B010
-    _make_inductor_deterministic()
-    _LOG.info("deterministic algorithms on the GPU: %s=%s, no TF32", _WORKSPACE, os.environ[_WORKSPACE])
-
-
-def _make_inductor_deterministic() -> None:
-    """torch.compile chooses no kernel by its time: workers would choose otherwise, and get other bits.
-
-    Matrix products are padded where that was measured to be faster, and reductions are cut so (torch 2.13,
-    _inductor/fx_passes/pad_mm.py and _inductor/runtime/triton_heuristics.py). Deterministic algorithms alone do not end
-    that. torch versions before 2.9 do not have the setting.
-    """
-    os.environ[_INDUCTOR] = "1"  # read as torch._inductor is imported
+    # torch.compile must choose no kernel by its time: workers would choose otherwise, with other bits. It pads matrix
+    # products where that was measured to be faster, and cuts reductions so, also with deterministic algorithms (torch
+    # 2.13, _inductor/fx_passes/pad_mm.py and _inductor/runtime/triton_heuristics.py). Before 2.9 there is no setting.
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read as torch._inductor is imported
     config: Any = sys.modules.get("torch._inductor.config")
     if config is not None and hasattr(config, "deterministic"):
         config.deterministic = True
+    _LOG.info("deterministic algorithms on the GPU: %s=%s, no TF32", _WORKSPACE, os.environ[_WORKSPACE])

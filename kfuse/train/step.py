@@ -14,7 +14,7 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -58,9 +58,6 @@ class StepSamples:
     @property
     def ranges(self) -> tuple[range, ...]:
         return tuple(self.range_of(rank) for rank in range(self.workers))
-
-    def count(self, micro_batches: Iterable[int]) -> int:
-        return sum(self.sizes[j] for j in micro_batches)
 
     def of(self, j: int) -> np.ndarray:
         """Indices of micro-batch j's samples in the data set: int64 [sizes[j]]."""

@@ -178,13 +178,14 @@ class Trainer:
         """Chooses the coming step's samples, sets its learning rate, and gives the optimizer the step's plan."""
         at, rank = self.progress, self.session.group.rank
         samples = self._sampling.of_next_step()
-        mine = samples.count(samples.range_of(rank))
+        own = samples.range_of(rank)
+        mine = sum(samples.sizes[j] for j in own)
         self.decisions.rate.set()
         self._synchronisation.before_step()
         by_weight = self._training.objective.weight_fn is not None
         audited = None if self._audit is None else self._audit.before_step(samples)
         if self.session.apart:  # its engine has this worker alone
-            plan = StepPlan(mine, (range(len(samples.range_of(rank))),), mine, by_weight=by_weight)
+            plan = StepPlan(mine, (range(len(own)),), mine, by_weight=by_weight)
         else:
             local = mine if self.session.group.size > 1 and at.is_local else None
             plan = StepPlan(
