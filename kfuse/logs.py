@@ -7,11 +7,15 @@ import sys
 from collections.abc import Callable
 
 
-def set_up_logging(level: str, process: str, write: Callable[[str], None] | None = None) -> None:
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def set_up_logging(level: str, process: str, write: Callable[[str], None] = _to_stderr) -> None:
     """Writes each record of the logger "kfuse" from `level` on as one line: time, level, process, text.
 
     level: of observe.log_level. process: how the lines name this process, for example "worker 0". write: takes a line
-    without its end; None: lines go to standard error. A second call replaces the first one's handler. Records go to
+    without its end. A second call replaces the first one's handler. Records go to
     the root logger's handlers instead if it has any, for example where a script has called `logging.basicConfig`. A
     level that the script has set on the logger is kept. Only the processes of kfuse's commands call this.
     """
@@ -25,16 +29,11 @@ def set_up_logging(level: str, process: str, write: Callable[[str], None] | None
 
 
 class _LineHandler(logging.Handler):
-    def __init__(self, process: str, write: Callable[[str], None] | None) -> None:
+    def __init__(self, process: str, write: Callable[[str], None]) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s", "%H:%M:%S"))
         self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger().handlers:
-            return
-        line = " ".join(self.format(record).splitlines())
-        if self._write is not None:
-            self._write(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        if not logging.getLogger().handlers:
+            self._write(" ".join(self.format(record).splitlines()))

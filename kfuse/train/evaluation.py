@@ -100,8 +100,7 @@ def evaluate(
     finally:  # also where a worker is lost meanwhile
         for module in training:
             module.training = True
-    totals = [(sum(values), sum(weights)) for values, weights in sums.permute(1, 2, 0).tolist()]
-    (loss, weight), (hits, targets), *others = totals
+    (loss, weight), (hits, targets), *others = [(sum(v), sum(w)) for v, w in sums.permute(1, 2, 0).tolist()]
     means = {name: total / of for name, (total, of) in zip(names, others, strict=True)}
     return Evaluation(loss / weight, hits / targets if targets else None, means)
 

@@ -248,6 +248,5 @@ def _log_remarks(given: TrainingData, model: nn.Module, settings: Mapping[str, A
         size = given.of_loader["batch_size"]
         remarks.insert(0, f"batch_size={size} of the DataLoader is taken as the global batch, of all workers together")
     if settings.get("batch_micro") is None and any(isinstance(each, _BatchNorm) for each in model.modules()):
-        of_batch = "BatchNorm normalises over each micro-batch, by default a quarter of the batch: batch_micro="
-        remarks.insert(0, of_batch)
+        remarks.insert(0, "BatchNorm normalises over each micro-batch, by default a quarter of the batch: batch_micro=")
     log_remarks(remarks)
