@@ -139,7 +139,7 @@ class HostProcess:
         self.running = False
         self.cause = ""  # how it ended, where that was with its host
         self.agent: asyncio.StreamWriter | None = None  # of the host that has started it
-        self._lines: asyncio.Queue[str | None] = asyncio.Queue()
+        self.printed: asyncio.Queue[str | None] = asyncio.Queue()  # its lines, then None
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     @property
@@ -147,7 +147,7 @@ class HostProcess:
         return self._status.done()
 
     async def lines(self) -> AsyncIterator[str]:
-        while (line := await self._lines.get()) is not None:
+        while (line := await self.printed.get()) is not None:
             yield line
 
     async def wait(self) -> int:
@@ -160,14 +160,11 @@ class HostProcess:
         elif not self.ended:
             send(self.agent, "kill", worker=self.number)
 
-    def printed(self, line: str) -> None:
-        self._lines.put_nowait(line)
-
     def end(self, status: int, cause: str = "") -> None:
         if not self.ended:
             self.cause = cause
             self._status.set_result(status)
-            self._lines.put_nowait(None)
+            self.printed.put_nowait(None)
 
 
 @dataclass(eq=False)
@@ -255,7 +252,7 @@ class HostsLauncher:
                 message = decode(line)
                 process = host.processes.get(message.get("worker", -1))
                 if process is not None and message["type"] == "line":
-                    process.printed(str(message["text"]))
+                    process.printed.put_nowait(str(message["text"]))
                 elif process is not None and message["type"] == "ended":
                     del host.processes[process.number]
                     process.end(int(message["status"]))
