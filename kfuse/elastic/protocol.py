@@ -87,21 +87,18 @@ class Losses:
 
     def __init__(self, why: str) -> None:
         self._why = why
-        self._first = self._last = self._lines = 0
+        self._lost: tuple[int, int, int] | None = None  # first and last step, number of records
 
     def add(self, step: int) -> None:
-        self._first = min(self._first, step) if self._lines else step
-        self._last = max(self._last, step)
-        self._lines += 1
+        first, last, lines = self._lost or (step, step, 0)
+        self._lost = min(first, step), max(last, step), lines + 1
 
     def take(self) -> dict[str, Any] | None:
         """The event about what was dropped since the last call; None where nothing was."""
-        if not self._lines:
+        if self._lost is None:
             return None
-        last = self._last
-        about = {"steps": [self._first, last], "lines": self._lines, "why": self._why}
-        self._first = self._last = self._lines = 0
-        return {"step": last, "kind": "records_lost", **about}
+        (first, last, lines), self._lost = self._lost, None
+        return {"step": last, "kind": "records_lost", "steps": [first, last], "lines": lines, "why": self._why}
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
