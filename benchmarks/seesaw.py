@@ -36,7 +36,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kfuse.policies import SeesawPolicy
-from kfuse.policies.signals import BATCH_MAX, DECISION_LAG, Bounds, Signals
+from kfuse.policies.signals import DECISION_LAG, Bounds, Signals
+from kfuse.settings.tree import BATCH_MAX
 from kfuse.train.learning_rate import gain
 
 H = np.arange(1, 101) ** -1.5

@@ -192,7 +192,8 @@ def choose(seconds: Mapping[str, float], default: str) -> str:
     return best if seconds[best] < min((1 - MARGIN) * most, most - LEAST_S) else default
 
 
-BUDGET_S, AGAIN_S = 0.12, 0.05  # seconds of a probe at the start, and in a later view, where workers wait for it
+BUDGET_S, AGAIN_S = 0.12, 0.05  # seconds of a probe at the start, and in a later view, where workers wait
+# for it. No message begins that is expected to end later.
 SMALL = 2**10  # elements of the small messages: latency is most of their time
 _MOST_ROUNDS, _LEAST_ROUNDS = 15, 3  # of a size; the shortest is fitted: others wait for a core of a busy machine
 _GROWTH = 16  # a larger message may be slower by more than its bytes: caches

@@ -36,7 +36,7 @@ class Engine:
 
     group: Group  # the lane of the view's group that this engine uses
     device: torch.device  # where the parameters and buckets lie
-    buckets: list[Bucket]  # All of them. The last one carries the tail.
+    buckets: list[Bucket]  # the last one carries the tail
     now: Step  # the coming step, or the one under way
     gradient_buckets: list[Bucket]  # that hold gradients: all but a last one that has only averaged buffers and tail
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SLICE_S = 0.02  # between two looks of a wait
 GRACE_S = 5.0  # for others to say that they timed out too: ranks that wait for one rank time out together
 _OPS = dist.ReduceOp
-# Of `Group.all_reduce`, as torch has them; of "avg" the caller divides.
+# The operations of `Group.all_reduce`, as torch has them; for "avg" the caller divides.
 REDUCE_OPS: dict[str, Any] = {"sum": _OPS.SUM, "avg": _OPS.SUM, "min": _OPS.MIN, "max": _OPS.MAX}
 
 Made = TypeVar("Made")

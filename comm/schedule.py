@@ -104,7 +104,8 @@ class Program:
         return ", ".join(f"{op.kind}({', '.join(filter(None, (op.what, op.place)))})" for op in self.ops)
 
 
-# What each kind of operation needs. An update follows the barrier: clipping needs all buckets.
+# What each kind of operation needs. An update follows the barrier: clipping needs all buckets, and a failure must leave
+# none updated.
 KINDS = {
     "pack": "must be the first, of all gradients",
     "exchange": "must follow pack, once",

@@ -50,14 +50,15 @@ def kernel(
         given = arguments(*args, **kwargs)
         if not (getattr(given, device_of).is_cuda or INTERPRETED):
             return by_torch(given)
-        module = by_torch.__module__.replace("kernels.", "kernels.triton_")
-        implementation = getattr(import_module(module), name)
+        package, _, family = by_torch.__module__.rpartition(".")
+        implementation = getattr(import_module(f"{package}.triton_{family}"), name)
         launches: Generator[Launch, None, Result] = implementation(given)
-        try:
-            while True:
-                next(launches).run()
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+        while True:
+            try:
+                launch = next(launches)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            launch.run()
 
     run.__name__ = run.__qualname__ = name
     run.__doc__ = arguments.__doc__

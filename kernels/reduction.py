@@ -31,7 +31,8 @@ PIECE = 2**19
 
 REDUCE_PIECE = 64 * BLOCK  # elements of each row that are added up, and measured, at a time: 1 MiB of fp32
 
-ONE_THREAD = 2**14  # elements that torch adds up in one thread, in an order of their number; it shares twice that
+# Elements that torch adds up in one thread, in an order of their number. It shares out work from twice as many on.
+ONE_THREAD = 2**14
 
 
 @cache

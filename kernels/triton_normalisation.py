@@ -18,7 +18,7 @@ from kfuse.kernels.normalisation import Backward, Forward, NormBackwardArguments
 ROWS = 64  # tokens a program of the backward pass sums up
 MAX_WIDTH = 16384  # a program holds whole rows in registers; longer rows are left to PyTorch
 COLUMNS = 128
-PARTS = 16  # partial sums that `norm_finish_kernel` adds at a time, and of how many columns
+PARTS = 16  # partial sums that `norm_finish_kernel` adds at a time, of COLUMNS columns
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from kfuse.comm import devices
 from kfuse.comm.devices import Device, DeviceError
 from kfuse.elastic import protocol
 from kfuse.elastic.job import Elasticity
+from kfuse.elastic.rendezvous import TorchrunLauncher
 from kfuse.settings.tree import ConfigError
 
 # -- the worker's side: its session chooses the device --------------------------------------------------------------
@@ -150,3 +151,12 @@ def test_a_killed_worker_whose_process_hangs_keeps_its_gpu(others: bool) -> None
         await stage.end_well(*((1, 2) if others else (2, 3)))
 
     assert play(Elasticity(2, 1, 2, restart=True), script, gpus=2)[1] is None
+
+
+def test_torchrun_gives_each_worker_a_gpu_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on several machines; comm.schedule=symmetric is refused where job.gpus is unknown."""
+    for name, value in {"RANK": "5", "WORLD_SIZE": "16", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    for here, expected in ((0, 0), (8, 16)):
+        monkeypatch.setattr(devices, "count", lambda here=here: here)
+        assert TorchrunLauncher().gpus == expected

@@ -131,3 +131,42 @@ def test_workers_that_do_not_pay_are_given_back_and_not_tried_again() -> None:
     assert decided(policy, seen(policy, 4, 2, 0.12)) == Decision(workers=1)
     for _ in range(5):
         assert decided(policy, seen(policy, 8, 1, 0.09)) is None
+
+
+def simulate(policy: GoodputPolicy, true: StepTime, noise: float, steps: int) -> list[tuple[int, int]]:
+    """(batch size, workers) of each step in a run with these step times, from 64 and 1 on."""
+    batch_size, workers, run = 64, 1, []
+    before: tuple[int, int] | None = None
+    for step in range(steps):
+        now = batch_size, workers
+        seconds = float(true.seconds(-(-batch_size // (8 * workers)), workers)) if now == before else None
+        interval = 0.9 * noise, noise, 1.1 * noise
+        at = signals(batch_size, interval, step=step, workers=workers, previous_step_time_s=seconds)
+        run.append(now)
+        before = now
+        decision = policy.decide(at) or Decision()
+        batch_size, workers = decision.batch_size or batch_size, decision.workers or workers
+    return run
+
+
+@pytest.mark.parametrize(
+    ("true", "noise"),
+    [
+        (StepTime(0.05, 0.001, 0.02, 0.01), 300.0),
+        (StepTime(0.0, 0.002, 0.05, 0.05, 2.0), 3000.0),
+        (StepTime(0.02, 0.01, 0.01, 0.002, 3.0), 10.0),
+    ],
+)
+def test_it_settles_near_the_best_setting(true: StepTime, noise: float) -> None:
+    run = simulate(GoodputPolicy(every=10), true, noise, 300)
+    assert len(set(run[-60:])) == 1
+
+    def goodput(batch_size: int, workers: int) -> float:
+        seconds = true.seconds(-(-batch_size // (8 * workers)), workers)
+        return float(batch_size / seconds * efficiency(batch_size, 64, noise))
+
+    best = max(goodput(8 * m, n) for m in range(1, 129) for n in range(1, 9))
+    if noise > 64:
+        assert goodput(*run[-1]) > best / 1.05**2
+    else:  # smaller batches than the first one, which half of the computation is assumed not to depend on
+        assert goodput(*run[-1]) > goodput(*run[0]) / 1.1  # a wrong prediction costs what it takes to go back

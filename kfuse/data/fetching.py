@@ -122,7 +122,7 @@ class TaskPlan:
     rank: int
     shares: tuple[int, ...] | None  # weights of the workers; None: all the same
     aligned: bool  # for reproducible sums: see `worker_range`
-    # The position from which on it is asked for. Two plans that differ in nothing else are equal.
+    # The position from which on tasks are asked for. Two plans that differ in nothing else are equal.
     epoch: int = field(compare=False)
     cursor: int = field(compare=False)
 

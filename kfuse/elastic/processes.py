@@ -42,7 +42,7 @@ class Worker:
     connections: list[asyncio.StreamWriter] = field(default_factory=list)
     pid: int | None = None  # None until it has connected
     host: str = ""
-    gpu: int | None = None  # which of the machine's it has until its process ends; None: the launcher chooses, or none
+    gpu: int | None = None  # the number of its GPU, until its process ends; None: the launcher chooses, or none
     started_at: float = 0.0
     last_message_at: float = 0.0  # by the event loop's clock
     why: str = ""  # why the supervisor killed it, if it did

@@ -123,6 +123,7 @@ class TorchrunLauncher:
         if (rendezvous := Rendezvous.of_environment()) is None:
             raise ValueError("torchrun did not start this process: torchrun ... -m kfuse launcher=torchrun ...")
         self.rendezvous = rendezvous
+        self.gpus = rendezvous.size if devices.count() else 0  # each worker has one
 
 
 @functools.cache

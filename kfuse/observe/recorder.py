@@ -196,7 +196,7 @@ class Recorder:
     """
 
     def __init__(self, directory: RunDirectory, display: Display) -> None:
-        self.directory, self._display = directory, display  # of the training under way
+        self.directory, self._display = directory, display  # the directory is that of the training under way
         directory.warn = display.line
         self._first = directory
         self._training: int | None = None

@@ -99,6 +99,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def rebuild(self) -> None:
         """After freezing or unfreezing parameters: lays the buckets out again. State of parameters is kept."""
+        self.begun = None  # it keeps the buckets of before
         self.reducer.rebuild()
 
     def _set_group(self, group: Group) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Batch = tuple[float, int]
+Batch = tuple[float, int]  # a step's samples, and its micro-batches, at least 2
 Covariance = tuple[float, float, float]
 
 _BLOCKS = 20

@@ -44,8 +44,8 @@ class Chosen(NamedTuple):
     """The micro-batch of a step that is audited."""
 
     micro_batch: int
-    # That run it, in order: its owner in the step, the checker (on one worker the owner itself), and where they differ
-    # a third one, if there are so many workers.
+    # The workers that run it, in order: its owner in the step, the checker (on one worker the owner itself), and where
+    # they differ a third one, if there are so many workers.
     ranks: tuple[int, ...]
 
 

@@ -54,7 +54,7 @@ class Settings:
     train_target_accuracy: float | None
     observe_ledger: bool
     lr_base: float | None  # the configured rate, which wins over a checkpoint's; None: group["lr"] is the user's
-    workers_bounds: tuple[int, int]  # of policies' requests; the supervisor applies the job's own limits
+    workers_bounds: tuple[int, int]  # of what policies may request; the supervisor applies the job's own limits
     loading: Loading = field(default_factory=Loading)
 
     @classmethod
@@ -126,7 +126,7 @@ class TrainContext:
     saved_model: SavedModel | None = None  # of the trained model and the best one by evaluation; None: not written
     output: Output | None = None  # a script's own files and display, which get the records too
     user_loop: bool = False  # a step's forward, backward and update are the body of a loop over `Trainer.steps`
-    several_backwards: bool = False  # the user runs several in each micro-batch: see opt.micro_batch
+    several_backwards: bool = False  # the user runs several backwards in each micro-batch: see opt.micro_batch
     exits_are_errors: bool = False  # a SystemExit of the model, the data or the policy is an error: no script means it
     session: Session = field(init=False)
     sampler: EpochSampler | StreamSampler = field(init=False)

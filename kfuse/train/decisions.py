@@ -90,7 +90,8 @@ class Decisions:
         self._published = Published(training.session)
         self._under_way: dict[int, dict[str, Any]] = {}  # by step: what it announced, if it is here and not applied yet
         self.topology: str | None = None  # the transport that a decision chose; None: the configured one
-        self.tree: str | list[int] | None = None  # chosen for the transport `tree`; None: as configured
+        # Chosen for the transport `tree`; a list is for this view alone. None: as configured.
+        self.tree: str | list[int] | None = None
         self._reported_links: Links | None = None
         self.workers_requested = 0  # the number of workers that was last requested; 0: none was
         self.stop_requests: list[str] = []  # to stop at the next step boundary; used without a supervisor

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from kfuse.train.context import Settings
     from kfuse.train.step import Throughput
 
-STOP_REASONS = ("", "interrupted", "terminated")  # why training is told to stop, by the number in a decision
+# Why training is told to stop, by the number in a decision; "": it is not.
+STOP_REASONS = ("", "interrupted", "terminated")
 
 
 class Stage(IntEnum):
@@ -61,7 +62,8 @@ class Progress:
     loss: float | None = None
     generation: int = 0  # generation of the view to switch to, if above that of the active view
     announced: int = 0  # number of the newest announcement of the control channel that is applied (pair averaging)
-    resumed_at: int = 0  # of this run; views and stops announced before it are ignored: they were another run's
+    # The step at which this run resumed. Views and stops announced before it are ignored: they were another run's.
+    resumed_at: int = 0
     stop: int = 0  # why to stop: index into `STOP_REASONS`
     # Arguments without which the rest would be another training, by name: see `refuse_other_beginning`.
     began_with: dict[str, Any] = field(default_factory=dict)

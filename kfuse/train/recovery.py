@@ -348,7 +348,8 @@ class Recovery:
 
     def _report_start(self, goes_back: bool = False) -> None:
         restarts = self._checkpoints is not None and self._checkpoints.restarts
-        unreported = min(self._progress.contexts, default=self._progress.step)  # or its statistics are not read yet
+        # The first step whose statistics are not read yet; without one the coming step.
+        unreported = min(self._progress.contexts, default=self._progress.step)
         self._reporter.start(unreported, restarts, goes_back)
 
     def _report_view(

@@ -142,21 +142,25 @@ def plan(
     options: Sequence[Sequence[Option]],
     samples_left: Sequence[float],
     workers: int,
+    least_gain: float = LEAST_GAIN,
+    pause_s: Sequence[Sequence[float]] = (),
 ) -> list[Option | None]:
     """Returns what each job does with its part of the workers; None: it waits.
 
     The sum over the jobs of their effective workers is the largest possible. A job that waits adds 0, and one on n
-    workers, whose fewest are m: goodput(n) / (goodput(m) / m) - LEAST_GAIN * n. Saxena et al. (2020) maximise this sum
+    workers, whose fewest are m: goodput(n) / (goodput(m) / m) - least_gain * n. Saxena et al. (2020) maximise this sum
     with throughput for Pollux's goodput. Of equal sums the one is taken that runs the job of the shortest `service`.
 
-    options: each job's, of `Job.options`, at least one.
+    options: each job's, of `Job.options`, at least one. pause_s: seconds until the job goes on with each option, whose
+    part of the time left counts as lost goodput; none: at once.
     """
     order, choices = sorted(range(len(options)), key=lambda j: service(options[j], samples_left[j])), []
     for j in order:
         first, values = options[j][0].goodput / options[j][0].workers, []
-        for option in options[j]:
-            efficiency = option.goodput / option.workers / first
-            values.append((option.workers, round(1e6 * option.workers * (efficiency - LEAST_GAIN))))
+        for option, pause in zip(options[j], pause_s[j] if pause_s else [0.0] * len(options[j]), strict=True):
+            lost = pause / (samples_left[j] / option.goodput + pause) if pause else 0.0
+            efficiency = option.goodput / option.workers / first * (1 - lost)
+            values.append((option.workers, round(1e6 * option.workers * (efficiency - least_gain))))
         choices.append(values)
     taken = dict(zip(order, allocate(choices, workers), strict=True))
     return [next((option for option in each if option.workers == taken[j]), None) for j, each in enumerate(options)]
