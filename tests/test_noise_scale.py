@@ -157,6 +157,20 @@ def test_a_number_that_means_nothing_is_unknown() -> None:
         assert estimate.mean_grad_variance is not None and estimate.mean_grad_sq is not None
 
 
+def test_rounding_error_in_shares_of_the_variance() -> None:
+    """eps * b / B_simple, for fp32 and for bf16 between two and eight workers; one worker has no wire."""
+    b, noise_scale, micro_batches = 8, 0.5, 4
+    grad_sq, samples = 3.0, b * micro_batches
+    share = rounding_error(grad_sq, samples, micro_batches) / (noise_scale * grad_sq)
+    assert share == pytest.approx((128 + 4) * 2**-24 * b / noise_scale * 4 / 3)
+    assert rounding_error(grad_sq, samples, micro_batches, 1) == rounding_error(grad_sq, samples, micro_batches)
+    for workers, roundings in ((2, 5), (8, 11)):
+        bf16 = rounding_error(grad_sq, samples, micro_batches, workers) / (noise_scale * grad_sq)
+        assert bf16 == pytest.approx(share + roundings / 512 * b / noise_scale * 4 / 3)
+        fp32_sums = rounding_error(grad_sq, samples, micro_batches, workers, bf16_sums=False) / (noise_scale * grad_sq)
+        assert fp32_sums == pytest.approx(share + 2 / 512 * b / noise_scale * 4 / 3)
+
+
 def test_what_is_below_its_rounding_error_is_unknown_and_what_is_near_it_widens_the_interval() -> None:
     rng = np.random.default_rng(6)
     pairs = [(float(s), float(g2)) for s, g2 in rng.normal((8.0, 2.0), (0.1, 0.1), (100, 2))]
