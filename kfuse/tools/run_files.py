@@ -40,8 +40,6 @@ def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
     Raises ConfigError.
     """
     path = config_path(run_dir)
-    if not path.is_file():
-        raise ConfigError(f"{run_dir}: must be the directory of a run of `kfuse`: it has no .hydra/{path.name}")
     config: dict[str, Any] = read_yaml(path)
     for key in needed:
         value: Any = config

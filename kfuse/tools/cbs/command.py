@@ -189,6 +189,8 @@ class Run:
         Raises ConfigError for what is no run, has no checkpoint, or cannot have branches.
         """
         self.path = path
+        if not config_path(path).is_file():
+            raise ConfigError(f"run={path}: must be the directory of a run of `kfuse`")
         self.config = read_config(path, [*AT_SHELL, *(f"{group}._target_" for group in CLASS_GROUPS)])
         self.checkpoints = steps_in(path / "checkpoints")  # by step, ascending
         if not self.checkpoints:
