@@ -52,7 +52,7 @@ class PackTable:
     edges: tuple[tuple[int, ...], ...]
     # Kept from the last use, since making it again takes longer than packing.
     _segments: tuple[Tensor | None, tuple[Tensor, ...]] = field(default=(None, ()), repr=False)  # of a flat buffer
-    _pointers: tuple[tuple[int, ...], Tensor | None] = field(default=((), None), repr=False)  # of these addresses
+    _pointers: tuple[tuple[int, ...], Tensor] = field(default=((), torch.empty(0)), repr=False)  # of these addresses
 
     @cached_property
     def end(self) -> int:
@@ -99,20 +99,22 @@ class PackTable:
     def segments(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Each tensor's place in a flat buffer, 1-D. Kept for the next call with the same buffer."""
         if self._segments[0] is not flat:
-            sizes, end = [], 0
-            for numel, offset in zip(self.numels, self.offsets, strict=True):
-                sizes += [offset - end, numel]
-                end = offset + numel
-            self._segments = flat, flat[:end].split_with_sizes(sizes)[1::2]
+            self._segments = flat, self.split(flat)
         return self._segments[1]
+
+    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """As `segments`, of a buffer that does not come again: what is kept stays."""
+        sizes, end = [], 0
+        for numel, offset in zip(self.numels, self.offsets, strict=True):
+            sizes += [offset - end, numel]
+            end = offset + numel
+        return flat[:end].split_with_sizes(sizes)[1::2]
 
     def pointers(self, addresses: tuple[int, ...]) -> Tensor:
         """The gradients' addresses as an int64 tensor on `device`, copied there only when they have changed."""
-        known, pointers = self._pointers
-        if pointers is None or addresses != known:
-            pointers = upload(torch.tensor(addresses, dtype=torch.int64), self.device)
-            self._pointers = addresses, pointers
-        return pointers
+        if addresses != self._pointers[0]:
+            self._pointers = addresses, upload(torch.tensor(addresses, dtype=torch.int64), self.device)
+        return self._pointers[1]
 
     @staticmethod
     def build(

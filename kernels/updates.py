@@ -226,7 +226,7 @@ def lamb_by_torch(given: LAMBArguments) -> None:
     if given.skipped:
         return
     table, trust = given.table, given.trust
-    gradients = [g.float() for g in table.segments(given.grad)]  # its own place, where it is fp32
+    gradients = [g.float() for g in table.split(given.grad)]  # its own place, where it is fp32
     if trust is None:
         partials = torch.empty(2, table.num_chunks) if given.partials is None else given.partials
         _lamb_norms(given, gradients, partials)
@@ -234,7 +234,7 @@ def lamb_by_torch(given: LAMBArguments) -> None:
             return
         trust = torch.empty(len(table.numels))
         lamb_trust_by_torch(TrustArguments(partials, table, trust))
-    places = zip(table.segments(given.param), table.segments(given.weights), gradients, trust, strict=True)
+    places = zip(table.split(given.param), table.split(given.weights), gradients, trust, strict=True)
     for param, p, direction, ratio in places:
         p.sub_(direction, alpha=given.options.lr * ratio.item())
         if given.master is not None:
@@ -247,7 +247,7 @@ def _lamb_norms(given: LAMBArguments, gradients: Sequence[Tensor], partials: Ten
     """
     table = given.table
     scratch = torch.empty(min(PIECE, max(table.numels, default=0)))
-    flats = (table.segments(flat) for flat in (given.param, given.weights, given.exp_avg, given.exp_avg_sq))
+    flats = (table.split(flat) for flat in (given.param, given.weights, given.exp_avg, given.exp_avg_sq))
     first = 0
     for param, p, m, v, g, edges in zip(*flats, gradients, table.edges, strict=True):
         if given.master is not None:
