@@ -2,8 +2,11 @@
 
 What torch and NCCL do (named by function, so that another version's line is found too; torch 2.13, NCCL 2.30):
 
-1) A work counts as completed when it failed (WorkNCCL::isCompleted), and after an abort it looks like one that came
-   through. So an error is looked for before success is believed, and one of ours is kept before the abort.
+1) A work counts as completed when it failed (WorkNCCL::isCompleted), and asking for that asks the communicator
+   (ncclCommGetAsyncError), which another thread may be launching into: NCCL allows no two threads in one communicator.
+   So an event of kfuse's own says when a work is over, and the communicator is asked for errors, and aborted, only
+   under the lock that launches hold. After an abort each work looks like one that came through: a failure is kept
+   before it.
 2) work.synchronize() orders the current stream and never blocks the host; work.wait() blocks it, and aborts
    (WorkNCCL::wait). abort() and shutdown() may block for ever (abort waits for a std::async, whose future joins it), so
    each runs in a thread of its own.
@@ -22,7 +25,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.futures import Future
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN
@@ -42,6 +44,7 @@ _LOG = logging.getLogger("kfuse")
 _SLICE_S = 50e-6  # between two looks of the host's wait
 _WATCH_S = 0.1  # between two looks of the thread
 _END_S = 10.0  # for an abort, or a shutdown: it may hang
+_LAUNCH_S = 2.0  # for a launch to end before an abort: one that takes longer waits for a rank that is lost
 _BLOCKING_WAIT, _READY_TIMEOUT = "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 _CONSTRUCTING = threading.Lock()
 
@@ -49,13 +52,19 @@ _CONSTRUCTING = threading.Lock()
 class NcclPending(Pending):
     """Messages on the communicator's own stream, which takes them in the order in which they were started.
 
-    ready: happens when the device has computed what the messages send.
+    ready: happens when the device has computed what the messages send. over: happens when they have come through.
+    held: keeps their tensors, which torch lets go of as the stream that records `over` waits for them.
     """
 
-    def __init__(self, group: NcclGroup, what: str, works: list[Any], peer: int | None, ready: Event) -> None:
-        self._nccl, self.peer, self._ready = group, peer, ready
+    def __init__(
+        self, group: NcclGroup, what: str, works: list[Any], peer: int | None, ready: Event, over: Event, held: object
+    ) -> None:
+        self._nccl, self.peer, self._ready, self._over, self._held = group, peer, ready, over, held
         self._since: float | None = None
         super().__init__(group, what, [(work, peer) for work in works])
+
+    def done(self) -> bool:
+        return self._over.query()
 
     def wait(self) -> None:
         self.wait_on_stream()
@@ -63,11 +72,10 @@ class NcclPending(Pending):
 
     def wait_on_stream(self) -> None:
         self._nccl.raise_failure()
-        for work, _ in self.works:
-            work.synchronize()
+        self._over.wait()
 
     def failed(self) -> Any:
-        """The work that has ended with an error; None if there is none. Never waits."""
+        """The work that has ended with an error; None if there is none. Never waits. Under the lock of launches."""
         for work, _ in self.works:
             # Without a watchdog only an error sets this future (WorkNCCL::checkAndSetException), as one asks whether
             # the work is completed. Work::exception and is_success cannot be asked from Python.
@@ -82,20 +90,6 @@ class NcclPending(Pending):
                 return 0.0
             self._since = time.monotonic()
         return time.monotonic() - self._since
-
-
-class _Followed:
-    def __init__(self, over: Event) -> None:
-        self._over = over
-
-    def is_completed(self) -> bool:
-        return self._over.query()
-
-    def synchronize(self) -> None:
-        self._over.wait()
-
-    def get_future_result(self) -> Any:
-        return Future()  # it never tells of an error: one of the device is raised by `query`
 
 
 class NcclGroup(Group):
@@ -123,6 +117,8 @@ class NcclGroup(Group):
         super().__init__(rank, size, store, device, timeout_s, check, hosts)
         self.waits_each_step = check is not None
         self._device = devices.of(device)
+        self._follower = self._device.new_stream()  # waits for each work, and records that it is over
+        self._launching = threading.Lock()  # while a thread calls NCCL for this communicator
         self._lock = threading.RLock()  # of the following, and of `under_way`: the group's thread changes them too
         self._over = threading.Event()  # ends that thread
         self._failure = ""  # why the group cannot be used any more; set before the communicator is ended
@@ -178,25 +174,51 @@ class NcclGroup(Group):
     def _look(self) -> None:
         """Drops the messages that have come through. If the next one has failed, or is late, ends the group."""
         with self._lock:
-            while self.under_way and not self._failure:
-                message = next(iter(self.under_way))
-                assert isinstance(message, NcclPending)
-                whom = self.whom(message.peer)
-                try:
-                    completed, failed = message.done(), message.failed()
-                    late_s = 0.0 if completed else message.waited_s()
-                except RuntimeError as error:  # of the device: an earlier kernel has failed
-                    self._fail(f"{message.what}: {first_line(error)}")
+            if self._failure or not self.under_way:
+                return
+            message = next(iter(self.under_way))
+            assert isinstance(message, NcclPending)
+            try:
+                if self._drop_completed() is not message:
                     return
-                if failed is not None:
-                    self._fail(f"{message.what}: lost contact with {whom}", failed)
-                elif late_s > self.timeout_s:
-                    late = self.late_ranks(message.what)
-                    self._fail(f"{message.what}: waited {late_s:.1f} s for {whom} (comm.timeout_s){late}")
-                elif completed:
-                    del self.under_way[message]
-                else:
-                    return
+                failed, late_s = self._failed(message), message.waited_s()
+            except RuntimeError as error:  # of the device: an earlier kernel has failed
+                self._fail(f"{message.what}: {first_line(error)}")
+                return
+            whom = self.whom(message.peer)
+            if failed is not None:
+                self._fail(f"{message.what}: lost contact with {whom}", failed)
+            elif late_s > self.timeout_s:
+                late = self.late_ranks(message.what)
+                self._fail(f"{message.what}: waited {late_s:.1f} s for {whom} (comm.timeout_s){late}")
+
+    def _drop_completed(self) -> Pending | None:
+        """Drops the messages that have come through, and what they hold. Returns the first that is still under way."""
+        with self._lock:
+            for message in list(self.under_way):
+                if not message.done():
+                    return message
+                del self.under_way[message]
+            return None
+
+    def _failed(self, message: NcclPending) -> Any:
+        """The message's work that has ended with an error; None while there is none, or another thread launches."""
+        if not self._launching.acquire(blocking=False):
+            return None
+        try:
+            return message.failed()
+        finally:
+            self._launching.release()
+
+    @contextlib.contextmanager
+    def _launch(self) -> Iterator[None]:
+        """Context: no other thread calls NCCL for this communicator. Raises CommError where an abort does, or hangs."""
+        while not self._launching.acquire(timeout=_WATCH_S):
+            self.raise_failure()
+        try:
+            yield
+        finally:
+            self._launching.release()
 
     def _fail(self, failure: str, work: Any = None) -> None:
         self._failure = self._failure or failure  # before the abort: after it every message looks completed
@@ -220,13 +242,18 @@ class NcclGroup(Group):
         group = self._pg
 
         def end() -> None:
-            if failed is not None:
-                try:
-                    with self._device.on(self._device.new_stream()):  # wait() has the current stream wait too
-                        failed.wait()
-                except RuntimeError as error:
-                    self._failure += f": {first_line(error)}"
-            group.abort()
+            alone = self._launching.acquire(timeout=_LAUNCH_S)
+            try:
+                if failed is not None:
+                    try:
+                        with self._device.on(self._follower):  # wait() has the current stream wait too
+                            failed.wait()
+                    except RuntimeError as error:
+                        self._failure += f": {first_line(error)}"
+                group.abort()
+            finally:
+                if alone:
+                    self._launching.release()
 
         self._end("abort", end, _END_S)
 
@@ -310,29 +337,34 @@ class NcclGroup(Group):
     # -- messages -------------------------------------------------------------------------------------------------
 
     def _start(self, what: str, enqueue: Callable[[Any], list[Any]], peer: int | None = None) -> Pending:
-        """Enqueues messages by `enqueue`, which is given the process group and returns torch's works.
+        """Enqueues messages by `enqueue`, which is given the process group and returns torch's works; it may return
+        none, where it has put on the current stream what is to be watched.
 
         Raises CommError if that fails (the thread may end the group meanwhile), or if an earlier message has failed.
         """
         group = self._pg  # before the failure is looked at, which is known before this is None
         self.raise_failure()
-        ready = self._device.event()
+        ready, over = self._device.event(), self._device.event()
         ready.record()
         try:
-            works = enqueue(group)
+            self._drop_completed()
+            with self._launch():
+                works = enqueue(group)
+            with self._device.on(self._follower) if works else contextlib.nullcontext():
+                for work in works:
+                    work.synchronize()
+                over.record()
         except RuntimeError as error:
             self._fail(f"{what}: starting it with {self.whom()}: {first_line(error)}")
             self.raise_failure()
             raise
         with self._lock:
-            return NcclPending(self, what, works, peer, ready)
+            return NcclPending(self, what, works, peer, ready, over, enqueue)
 
     def follow(self, what: str, enqueue: Callable[[], None]) -> Pending:
         def run(pg: Any) -> list[Any]:
             enqueue()
-            over = self._device.event()
-            over.record()
-            return [_Followed(over)]
+            return []
 
         return self._start(what, run)
 

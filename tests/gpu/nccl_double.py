@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ from kfuse.comm import devices
 
 LOG = "KFUSE_NCCL_DOUBLE_LOG"
 _POLL_S = 0.002
+LAUNCH_S = 0.0005  # for which a launch takes the communicator
 _FOREVER_S = 10**6
 _SERVERS: list[TCPStore] = []
 """Of this process's groups: each rank 0 serves its group's store until the process ends."""
@@ -59,10 +60,63 @@ class Faults:
 _faults = Faults()
 
 
+class _SideStream:
+    """A stream other than the host's: it waits for works, and the host goes on."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
+class _Event(devices.Event):
+    """Behind the works that its stream waited for as it was recorded."""
+
+    _works: Sequence[Work] = ()
+
+    def record(self, stream: Any = None) -> None:
+        side = _current.stream if stream is None else stream
+        self._works = list(side.works) if isinstance(side, _SideStream) else ()
+        super().record()
+
+    def query(self) -> bool:
+        return all(work.over.is_set() for work in self._works)
+
+    def wait(self, stream: Any = None) -> None:
+        if HOST_IS_STREAM:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        for work in self._works:
+            work.over.wait()
+
+
+class _Current(threading.local):
+    stream: _SideStream | None = None  # None: the host's
+
+
+_current = _Current()
+
+
 class AsynchronousCpu(devices.Device):
     """A CPU that says it is asynchronous, so that the code takes the way that it takes on a GPU."""
 
     asynchronous = True
+
+    def new_stream(self) -> _SideStream:
+        return _SideStream()
+
+    def event(self, timing: bool = False) -> devices.Event:
+        return _Event()
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, _current.stream = _current.stream, stream if isinstance(stream, _SideStream) else None
+        try:
+            yield
+        finally:
+            _current.stream = before
 
 
 @contextlib.contextmanager
@@ -130,8 +184,9 @@ class Work:
         """Somebody has seen the error."""
 
     def is_completed(self) -> bool:
-        """True on an error too, and after an abort. [1]"""
-        return self.error is not None or self.over.is_set()
+        """True on an error too, and after an abort. [1] It asks the communicator. [9]"""
+        with self.group.alone("is_completed"):
+            return self.error is not None or self.over.is_set()
 
     def get_future_result(self) -> Any:
         """A future: without a watchdog only an error sets it, to WorkResult::COMM_ERROR. [1]"""
@@ -141,7 +196,9 @@ class Work:
 
     def synchronize(self) -> None:
         """The current stream waits; it raises nothing, and after an abort the data are not there. [3]"""
-        if HOST_IS_STREAM:
+        if _current.stream is not None:
+            _current.stream.works = [work for work in (*_current.stream.works, self) if not work.over.is_set()]
+        elif HOST_IS_STREAM:
             self.over.wait()
 
     def wait(self) -> None:
@@ -164,6 +221,7 @@ class ProcessGroupNCCL:
         self._given = PrefixStore("double", store)  # for init alone, as ncclGetUniqueId's: the job may close it then
         self._store: Any = None
         self._mutex = threading.RLock()  # NCCLComm's
+        self._inside: dict[int, str] = {}  # what each thread calls that is in the communicator
         self._ready, self._aborted, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._queue: queue.Queue[Work] = queue.Queue()
         self._works: list[Work] = []
@@ -212,6 +270,22 @@ class ProcessGroupNCCL:
             if not self._ready.wait(seconds):
                 raise dist.DistBackendError("NCCL timeout in: NCCLUtils.cpp, waitReady")
 
+    @contextlib.contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """Context: this thread is in the communicator, where no second one may be. [9]"""
+        me = threading.get_ident()
+        others = [name for thread, name in list(self._inside.items()) if thread != me]
+        if others:
+            record("two threads", rank=self.rank, second=what, first=others[0])
+        before, self._inside[me] = self._inside.get(me), what
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._inside[me]
+            else:
+                self._inside[me] = before
+
     # -- collectives ----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
@@ -251,6 +325,11 @@ class ProcessGroupNCCL:
     def _enqueue(self, message: str, tensors: list[Tensor], run: Callable[[Any], Any], **splits: list[int]) -> Work:
         assert all(tensor.is_contiguous() for tensor in tensors)
         self._communicator()
+        with self.alone("a launch"):
+            return self._launch(message, run, splits)
+
+    def _launch(self, message: str, run: Callable[[Any], Any], splits: dict[str, list[int]]) -> Work:
+        time.sleep(LAUNCH_S)
         work = Work(self, len(self._works), message, run)
         if _faults.lost_in is not None and tuple(_faults.lost_in) == (self.rank, work.number):
             os.kill(os.getpid(), 9)
@@ -343,6 +422,10 @@ class ProcessGroupNCCL:
     def abort(self) -> None:
         """Ends all kernels of this rank. May block for ever. [7] [8]"""
         record("abort", rank=self.rank, group=self.name, healthy=self._is_healthy())
+        with self.alone("abort"):
+            self._abort()
+
+    def _abort(self) -> None:
         if _faults.abort_blocks:
             time.sleep(_FOREVER_S)
         self._end_communicator()

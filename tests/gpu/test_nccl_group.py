@@ -211,6 +211,38 @@ def test_a_killed_rank_ends_the_others_waits_within_the_timeout(tmp_path: Path, 
         assert "rank 2" in report["error"] or "the other 2 ranks" in report["error"]
 
 
+def watched_in_a_hurry(log: Path) -> str:
+    """The thread looks all the time, and ends the group in the midst of launches, of which there is nearly always one."""
+    nccl._WATCH_S, nccl_double.LAUNCH_S = 0.0005, 0.01
+    with installed(log, Faults(slow_s={1: 0.002})):
+        ends = time.monotonic() + 60.0
+
+        def check() -> None:
+            if time.monotonic() > ends and threading.current_thread() is not threading.main_thread():
+                raise CommError("another view")
+
+        group = connect(check=check)
+        for _ in range(10):
+            for k in range(3):
+                group.all_reduce(torch.ones(100), f"bucket {k}")
+            group.settle()
+        ends = time.monotonic() + 0.05
+
+        def launch() -> None:
+            while True:
+                group.all_reduce(torch.ones(100), "bucket")
+
+        told, _ = failure_of(launch)
+        others_stay()
+        return told
+
+
+@pytest.mark.full
+def test_one_thread_at_a_time_is_in_the_communicator(tmp_path: Path) -> None:
+    assert run_workers(2, watched_in_a_hurry, tmp_path) == ["another view"] * 2
+    assert not records(tmp_path, "two threads")
+
+
 def end_that_hangs(log: Path, faults: Faults) -> tuple[str, float]:
     nccl._END_S = 0.3
     with installed(log, faults):

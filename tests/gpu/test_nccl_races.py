@@ -78,8 +78,10 @@ def test_time_that_the_device_computes_does_not_count_as_waiting(
     group: NcclGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[bool] = []
-    event = SimpleNamespace(record=lambda stream=None: None, query=lambda: bool(computed))
-    monkeypatch.setattr(group._device, "event", lambda timing=False: event)
+    ready = SimpleNamespace(record=lambda stream=None: None, query=lambda: bool(computed))
+    over = SimpleNamespace(record=lambda stream=None: None, query=lambda: False)
+    events = iter([ready, over])
+    monkeypatch.setattr(group._device, "event", lambda timing=False: next(events))
     monkeypatch.setattr(StandInWork, "is_completed", lambda work: False)
     monkeypatch.setattr(groups, "GRACE_S", 0.0)
     group.timeout_s = 0.0
