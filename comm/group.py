@@ -194,6 +194,10 @@ class Group:
         out.copy_(tensor)
         return Pending(self, what, [])
 
+    def to_few(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
+        """As `all_to_all`, where most ranks have nothing for each other."""
+        return self.all_to_all(out, into, tensor, cut, what)
+
     def shards(self, numel: int, unit: int = ALIGN) -> list[slice]:
         """The parts of a flat buffer that `share` sends: rank r's is the r-th.
 
@@ -216,7 +220,7 @@ class Group:
         Several ranks. May be started when its data are ready, in the order of all that `share` and this one start.
         """
         into, cut = self._for_one(out, self.rank - 1), self._for_one(tensor, self.rank + 1)
-        return self.all_to_all(out, into, tensor, cut, what)
+        return self.to_few(out, into, tensor, cut, what)
 
     def _for_one(self, tensor: Tensor, peer: int) -> list[int]:
         """The split sizes of a message with this rank alone, counted modulo the size."""

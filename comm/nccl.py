@@ -15,6 +15,9 @@ What torch and NCCL do (named by function, so that another version's line is fou
    heartbeat monitor, which end the process (ProcessGroupNCCL's constructor, workEnqueue). All timeouts are kfuse's.
 5) A communicator that is made without blocking can be aborted while it waits for other ranks. The first message then
    waits for it, at most TORCH_NCCL_NONBLOCKING_TIMEOUT, 30 minutes by default (NCCLComm::waitReady).
+6) alltoall_base sends every rank its part, be it empty (all2all_single_unequal_split), and so meets them all. Sends and
+   receives do not. In one group they run at once; after eager_connect_single_device they use this communicator too
+   (ProcessGroupNCCL::pointToPoint).
 """
 
 from __future__ import annotations
@@ -374,10 +377,25 @@ class NcclGroup(Group):
     def all_to_all(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
         return self._start(what, lambda pg: [pg.alltoall_base(out, tensor, list(into), list(cut))])
 
+    def to_few(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
+        """Sends and receives in one group of NCCL's: 6) above."""
+        brings = [(peer, part) for peer, part in enumerate(out.split_with_sizes(list(into))) if part.numel()]
+        sends = [(peer, part) for peer, part in enumerate(tensor.split_with_sizes(list(cut))) if part.numel()]
+
+        def enqueue(pg: Any) -> list[Any]:
+            if not (brings or sends):
+                return []
+            pg._start_coalescing(self._device.name)
+            for peer, part in brings:
+                pg.recv([part], peer, 0)
+            for peer, part in sends:
+                pg.send([part], peer, 0)
+            return [pg._end_coalescing(self._device.name)]
+
+        return self._start(what, enqueue)
+
     def exchange(self, sent: Tensor, received: Tensor, peer: int, what: str) -> None:
-        """An all-to-all in which this rank has something for `peer` alone: NCCL then calls no other rank."""
-        into, cut = self._for_one(received, peer), self._for_one(sent, peer)
-        self.all_to_all(received, into, sent, cut, what).wait()
+        self.to_few(received, self._for_one(received, peer), sent, self._for_one(sent, peer), what).wait()
 
     def shards(self, numel: int, unit: int = ALIGN) -> list[slice]:
         """Aligned and equal, but the last one has what is left: an all-gather takes equal parts."""

@@ -45,7 +45,7 @@ class _Shape:
 
 
 class Tree:
-    """The transport `tree`: all ranks call each round's all-to-all, some with no data, when the step waits for it."""
+    """The transport `tree`: all ranks call each round's `to_few`, some with no data, when the step waits for it."""
 
     def __init__(self, group: Group, shape: str | Sequence[int]) -> None:
         """shape: a name in TREES, or each rank's parent. Raises ValueError where that is no tree.
@@ -117,7 +117,7 @@ class Tree:
             outgoing = [each for each in sends if each.numel()]
             sent = outgoing[0] if len(outgoing) == 1 else torch.cat(outgoing) if outgoing else flat[:0]
             received = flat.new_empty(sum(into))
-            yield self._group.all_to_all(received, into, sent, cut, f"{what} (tree)")
+            yield self._group.to_few(received, into, sent, cut, f"{what} (tree)")
             self._take(received, brings, parent[rank])
         if several and not levels:
             yield from self._group.sum_among(flat, shape.roots, between)

@@ -13,12 +13,13 @@ import queue
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -175,8 +176,15 @@ class Options:
 
 
 class Work:
-    def __init__(self, group: ProcessGroupNCCL, number: int, message: str, run: Callable[[Any], Any]) -> None:
-        self.group, self.number, self.message, self.run = group, number, message, run
+    def __init__(
+        self,
+        group: ProcessGroupNCCL,
+        number: int,
+        message: str,
+        run: Callable[[Any], Any],
+        meets: Sequence[_Meeting | _Part],
+    ) -> None:
+        self.group, self.number, self.message, self.run, self.meets = group, number, message, run, meets
         self.over = threading.Event()
         """The kernel has ended: its data are there, or it was aborted."""
         self.error: str | None = None
@@ -211,6 +219,92 @@ class Work:
             raise dist.DistBackendError(self.error)
 
 
+class _Meeting(NamedTuple):
+    """Of all ranks, in a collective."""
+
+    number: int  # of the collectives
+    rank: int
+    size: int
+    told: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.number}/{self.rank}"
+
+    @property
+    def awaited(self) -> list[str]:
+        return [f"{self.number}/{r}" for r in range(self.size)]
+
+    def difference(self, told: list[str]) -> str | None:
+        """What the ranks have enqueued as this number, where that does not fit together. [6]"""
+        given = [json.loads(each) for each in told]
+        if len({each["message"] for each in given}) > 1:
+            return "; ".join(f"number {self.number} is {each['message']} on rank {r}" for r, each in enumerate(given))
+        if "sends" in given[0]:
+            for a, sender in enumerate(given):
+                for b, receiver in enumerate(given):
+                    if sender["sends"][b] != receiver["receives"][a]:
+                        return f"rank {a} sends {sender['sends'][b]}, rank {b} expects {receiver['receives'][a]}"
+        return None
+
+
+class _Part(NamedTuple):
+    """Of two ranks: one's send and the other's receive."""
+
+    is_send: bool
+    tensor: Tensor
+    source: int
+    target: int
+    number: int  # of the messages from `source` to `target`
+
+    @property
+    def told(self) -> str:
+        return f"{self.tensor.numel()} {self.tensor.dtype}"
+
+    @property
+    def key(self) -> str:
+        return self._key_of(self.is_send)
+
+    @property
+    def awaited(self) -> list[str]:
+        return [self._key_of(not self.is_send)]
+
+    def _key_of(self, is_send: bool) -> str:
+        return f"{'send' if is_send else 'recv'}/{self.source}/{self.target}/{self.number}"
+
+    def difference(self, told: list[str]) -> str | None:
+        return None if told == [self.told] else f"{self.key} has {self.told}, the other rank {told[0]}"
+
+    def run(self, gloo: Any) -> Any:
+        if self.is_send:
+            return gloo.send([self.tensor], self.target, self.number)
+        return gloo.recv([self.tensor], self.source, self.number)
+
+
+class _Parts:
+    """Sends and receives under way, as a work of gloo. In a thread: a wait that times out closes a connection."""
+
+    def __init__(self, gloo: Any, parts: Sequence[_Part]) -> None:
+        self._ended, self._error = threading.Event(), ""
+        works = [part.run(gloo) for part in parts]
+        threading.Thread(target=self._wait, args=(works,), daemon=True).start()
+
+    def _wait(self, works: list[Any]) -> None:
+        try:
+            for work in works:
+                work.wait(timedelta(seconds=_FOREVER_S))
+        except RuntimeError as error:
+            self._error = str(error)
+        self._ended.set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if not self._ended.wait(None if timeout is None else timeout.total_seconds()) or self._error:
+            raise RuntimeError(self._error or "not yet")
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+
 class ProcessGroupNCCL:
     """The double. Collectives are taken by one thread, the communicator's stream, in the order of their calls."""
 
@@ -221,6 +315,9 @@ class ProcessGroupNCCL:
         self._given = PrefixStore("double", store)  # for init alone, as ncclGetUniqueId's: the job may close it then
         self._store: Any = None
         self._mutex = threading.RLock()  # NCCLComm's
+        self._parts: list[_Part] | None = None
+        self._sent = Counter[tuple[int, int]]()  # messages to each rank, and from each
+        self._meetings = 0
         self._inside: dict[int, str] = {}  # what each thread calls that is in the communicator
         self._ready, self._aborted, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._queue: queue.Queue[Work] = queue.Queue()
@@ -291,16 +388,16 @@ class ProcessGroupNCCL:
     def allreduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         name = next(name for name in ("SUM", "MIN", "MAX") if op == getattr(dist.ReduceOp, name))
         message = f"allreduce {tensor.numel()} {tensor.dtype} {name}"
-        return self._enqueue(message, [tensor], lambda gloo: gloo.allreduce(tensor, op))
+        return self._collective(message, [tensor], lambda gloo: gloo.allreduce(tensor, op))
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         message = f"broadcast {tensor.numel()} {tensor.dtype} from {root}"
-        return self._enqueue(message, [tensor], lambda gloo: gloo.broadcast(tensor, root))
+        return self._collective(message, [tensor], lambda gloo: gloo.broadcast(tensor, root))
 
     def _allgather_base(self, out: Tensor, mine: Tensor) -> Work:
         assert out.numel() == self.size * mine.numel() and out.dtype == mine.dtype
         message = f"allgather {mine.numel()} {mine.dtype}"
-        return self._enqueue(message, [mine, out], lambda gloo: gloo._allgather_base(out, mine.clone()))
+        return self._collective(message, [mine, out], lambda gloo: gloo._allgather_base(out, mine.clone()))
 
     def _reduce_scatter_base(self, out: Tensor, tensor: Tensor) -> Work:
         """In place NCCL allows `out` where the rank's part of `tensor` is, only."""
@@ -308,11 +405,11 @@ class ProcessGroupNCCL:
         start = out.data_ptr() - tensor.data_ptr()
         assert not 0 <= start < tensor.nbytes or start == self.rank * out.nbytes
         message = f"reducescatter {out.numel()} {out.dtype}"
-        return self._enqueue(message, [tensor, out], lambda gloo: gloo._reduce_scatter_base(out, tensor.clone()))
+        return self._collective(message, [tensor, out], lambda gloo: gloo._reduce_scatter_base(out, tensor.clone()))
 
     def reduce(self, tensor: Tensor, root: int) -> Work:
         message = f"reduce {tensor.numel()} {tensor.dtype} to {root}"
-        return self._enqueue(message, [tensor], lambda gloo: gloo.reduce(tensor, root))
+        return self._collective(message, [tensor], lambda gloo: gloo.reduce(tensor, root))
 
     def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int]) -> Work:
         assert sum(into) == out.numel() and sum(cut) == tensor.numel()
@@ -320,23 +417,55 @@ class ProcessGroupNCCL:
         def run(gloo: Any) -> Any:
             return gloo.alltoall_base(out, tensor, into, cut)
 
-        return self._enqueue(f"alltoall {tensor.dtype}", [tensor, out], run, sends=cut, receives=into)
+        return self._collective(f"alltoall {tensor.dtype}", [tensor, out], run, sends=cut, receives=into)
 
-    def _enqueue(self, message: str, tensors: list[Tensor], run: Callable[[Any], Any], **splits: list[int]) -> Work:
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._parts = []
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+        self._part(True, tensors, self.rank, peer)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+        self._part(False, tensors, peer, self.rank)
+
+    def _part(self, is_send: bool, tensors: list[Tensor], source: int, target: int) -> None:
+        if self._parts is None:
+            raise RuntimeError("a send waits for its receive, and holds up what follows: both in one group")
+        (tensor,) = tensors
+        self._parts.append(_Part(is_send, tensor, source, target, self._sent[source, target]))
+        self._sent[source, target] += 1
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """Sends and receives in one group: they run at once, and no rank but their peers meets them. [6]"""
+        parts, self._parts = self._parts, None
+        assert parts
+        message = ", ".join(part.key for part in parts)
+        return self._enqueue(message, [part.tensor for part in parts], lambda gloo: _Parts(gloo, parts), parts)
+
+    def _collective(self, message: str, tensors: list[Tensor], run: Callable[[Any], Any], **splits: list[int]) -> Work:
+        """All ranks meet, also those that have nothing for each other. [6]"""
+        self._meetings += 1
+        told = json.dumps({"message": message, **splits})
+        return self._enqueue(message, tensors, run, [_Meeting(self._meetings, self.rank, self.size, told)])
+
+    def _enqueue(
+        self, message: str, tensors: list[Tensor], run: Callable[[Any], Any], meets: Sequence[_Meeting | _Part]
+    ) -> Work:
         assert all(tensor.is_contiguous() for tensor in tensors)
         self._communicator()
         with self.alone("a launch"):
-            return self._launch(message, run, splits)
+            return self._launch(Work(self, len(self._works), message, run, meets))
 
-    def _launch(self, message: str, run: Callable[[Any], Any], splits: dict[str, list[int]]) -> Work:
+    def _launch(self, work: Work) -> Work:
         time.sleep(LAUNCH_S)
-        work = Work(self, len(self._works), message, run)
         if _faults.lost_in is not None and tuple(_faults.lost_in) == (self.rank, work.number):
             os.kill(os.getpid(), 9)
-        record("enqueued", rank=self.rank, group=self.name, message=message)
+        kind = "enqueued for few" if isinstance(work.meets[0], _Part) else "enqueued"
+        record(kind, rank=self.rank, group=self.name, message=work.message)
         self._works.append(work)
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{work.number}/{self.rank}", json.dumps({"message": message, **splits}))
+            for meets in work.meets:
+                self._store.set(meets.key, meets.told)
         self._queue.put(work)
         return work
 
@@ -362,9 +491,10 @@ class ProcessGroupNCCL:
         if _faults.error_on.get(self.rank) == work.number:
             work.error = "NCCL error: unhandled system error, NCCL version 2.30"
             return False
-        if not self._await([f"{work.number}/{r}" for r in range(self.size)]):
+        if not self._await([key for meets in work.meets for key in meets.awaited]):
             return False
-        if (difference := self._difference(work)) is not None:
+        told = [(meets, [self._store.get(key).decode() for key in meets.awaited]) for meets in work.meets]
+        if difference := next(filter(None, (meets.difference(theirs) for meets, theirs in told)), None):
             work.error = f"the ranks' messages differ: {difference}"
             record("wrong order", rank=self.rank, difference=difference)
             return False
@@ -392,18 +522,6 @@ class ProcessGroupNCCL:
             return False
         work.over.set()
         return True
-
-    def _difference(self, work: Work) -> str | None:
-        """What the ranks have enqueued as this number, where that does not fit together. [6]"""
-        given = [json.loads(self._store.get(f"{work.number}/{r}")) for r in range(self.size)]
-        if len({each["message"] for each in given}) > 1:
-            return "; ".join(f"number {work.number} is {each['message']} on rank {r}" for r, each in enumerate(given))
-        if "sends" in given[0]:
-            for a, sender in enumerate(given):
-                for b, receiver in enumerate(given):
-                    if sender["sends"][b] != receiver["receives"][a]:
-                        return f"rank {a} sends {sender['sends'][b]}, rank {b} expects {receiver['receives'][a]}"
-        return None
 
     def _await(self, keys: list[str]) -> bool:
         pause = _POLL_S / 4

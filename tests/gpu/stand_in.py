@@ -56,6 +56,22 @@ class StandInProcessGroup:
             out[: into[0]].copy_(tensor[: into[0]])
         return self._enqueue([tensor], [out])
 
+    def _start_coalescing(self, device: Any) -> None:
+        self._reads: list[Tensor] = []
+        self._writes: list[Tensor] = []
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+        self._reads += tensors
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+        with _disable_current_modes():
+            for tensor in tensors:
+                tensor.zero_()
+        self._writes += tensors
+
+    def _end_coalescing(self, device: Any) -> StandInWork:
+        return self._enqueue(self._reads, self._writes)
+
     def _reduce_scatter_base(self, out: Tensor, tensor: Tensor) -> StandInWork:
         with _disable_current_modes():
             out.mul_(self._size)

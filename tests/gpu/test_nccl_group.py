@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from nccl_double import Faults, installed, messages, records
 from torch.distributed import PrefixStore
 
-from kfuse.comm import cost, nccl
+from kfuse.comm import cost, nccl, topology
 from kfuse.comm import group as groups
 from kfuse.comm.group import CommError
 from kfuse.comm.nccl import NcclGroup, NcclPending
@@ -75,6 +75,8 @@ def everything(log: Path) -> dict[str, Any]:
         into, cut = [n - 1 if s == 0 else 0 for s in range(n)], [n - 1 if r == 0 else 0] * n
         out = torch.zeros(sum(into))
         group.all_to_all(out, into, torch.arange(float(sum(cut))), cut, "only rank 0 sends").wait()
+        links = topology.measure(group)  # one rank is idle in each round
+        measured = [[rate is not None and rate > 0 for rate in row] for row in links.throughputs]
         group.finish()
         group.retire()
         others_stay()
@@ -84,6 +86,7 @@ def everything(log: Path) -> dict[str, Any]:
             "gathered": (gathered, numbers),
             "shared": shared,
             "all_to_all": out.tolist(),
+            "links": measured,
             "left": (threads_left("kfuse-nccl"), os.environ.get("TORCH_NCCL_BLOCKING_WAIT")),
         }
 
@@ -96,6 +99,7 @@ def test_every_collective_brings_what_it_should_and_nothing_is_left_behind(tmp_p
             "gathered": ([[[0], [0]], [[1], [-1]], [[2], [-2]]], [2.0**40 + k for k in range(3)]),
             "shared": [True] * 3,
             "all_to_all": [2.0 * r, 2.0 * r + 1],
+            "links": [[r != s for s in range(3)] for r in range(3)],
             "left": ([], None),
         }
     made = [(line["watchdog"], line["high_priority"]) for line in records(tmp_path, "constructed")]
@@ -104,7 +108,7 @@ def test_every_collective_brings_what_it_should_and_nothing_is_left_behind(tmp_p
     assert len(records(tmp_path, "ended")) == 3 and not records(tmp_path, "abort"), "finish shuts a healthy group down"
     (logs,) = messages(tmp_path).values()
     assert logs[0] == logs[1] == logs[2]
-    assert len([m for m in logs[0] if m.startswith("allgather")]) == 2 + 2, "one all-gather a share, none for 5 numbers"
+    assert len([m for m in logs[0] if m.startswith("allgather")]) == 2 + 3, "one all-gather a share, none for 5 numbers"
 
 
 @given(numel=st.integers(0, 5000), size=st.integers(2, 9))
@@ -212,7 +216,7 @@ def test_a_killed_rank_ends_the_others_waits_within_the_timeout(tmp_path: Path, 
 
 
 def watched_in_a_hurry(log: Path) -> str:
-    """The thread looks all the time, and ends the group in the midst of launches, of which there is nearly always one."""
+    """The thread looks all the time, and ends the group while the other one launches without a pause."""
     nccl._WATCH_S, nccl_double.LAUNCH_S = 0.0005, 0.01
     with installed(log, Faults(slow_s={1: 0.002})):
         ends = time.monotonic() + 60.0
