@@ -192,6 +192,13 @@ def started() -> bool:
     return torch.cuda.is_initialized()  # type: ignore[no-any-return, no-untyped-call]
 
 
+def problem() -> str | None:
+    """What keeps kfuse from this machine's GPUs, in one line; None: nothing does."""
+    if torch.torch_version.TorchVersion(torch.__version__) >= "2.10":
+        return None
+    return f"torch {torch.__version__}: on GPUs kfuse needs torch 2.10 or later, whose NCCL calls take a lock"
+
+
 def current() -> int:
     """The number of the GPU that this thread uses unless told otherwise; no GPU is used to find out."""
     return torch.cuda.current_device() if started() else 0

@@ -126,6 +126,7 @@ class Engine:
         if group.size > 1 and devices.of(group.device).name != self.device:
             raise ValueError(f"parameters lie on {self.device}, this worker's device is {group.device}: move the model")
         before, self.group = self.group, group.lane(self.lane)
+        self.group.first_steps.add(self)
         if self.group is not before and isinstance(self.tree, tuple):
             self.tree = None
         options = self.options
@@ -260,6 +261,7 @@ class Engine:
         # and nobody updates, before all gradients are where they are needed.
         self.executor.share_sums(self.measurement.norms)
         self._take(kept, self.measurement.record(self.buckets[-1].tail_sum, now))
+        self.group.first_steps.discard(self)
         self.step += 1
         self.now = Step(self)
 

@@ -51,7 +51,7 @@ class GlooPending(Pending):
                     raise CommError(f"{self.what}: lost contact with {whom}: {first_line(error)}") from error
             self.group.check()
             waited = time.monotonic() - since
-            if waited > self.group.timeout_s:
+            if waited > self.group.limit_s:
                 late = self.group.late_ranks(self.what) if peer is None else ""
                 raise CommError(f"{self.what}: waited {waited:.1f} s for {whom} (comm.timeout_s){late}")
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -91,7 +92,15 @@ class Group:
         self.under_way: dict[Pending, None] = {}  # what has not been waited for, in the order of the starts
         self.numbers: Sequence[int] = range(size)  # what errors call each rank: in a part of a group, its rank there
         self._store = store
+        self.first_steps = WeakSet[object]()  # what has not made its first step in this group yet
         self._meetings = Counter[str]()
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which a message is late: in first steps, where one worker may compile or read for longer than
+        the others, ten times as many.
+        """
+        return 10 * self.timeout_s if self.first_steps else self.timeout_s
 
     def whom(self, peer: int | None = None) -> str:
         """Names a rank in messages; None: all other ranks ("rank 1", "the other 3 ranks")."""

@@ -139,7 +139,7 @@ class NcclGroup(Group):
     def _connected(self) -> tuple[Any, Any]:
         """Returns a process group for kfuse alone, connected, and its first work, which may be under way."""
         self._device.make_current()
-        os.environ.setdefault(_READY_TIMEOUT, str(math.ceil(self.timeout_s)))
+        os.environ.setdefault(_READY_TIMEOUT, str(math.ceil(10 * self.timeout_s)))  # as `limit_s` in first steps
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True  # messages go before kernels that wait for a place on the GPU
         options._timeout, options.config.blocking = timedelta(seconds=self.timeout_s), False
@@ -191,7 +191,7 @@ class NcclGroup(Group):
             whom = self.whom(message.peer)
             if failed is not None:
                 self._fail(f"{message.what}: lost contact with {whom}", failed)
-            elif late_s > self.timeout_s:
+            elif late_s > self.limit_s:
                 late = self.late_ranks(message.what)
                 self._fail(f"{message.what}: waited {late_s:.1f} s for {whom} (comm.timeout_s){late}")
 

@@ -146,7 +146,13 @@ class CommSettings(TypedDict, total=False):
     ]
     comm_timeout_s: Annotated[
         float,
-        Setting(60.0, "seconds without an answer, after which a worker counts as lost", above=0, at_most=10**6),
+        Setting(
+            60.0,
+            "seconds without an answer, after which a worker counts as lost; ten times as many until each optimizer "
+            "has made its first step: one worker may compile for longer than the others",
+            above=0,
+            at_most=10**6,
+        ),
     ]
     elastic_redundancy: Annotated[
         str,

@@ -14,7 +14,7 @@ from kfuse.comm import devices
 from kfuse.comm import tail as t
 from kfuse.comm.engine import Engine
 from kfuse.comm.step import Reduced
-from kfuse.kernels import BLOCK, num_blocks
+from kfuse.kernels import BLOCK, num_blocks, sum_partials
 
 _LOG = logging.getLogger("kfuse")
 
@@ -110,7 +110,9 @@ def squared_norm_exactly(engine: Engine) -> Tensor:
         sums.append(of_bucket)
     every = torch.cat(sums)
     engine.executor.share_sums(every, "sums of squares in float64")
-    return every.cumsum(0)[-1]
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    sum_partials(every, total)
+    return total
 
 
 class NonfiniteWarning:

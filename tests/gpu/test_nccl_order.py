@@ -13,6 +13,8 @@ from nccl_double import Faults, installed, messages, records
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.comm import group as groups
+from kfuse.comm.group import CommError
 from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import StepPlan
 from kfuse.session import current
@@ -147,3 +149,34 @@ def test_a_rank_without_micro_batches_keeps_the_order_of_two_optimizers(tmp_path
     results = run_workers(3, pair_with_an_idle_rank, tmp_path)
     assert results[0] == results[1] == results[2]
     assert_one_order(tmp_path)
+
+
+# -- a late rank --------------------------------------------------------------------------------------------------
+
+
+def late_in_each_step(log: Path) -> list[str]:
+    """Which steps come through; rank 1 takes three times comm.timeout_s for each."""
+    groups.GRACE_S = 0.1
+    with installed(log):
+        kf.init(comm_schedule="allreduce", comm_timeout_s=0.5)
+        rank, net, outcome = current().group.rank, nn.Linear(4, 4), []
+        opt = kf.FusedSGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            if rank == 1:
+                time.sleep(1.5)
+            try:
+                net(torch.ones(2, 4)).sum().backward()
+                opt.step()
+                current().group.settle()
+                outcome.append("done")
+            except CommError as error:
+                outcome.append(str(error))
+                break
+            opt.zero_grad()
+        return outcome
+
+
+@pytest.mark.full
+def test_a_rank_may_be_later_in_the_first_step(tmp_path: Path) -> None:
+    first, second = run_workers(2, late_in_each_step, tmp_path)[0]
+    assert first == "done" and "waited" in second, (first, second)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from kfuse.comm import devices as comm_devices
 from kfuse.comm.settings import CommOptions
 from kfuse.settings.tree import flat
 from kfuse.tools.doctor.processes import TIMEOUT_S, ranks, started
@@ -167,7 +168,9 @@ def gpu_lines(devices: Mapping[str, Any] | None, problem: str | None) -> Iterato
     kinds = [f"{gpu['name']} (compute capability {gpu['capability']}, {gpu['memory_gib']:g} GiB)" for gpu in gpus]
     found = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
     found += "; free GiB: " + ", ".join(f"{gpu['free_gib']:g}" for gpu in gpus)
-    if version("triton") is None and torch.version.hip is None:
+    if too_old := comm_devices.problem():
+        yield Line("GPUs", "fail", f"{found}; {too_old}", "pip install --upgrade torch")
+    elif version("triton") is None and torch.version.hip is None:
         yield Line("GPUs", "fail", found, "pip install triton: the kernels need it.")
     elif min(float(gpu["capability"]) for gpu in gpus) < 8.0 and torch.version.hip is None:
         yield Line("GPUs", "warn", found, "The kernels are compiled and tested for compute capability 8.0 and later.")
