@@ -44,7 +44,7 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.group import Group
-from kfuse.comm.sync.averaging import views
+from kfuse.comm.sync.averaging import flatten, views
 
 _LOG = logging.getLogger("kfuse")
 _LEFT_OUT_S = 2.0  # how long a worker that has not answered is not asked again
@@ -98,8 +98,10 @@ class Pair:
         self._server = SnapshotServer(self._snapshots, host)
         self.address = self._server.peer  # what the others need to pull from this worker
         self._arrived = self._device.pinned((sum(weight.numel() for weight in weights),), torch.float32)
-        self._used = self._device.event()  # a GPU copies from `_arrived` until then
-        self._used.record()
+        self._stream = self._device.new_stream()  # of the copies to a GPU
+        self._others = self._arrived  # where the weights are
+        self._copied = self._device.event()  # they are there, and a GPU has read `_arrived`
+        self._copied.record()
         self._left_out: dict[int, float] = {}  # ranks that have not answered: until when they are not asked
         self._failures = 0  # pulls that have failed since a snapshot last arrived
         self._is_told = False
@@ -121,8 +123,13 @@ class Pair:
             self.pull = Pull(rank, partial(self._fetch, self.peers[rank]))
 
     def _fetch(self, peer: Peer) -> None:
-        self._used.synchronize()
+        """Has the newest snapshot of `peer` on the device; no step waits for the copy."""
+        self._copied.synchronize()
         pull(peer, self._arrived)
+        self._device.make_current()
+        with self._device.on(self._stream):
+            self._others = self._arrived.to(self._device.name, non_blocking=True)
+            self._copied.record()
 
     def _failed(self, rank: int, error: Exception, now: float) -> None:
         """Leaves the worker out for a while. Warns, once, where nobody answers: training goes on, without averaging."""
@@ -145,8 +152,9 @@ class Pair:
         if found is None or not found.ended.is_set() or found.error is not None or not found.wanted:
             return False
         self.pull, self._failures = None, 0
-        others = views(self._arrived.to(self._device.name, non_blocking=True), weights)
-        self._used.record()
+        self._copied.wait()
+        self._device.keep([self._others], self._device.current_stream())
+        others = views(self._others, weights)
         torch._foreach_add_(others, list(weights))  # in fp32, also for bf16 weights
         torch._foreach_mul_(others, 0.5)
         torch._foreach_copy_(list(weights), others)
@@ -198,7 +206,6 @@ class Snapshot:
 
     def __init__(self, weights: Sequence[Tensor], device: devices.Device) -> None:
         self.flat = device.pinned((sum(weight.numel() for weight in weights),), torch.float32)  # in logical order
-        self.views = views(self.flat, weights)
         self.copied = device.event()
 
 
@@ -215,6 +222,7 @@ class Snapshots:
     def __init__(self, weights: Sequence[Tensor], step: int, device: devices.Device) -> None:
         """weights: of the model, fp32 or bf16, on `device`. They are published, as those after `step` steps."""
         self._device, self._lock = device, threading.Lock()
+        self._stream = device.new_stream()  # of the copies from a GPU
         self.buffers: list[Snapshot] = []
         self.publish(weights, step)
 
@@ -226,8 +234,15 @@ class Snapshots:
             free = Snapshot(weights, self._device)
             self.buffers.append(free)
         # No reader can come to it: only the newest one is given out.
-        torch._foreach_copy_(free.views, list(weights), non_blocking=True)
-        free.copied.record()
+        if self._device.asynchronous:
+            flat = flatten(weights)  # so the step's stream has one kernel, not a copy of each weight to the host
+            self._stream.wait_stream(self._device.current_stream())
+            self._device.keep([flat], self._stream)
+            with self._device.on(self._stream):
+                free.flat.copy_(flat, non_blocking=True)
+                free.copied.record()
+        else:
+            torch._foreach_copy_(views(free.flat, weights), list(weights))
         free.step = step
         with self._lock:
             self._newest = free

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from gpu.recorder import Recorder
 from gpu.steps import OPTIMIZERS, job
-from torch import nn
+from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.comm.sync.averaging import CentralModel, OuterMomentum
-from kfuse.comm.sync.pair import Pair, Pull
+from kfuse.comm.sync.pair import Pair, Peer, Pull
 
 AHEAD = 2  # steps that the host is ahead of the device, whatever it does
 
@@ -91,18 +91,31 @@ def test_a_host_ahead_still_knows_the_time_of_a_micro_batch() -> None:
         assert seconds == [0.0] * 3 + [0.001] * 3
 
 
-def test_pair_averaging_waits_in_the_thread_that_serves_a_snapshot_alone() -> None:
-    """In each step a snapshot has arrived in pinned memory, as the puller's thread leaves it there."""
+def test_pair_averaging_waits_in_the_thread_that_serves_a_snapshot_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each step a snapshot has arrived; no copy between host and device is the step's stream's."""
+    monkeypatch.setattr("kfuse.comm.sync.pair.pull", lambda peer, into: 0)
     with job(lag=AHEAD, parameters=torch.bfloat16) as it:
+        main, streams, plain = it.recorder.current, list[Any](), it.recorder.transfer
         weights = it.opt.updates.weights()
+
+        def transfer(source: Tensor, *given: Any) -> None:
+            if source.numel() == sum(weight.numel() for weight in weights):
+                streams.append(it.recorder.current)
+            plain(source, *given)
+
+        monkeypatch.setattr(it.recorder, "transfer", transfer)
         pair = Pair(weights, 0, "127.0.0.1", lambda step, ranks: ranks[0])
         it.opt.pair = pair
         for _ in range(5):
-            pair.pull = Pull(1, lambda: None)
-            assert pair.pull.ended.wait(60)
+            pull = Pull(1, lambda: None)
+            assert pull.ended.wait(60)
+            pair._fetch(Peer("", 0, b""))
+            it.recorder.host_waits.clear()  # of the puller's own thread
+            pair.pull = pull
             it.bare_step()
             assert pair.pull is None, "it is averaged in"
         assert it.recorder.host_waits == []
+        assert len(streams) == 11 and main not in streams
 
         def read() -> None:
             with pair._snapshots.newest() as snapshot:
