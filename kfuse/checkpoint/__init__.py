@@ -1,6 +1,6 @@
 """Copies of a state on the host, which share nothing with it: what checkpoints and kf.state_dict consist of.
 
-From a GPU all tensors are copied to one flat buffer of pinned memory, on a stream of their own. The host waits for that
+From a GPU all tensors are copied to a few blocks of pinned memory, on a stream of their own. The host waits for that
 only before it uses the copy. The current stream's later work begins after the copies, so that it cannot change what is
 being copied (a forward changes BatchNorm's statistics, an update the rest).
 """
@@ -8,7 +8,7 @@ being copied (a forward changes BatchNorm's statistics, an update the rest).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kfuse.comm import devices
-from kfuse.comm.chunks import cut, dense, gather, memory
+from kfuse.comm.chunks import Chunk, cut, dense, gather, memory
 from kfuse.comm.devices import Device, Event, Stream
 
 
@@ -34,8 +34,8 @@ class Snapshots:
     """Takes copies of states, one after the other. From a GPU each takes the memory of the one before."""
 
     def __init__(self) -> None:
-        # For each GPU the copies' stream, and pinned memory (uint8) as large as the largest state so far.
-        self._landings: dict[torch.device, tuple[Stream, Tensor]] = {}
+        # For each GPU the copies' stream, and blocks of pinned memory (uint8), as the last state needed them.
+        self._landings: dict[torch.device, tuple[Stream, list[Tensor]]] = {}
 
     def take(self, value: Any, where: str) -> HostCopy:
         """Returns a copy of `value` that shares nothing with it, tensors dense and on the host.
@@ -64,27 +64,51 @@ class Snapshots:
         """Enqueues the copies of one GPU's tensors. Returns them, and the event after which they are there."""
         tensors = [dense(tensor) for tensor in tensors]
         memories = [view for tensor in tensors if (view := memory(tensor)) is not None]
-        chunks = cut([tensor.nbytes for tensor in tensors])
-        size = chunks[-1].start + chunks[-1].size if chunks else 0
-        stream, buffer = self._landings.get(device.name, (None, None))
-        if stream is None or buffer is None or buffer.numel() < size:
-            stream, buffer = stream or device.new_stream(), device.pinned((size,), torch.uint8)
-            self._landings[device.name] = stream, buffer
-        place = buffer.numpy()
+        sizes, places = blocks(cut([tensor.nbytes for tensor in tensors]))
+        stream, memory_of = self._landings.get(device.name, (device.new_stream(), []))
+        if [block.numel() for block in memory_of] != sizes:
+            memory_of.clear()  # before as much again is taken
+            memory_of.extend(device.pinned((size,), torch.uint8) for size in sizes)
+            self._landings[device.name] = stream, memory_of
         stream.wait_stream(device.current_stream())
+        here: dict[int, tuple[np.ndarray, int]] = {}  # by tensor: its block, and its first byte there
         with device.on(stream):
-            for chunk in chunks:
+            for chunk, (number, at) in places:
                 first = chunk.parts[0]
                 source = memories[first.tensor][first.start : first.end]
                 if len(chunk.parts) > 1:  # small tensors: one copy to the host for all of them
                     source = torch.empty(chunk.size, dtype=torch.uint8, device=source.device)
                     gather(memories, chunk, source)
-                buffer[chunk.start : chunk.start + chunk.size].copy_(source, non_blocking=True)
+                memory_of[number][at : at + chunk.size].copy_(source, non_blocking=True)
+                here |= {part.tensor: (memory_of[number].numpy(), at + part.at - part.start) for part in chunk.parts}
             arrived = device.event()
             arrived.record()
         arrived.wait()  # the present stream: what it does next may change the tensors
-        starts = {part.tensor: chunk.start + part.at - part.start for chunk in chunks for part in chunk.parts}
-        return [_at(place, starts.get(number, 0), tensor) for number, tensor in enumerate(tensors)], arrived
+        nowhere = np.empty(0, np.uint8), 0
+        return [_at(*here.get(number, nowhere), tensor) for number, tensor in enumerate(tensors)], arrived
+
+
+def blocks(chunks: Sequence[Chunk]) -> tuple[list[int], list[tuple[Chunk, tuple[int, int]]]]:
+    """Lays chunks into blocks whose sizes are powers of two: to those torch rounds pinned memory up, so that one block
+    of 84 GiB would take 128 (CachingHostAllocator.h, `allocate`). A tensor lies in one block.
+
+    Returns the blocks' sizes (bytes), and with each chunk its block and its first byte there.
+    """
+    pieces: list[list[Chunk]] = []
+    for chunk in chunks:
+        if pieces and pieces[-1][0].parts[0].tensor == chunk.parts[0].tensor:
+            pieces[-1].append(chunk)
+        else:
+            pieces.append([chunk])
+    starts = [piece[0].start for piece in pieces] + [chunks[-1].start + chunks[-1].size for _ in chunks[:1]]
+    sizes, places, free = list[int](), list[tuple[Chunk, tuple[int, int]]](), 0
+    for piece, start, end in zip(pieces, starts, starts[1:], strict=False):
+        if end - start > free:
+            free = max(1 << (end - start - 1).bit_length(), 1 << ((starts[-1] - start).bit_length() - 1))
+            sizes.append(free)
+        places += [(chunk, (len(sizes) - 1, sizes[-1] - free + chunk.start - start)) for chunk in piece]
+        free -= end - start
+    return sizes, places
 
 
 def snapshot(value: Any, where: str) -> Any:

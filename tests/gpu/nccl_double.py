@@ -1,7 +1,7 @@
 """A double of torch.distributed.ProcessGroupNCCL: its rules, over real gloo process groups between real processes.
 
 It stands for hardware that is not here, and replaces no test on a GPU. What it keeps of the original, and where that is
-written, is in README.md beside this file; each rule has a number there, and here in the code: [1] to [8].
+written, is in README.md beside this file; each rule has a number there, and here in the code: [1] to [9].
 """
 
 from __future__ import annotations
@@ -412,6 +412,7 @@ class ProcessGroupNCCL:
         return self._collective(message, [tensor], lambda gloo: gloo.reduce(tensor, root))
 
     def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int]) -> Work:
+        assert into and cut, "equal parts, as without lists, would take another way"
         assert sum(into) == out.numel() and sum(cut) == tensor.numel()
 
         def run(gloo: Any) -> Any:

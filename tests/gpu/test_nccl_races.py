@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -92,3 +93,17 @@ def test_time_that_the_device_computes_does_not_count_as_waiting(
     computed.append(True)
     with pytest.raises(CommError, match=r"bucket 1: waited 0\.. s for rank 1"):
         group.wait_until(lambda: message not in group.under_way)
+
+
+def test_a_message_that_is_over_is_dropped_as_the_next_one_starts(
+    group: NcclGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the memory that it holds: the thread looks ten times a second only."""
+    monkeypatch.setattr(group._device, "event", lambda timing=False: SimpleNamespace(record=int, query=lambda: True))
+    tensor = torch.zeros(3, device=DEVICE)
+    kept = weakref.ref(tensor)
+    group.all_reduce(tensor, "bucket 1")
+    del tensor
+    assert kept() is not None, "torch lets go of it: the stream that records the event has waited"
+    group.all_reduce(torch.zeros(3, device=DEVICE), "bucket 2")
+    assert kept() is None

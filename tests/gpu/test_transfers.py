@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfuse.checkpoint import snapshot
+from kfuse.checkpoint import blocks, snapshot
 from kfuse.checkpoint.format import Checkpointer, load
 from kfuse.comm import chunks, devices
 from kfuse.comm.devices import Device
@@ -126,8 +128,31 @@ def test_only_the_writer_waits_and_all_checkpoints_share_one_buffer(gpu: Gpu, tm
         gpu.held.set()
         checkpointer.wait()
         assert_equal(load(tmp_path / f"step-{step:08d}"), state_of(step, width))
-    assert len(gpu.pinned_shapes) == 2 and gpu.pinned_shapes[0] < gpu.pinned_shapes[1]
+    sizes = [size for (size,) in gpu.pinned_shapes]
+    assert all(size.bit_count() == 1 for size in sizes)
+    assert len(sizes) == len(set(sizes)), "the second copy takes the first one's memory"
     assert len(gpu.current_in) == 3 and "MainThread" not in gpu.current_in
+
+
+@given(st.lists(st.integers(0, 3 * chunks.CHUNK_BYTES), max_size=40))
+def test_blocks_are_powers_of_two_hold_each_tensor_whole_and_hardly_more(sizes: list[int]) -> None:
+    made = chunks.cut(sizes)
+    found, places = blocks(made)
+    assert [chunk for chunk, _ in places] == made and all(size.bit_count() == 1 for size in found)
+    ends = dict.fromkeys(range(len(found)), 0)
+    last: tuple[int, int] | None = None
+    for chunk, (number, at) in places:
+        assert ends[number] <= at and at + chunk.size <= found[number]
+        tensor = chunk.parts[0].tensor
+        if last is not None and last[0] == tensor:
+            assert (number, at) == (last[1], ends[number]), "a tensor is in one piece"
+        ends[number], last = at + chunk.size, (tensor, number)
+
+
+def test_a_large_state_takes_hardly_more_than_its_size() -> None:
+    """7 B parameters with AdamW, in fp32."""
+    found, _ = blocks(chunks.cut([2**29] * 168))
+    assert sum(found) < 1.02 * 84 * 2**30
 
 
 def test_what_was_copied_is_written_alone(gpu: Gpu, tmp_path: Path) -> None:
