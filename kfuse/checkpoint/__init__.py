@@ -71,6 +71,7 @@ class Snapshots:
             memory_of.extend(device.pinned((size,), torch.uint8) for size in sizes)
             self._landings[device.name] = stream, memory_of
         stream.wait_stream(device.current_stream())
+        arrays = [block.numpy() for block in memory_of]
         here: dict[int, tuple[np.ndarray, int]] = {}  # by tensor: its block, and its first byte there
         with device.on(stream):
             for chunk, (number, at) in places:
@@ -80,7 +81,7 @@ class Snapshots:
                     source = torch.empty(chunk.size, dtype=torch.uint8, device=source.device)
                     gather(memories, chunk, source)
                 memory_of[number][at : at + chunk.size].copy_(source, non_blocking=True)
-                here |= {part.tensor: (memory_of[number].numpy(), at + part.at - part.start) for part in chunk.parts}
+                here |= {part.tensor: (arrays[number], at + part.at - part.start) for part in chunk.parts}
             arrived = device.event()
             arrived.record()
         arrived.wait()  # the present stream: what it does next may change the tensors
