@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_check.py --device cuda --json check.json
     python benchmarks/gpu_check.py --device cuda --small       small buffers, for compute-sanitizer
+    python benchmarks/gpu_check.py --device cuda --small --processes 4      compiles the kernels, several at a time
     python benchmarks/gpu_check.py --device cuda --large       buffers of more than 2^31 elements, in bf16
 
 Each kernel gets the same random arguments on the device, twice, and on the CPU: the device's bits must be the same each
@@ -12,7 +13,9 @@ large buffers at the wrong place; windows of them are compared with small buffer
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -147,13 +150,25 @@ def result_of(act: Callable[[], str | None]) -> str:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
+def shared_out(device: str, small: bool, processes: int) -> int:
+    """Runs the checks in so many processes, each with its share of the calls. Returns the worst exit status."""
+    command = [sys.executable, __file__, "--device", device, *(["--small"] if small else [])]
+    shares = [[*command, "--share", f"{number}/{processes}"] for number in range(processes)]
+    return max(process.wait() for process in [subprocess.Popen(share) for share in shares])
+
+
 def main() -> int:
     """Runs all checks. Exit status 1 where one found something wrong, ABSENT where no large buffer fits."""
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--small", action="store_true", help="small buffers, for compute-sanitizer")
     parser.add_argument("--large", type=int, nargs="?", const=LARGE, metavar="ELEMENTS", help="large buffers instead")
+    parser.add_argument("--processes", type=int, default=1, help="run in so many processes at a time")
+    parser.add_argument("--share", default="0/1", help="of the calls, for one of several processes: 1/4 is the second")
     options = parser.parse_args()
+    number, processes = map(int, options.share.split("/"))
+    if options.processes > 1:
+        return shared_out(options.device, options.small, options.processes)
     torch.manual_seed(0)
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -161,7 +176,8 @@ def main() -> int:
     if options.large:
         results = run_large(device, options.large)
     else:
-        results = {name: result_of(lambda call=call: check(call, device)) for name, call in calls(options.small)}  # type: ignore[misc]
+        mine = itertools.islice(calls(options.small), number, None, processes)
+        results = {name: result_of(lambda call=call: check(call, device)) for name, call in mine}  # type: ignore[misc]
     for name, result in results.items():
         if result != "ok":
             print(f"{name}: {result}")

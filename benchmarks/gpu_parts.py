@@ -56,6 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone, by name")
     options = parser.parse_args()
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every part's process inherits it
@@ -69,7 +70,8 @@ def main() -> int:
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="kfuse-gpu-") as folder:
         for part in parts(options.device, gpus, Path(folder)):
-            outcomes.append(run(part))
+            if options.only is None or part.name in options.only:
+                outcomes.append(run(part))
     print(f"\n{'part':<34} {'status':<10} {'seconds':>7}  note")
     for outcome in outcomes:
         print(f"{outcome.part:<34} {outcome.status:<10} {outcome.seconds:>7.1f}  {outcome.note}")
@@ -105,19 +107,21 @@ def parts(device: str, gpus: int, folder: Path) -> list[Part]:
     memcheck = (sanitizer or "", "--tool", "memcheck", "--error-exitcode", "9")
     no_tool = None if sanitizer else "no compute-sanitizer on this machine (it comes with the CUDA toolkit)"
     one_gpu = "one GPU: two ranks would wait for each other's turn on it" if gpus == 1 else None
-    part("kernels are right", 120, "gpu_check.py")
+    # On a fresh machine: some 70 kernels, which Triton keeps on the disk for the parts that follow.
+    part("kernels are compiled", 115, "gpu_check.py", "--small", "--processes", "4", absent=needs_gpu)
+    part("kernels are right", 50, "gpu_check.py")
     part("buffers of over 2^31 elements", 40, "gpu_check.py", "--large", absent=needs_gpu)
     part("kernels under compute-sanitizer", 50, "gpu_check.py", "--small", absent=needs_gpu or no_tool, tool=memcheck)
-    part("kernels beside their peers", 75, "kernels.py", "--sizes", sizes, "--rounds", rounds, "--limit-s", limit_s)
+    part("kernels beside their peers", 70, "kernels.py", "--sizes", sizes, "--rounds", rounds, "--limit-s", limit_s)
     few = ("--rounds", "15", "--steps", "3") if on_gpu else ("--rounds", "3", "--steps", "1")
-    part("a training step", 60, "step.py", "--workers", "1", "--micro-batches", "2", *few)
-    part("two workers, every transport", 50, "gpu_ranks.py")
+    part("a training step", 55, "step.py", "--workers", "1", "--micro-batches", "2", *few)
+    part("two workers, every transport", 45, "gpu_ranks.py")
     beside = ("--workers", str(min(8, gpus)) if on_gpu else "2", "--micro-batches", "2", *few)
     part("communication beside DDP", 60, "step.py", *beside, absent=one_gpu)
     reproducible = (*beside, "--variants", "reproducible,reproducible-no-stats")
     part("reproducible sums beside DDP", 60, "step.py", *reproducible, absent=one_gpu)
-    part("growth, and workers killed", 75, "gpu_elastic.py")
-    part("a large state", 50, "gpu_state.py")
+    part("growth, and workers killed", 70, "gpu_elastic.py")
+    part("a large state", 45, "gpu_state.py")
     return found
 
 
@@ -144,6 +148,8 @@ def run(part: Part) -> Outcome:
             _kill_group(process)
         output.seek(0)
         lines = [line.rstrip() for line in output.read().splitlines() if line.strip()]
+    if status == "failed" and any("Device not supported" in line for line in lines):
+        status = "absent"  # compute-sanitizer does not know this GPU yet
     print("\n".join(lines if status == "ok" else lines[-KEPT_LINES:]), flush=True)
     result = _result(part)
     note = lines[-1][:160] if lines else "no output"

@@ -137,7 +137,7 @@ def _growth(device: str, count: int, limit_s: float) -> dict[str, Any]:
 
 def work(name: str, count: int, log: Path) -> None:
     """A worker's training script. It appends to `log` a line with its median step and its peak memory."""
-    device = start(name, int(os.environ["LOCAL_RANK"]), comm_timeout_s=30).group.device
+    device = start(name, int(os.environ["LOCAL_RANK"]), comm_schedule="allreduce", comm_timeout_s=30).group.device
     model = Numbers(count, device)
     ends: list[float] = []
     together = 0
@@ -172,7 +172,7 @@ def _checkpoint(device: str, count: int, limit_s: float) -> dict[str, Any]:
 def checkpointed(rank: int, name: str, count: int, folder: str, port: int, messages: Any) -> None:
     """Trains CHECKPOINT_STEPS steps with a checkpoint every CHECKPOINT_EVERY."""
     set_torchrun_variables(rank, 1, port)
-    device = start(name, rank, comm_timeout_s=30).group.device
+    device = start(name, rank, comm_schedule="allreduce", comm_timeout_s=30).group.device
     model = Numbers(count, device)
     more = {"checkpoint_dir": folder, "checkpoint_every_steps": CHECKPOINT_EVERY, "train_steps": CHECKPOINT_STEPS}
     ends: list[float] = []

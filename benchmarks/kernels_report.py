@@ -64,6 +64,14 @@ def summary(result: Result) -> dict[str, dict[str, float]]:
     return found
 
 
+# GB/s of memory by NVIDIA's data sheets; the first name that is part of the device's.
+DATA_SHEETS = {
+    **{"B200": 8000, "H200": 4800, "H100 PCIe": 2000, "H100 NVL": 3900, "H100": 3350, "A100-SXM4-40GB": 1555},
+    **{"A100-PCIE-40GB": 1555, "A100 80GB PCIe": 1935, "A100": 2039, "L40S": 864, "L4": 300, "A10": 600, "T4": 320},
+    **{"V100": 900, "RTX 4090": 1008, "RTX 3090": 936},
+}
+
+
 def _rounded(result: Result) -> Result:
     rounded = {name: {key: round(v, 4) for key, v in of.items()} for name, of in result["summary"].items()}
     seconds = {name: [round(1e6 * s, 2) for s in times] for name, times in result["seconds"].items()}
@@ -76,6 +84,10 @@ def _print(results: list[Result], left_out: list[str], options: argparse.Namespa
     peers = [name for name in options.peers if any(name in result["seconds"] for result in results)]
     threads = f", {torch.get_num_threads()} threads" if options.device == "cpu" else ""
     print(f"kfuse's kernels on {options.device}{threads}: medians of {options.rounds} rounds")
+    if options.device == "cuda":
+        name = torch.cuda.get_device_name()
+        known = next((f"{speed} GB/s" for card, speed in DATA_SHEETS.items() if card in name), "not known here")
+        print(f"{name}: bandwidth by its data sheet {known}; copy GB/s is what a copy reaches")
     print("of copy: speed as a share of a plain copy's of as many bytes; the last columns: kfuse's time to the peer's")
     heads = ["kernel", "dtype", "size", "GB/s", "copy GB/s", "of copy", *peers]
     rows = [heads]
