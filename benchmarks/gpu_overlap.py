@@ -5,7 +5,7 @@
 Buckets are kfuse's own (comm.bucket_mb=25, fp32). Gradients come in the reverse of the parameters' order, and a bucket
 is there when all of its parameters are: the token embedding, which is the last layer's weight too, comes at the very
 end. Backward takes 4 FLOP a parameter and token, those of the embedding's rows at the start, where logits are computed.
-One message follows the other; each takes 2 (n - 1) / n of its bytes over a GPU's link, and a fixed time. Exposed is what
+Messages follow each other; each takes 2 (n - 1) / n of its bytes over a GPU's link, and a fixed time. Exposed is what
 the last message takes beyond the end of backward.
 """
 
