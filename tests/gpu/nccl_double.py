@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from nccl_messages import FOREVER_S, Meeting, Part, Parts
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
 
@@ -31,7 +32,6 @@ from kfuse.comm import devices
 LOG = "KFUSE_NCCL_DOUBLE_LOG"
 _POLL_S = 0.002
 LAUNCH_S = 0.0005  # for which a launch takes the communicator
-_FOREVER_S = 10**6
 _SERVERS: list[TCPStore] = []
 """Of this process's groups: each rank 0 serves its group's store until the process ends."""
 
@@ -71,7 +71,7 @@ class _SideStream:
         pass
 
 
-class _Event(devices.Event):
+class Event(devices.Event):
     """Behind the works that its stream waited for as it was recorded."""
 
     _works: Sequence[Work] = ()
@@ -86,9 +86,12 @@ class _Event(devices.Event):
 
     def wait(self, stream: Any = None) -> None:
         if HOST_IS_STREAM:
-            self.synchronize()
+            self._await_works()
 
     def synchronize(self) -> None:
+        self._await_works()
+
+    def _await_works(self) -> None:
         for work in self._works:
             work.over.wait()
 
@@ -109,7 +112,7 @@ class AsynchronousCpu(devices.Device):
         return _SideStream()
 
     def event(self, timing: bool = False) -> devices.Event:
-        return _Event()
+        return Event()
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -182,7 +185,7 @@ class Work:
         number: int,
         message: str,
         run: Callable[[Any], Any],
-        meets: Sequence[_Meeting | _Part],
+        meets: Sequence[Meeting | Part],
     ) -> None:
         self.group, self.number, self.message, self.run, self.meets = group, number, message, run, meets
         self.over = threading.Event()
@@ -219,92 +222,6 @@ class Work:
             raise dist.DistBackendError(self.error)
 
 
-class _Meeting(NamedTuple):
-    """Of all ranks, in a collective."""
-
-    number: int  # of the collectives
-    rank: int
-    size: int
-    told: str
-
-    @property
-    def key(self) -> str:
-        return f"{self.number}/{self.rank}"
-
-    @property
-    def awaited(self) -> list[str]:
-        return [f"{self.number}/{r}" for r in range(self.size)]
-
-    def difference(self, told: list[str]) -> str | None:
-        """What the ranks have enqueued as this number, where that does not fit together. [6]"""
-        given = [json.loads(each) for each in told]
-        if len({each["message"] for each in given}) > 1:
-            return "; ".join(f"number {self.number} is {each['message']} on rank {r}" for r, each in enumerate(given))
-        if "sends" in given[0]:
-            for a, sender in enumerate(given):
-                for b, receiver in enumerate(given):
-                    if sender["sends"][b] != receiver["receives"][a]:
-                        return f"rank {a} sends {sender['sends'][b]}, rank {b} expects {receiver['receives'][a]}"
-        return None
-
-
-class _Part(NamedTuple):
-    """Of two ranks: one's send and the other's receive."""
-
-    is_send: bool
-    tensor: Tensor
-    source: int
-    target: int
-    number: int  # of the messages from `source` to `target`
-
-    @property
-    def told(self) -> str:
-        return f"{self.tensor.numel()} {self.tensor.dtype}"
-
-    @property
-    def key(self) -> str:
-        return self._key_of(self.is_send)
-
-    @property
-    def awaited(self) -> list[str]:
-        return [self._key_of(not self.is_send)]
-
-    def _key_of(self, is_send: bool) -> str:
-        return f"{'send' if is_send else 'recv'}/{self.source}/{self.target}/{self.number}"
-
-    def difference(self, told: list[str]) -> str | None:
-        return None if told == [self.told] else f"{self.key} has {self.told}, the other rank {told[0]}"
-
-    def run(self, gloo: Any) -> Any:
-        if self.is_send:
-            return gloo.send([self.tensor], self.target, self.number)
-        return gloo.recv([self.tensor], self.source, self.number)
-
-
-class _Parts:
-    """Sends and receives under way, as a work of gloo. In a thread: a wait that times out closes a connection."""
-
-    def __init__(self, gloo: Any, parts: Sequence[_Part]) -> None:
-        self._ended, self._error = threading.Event(), ""
-        works = [part.run(gloo) for part in parts]
-        threading.Thread(target=self._wait, args=(works,), daemon=True).start()
-
-    def _wait(self, works: list[Any]) -> None:
-        try:
-            for work in works:
-                work.wait(timedelta(seconds=_FOREVER_S))
-        except RuntimeError as error:
-            self._error = str(error)
-        self._ended.set()
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        if not self._ended.wait(None if timeout is None else timeout.total_seconds()) or self._error:
-            raise RuntimeError(self._error or "not yet")
-
-    def is_completed(self) -> bool:
-        return self._ended.is_set()
-
-
 class ProcessGroupNCCL:
     """The double. Collectives are taken by one thread, the communicator's stream, in the order of their calls."""
 
@@ -315,7 +232,7 @@ class ProcessGroupNCCL:
         self._given = PrefixStore("double", store)  # for init alone, as ncclGetUniqueId's: the job may close it then
         self._store: Any = None
         self._mutex = threading.RLock()  # NCCLComm's
-        self._parts: list[_Part] | None = None
+        self._parts: list[Part] | None = None
         self._sent = Counter[tuple[int, int]]()  # messages to each rank, and from each
         self._meetings = 0
         self._inside: dict[int, str] = {}  # what each thread calls that is in the communicator
@@ -351,7 +268,7 @@ class ProcessGroupNCCL:
         backend: Any = dist.ProcessGroupGloo
         gloo = backend._Options()
         gloo._devices = [backend.create_device(hostname="127.0.0.1")]
-        gloo._timeout, gloo._threads = timedelta(seconds=_FOREVER_S), 1
+        gloo._timeout, gloo._threads = timedelta(seconds=FOREVER_S), 1
         try:
             self._gloo = backend(PrefixStore("gloo", self._store), self.rank, self.size, gloo)
         except RuntimeError:
@@ -433,7 +350,7 @@ class ProcessGroupNCCL:
         if self._parts is None:
             raise RuntimeError("a send waits for its receive, and holds up what follows: both in one group")
         (tensor,) = tensors
-        self._parts.append(_Part(is_send, tensor, source, target, self._sent[source, target]))
+        self._parts.append(Part(is_send, tensor, source, target, self._sent[source, target]))
         self._sent[source, target] += 1
 
     def _end_coalescing(self, device: torch.device) -> Work:
@@ -441,16 +358,16 @@ class ProcessGroupNCCL:
         parts, self._parts = self._parts, None
         assert parts
         message = ", ".join(part.key for part in parts)
-        return self._enqueue(message, [part.tensor for part in parts], lambda gloo: _Parts(gloo, parts), parts)
+        return self._enqueue(message, [part.tensor for part in parts], lambda gloo: Parts(gloo, parts), parts)
 
     def _collective(self, message: str, tensors: list[Tensor], run: Callable[[Any], Any], **splits: list[int]) -> Work:
         """All ranks meet, also those that have nothing for each other. [6]"""
         self._meetings += 1
         told = json.dumps({"message": message, **splits})
-        return self._enqueue(message, tensors, run, [_Meeting(self._meetings, self.rank, self.size, told)])
+        return self._enqueue(message, tensors, run, [Meeting(self._meetings, self.rank, self.size, told)])
 
     def _enqueue(
-        self, message: str, tensors: list[Tensor], run: Callable[[Any], Any], meets: Sequence[_Meeting | _Part]
+        self, message: str, tensors: list[Tensor], run: Callable[[Any], Any], meets: Sequence[Meeting | Part]
     ) -> Work:
         assert all(tensor.is_contiguous() for tensor in tensors)
         self._communicator()
@@ -461,7 +378,7 @@ class ProcessGroupNCCL:
         time.sleep(LAUNCH_S)
         if _faults.lost_in is not None and tuple(_faults.lost_in) == (self.rank, work.number):
             os.kill(os.getpid(), 9)
-        kind = "enqueued for few" if isinstance(work.meets[0], _Part) else "enqueued"
+        kind = "enqueued for few" if isinstance(work.meets[0], Part) else "enqueued"
         record(kind, rank=self.rank, group=self.name, message=work.message)
         self._works.append(work)
         with contextlib.suppress(RuntimeError):
@@ -546,7 +463,7 @@ class ProcessGroupNCCL:
 
     def _abort(self) -> None:
         if _faults.abort_blocks:
-            time.sleep(_FOREVER_S)
+            time.sleep(FOREVER_S)
         self._end_communicator()
 
     def _is_healthy(self) -> bool:
@@ -563,7 +480,7 @@ class ProcessGroupNCCL:
         """Finalizes: waits for all works, here and on the other ranks; then ends. May block for ever. [7] [8]"""
         record("shutdown", rank=self.rank, group=self.name)
         if _faults.shutdown_blocks:
-            time.sleep(_FOREVER_S)
+            time.sleep(FOREVER_S)
         self._communicator()
         for work in self._works:
             work.over.wait()

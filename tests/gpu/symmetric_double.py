@@ -60,30 +60,30 @@ class _Gpu(nccl_double.AsynchronousCpu):
             raise RuntimeError("CUDA error: unspecified launch failure")
 
 
-class _Event:
+class _Event(nccl_double.Event):
     """[4]"""
 
     def __init__(self, gpu: _Gpu) -> None:
-        self._gpu, self._before, self._at = gpu, list[_Barrier](), 0.0
+        self._gpu, self._before = gpu, list[_Barrier]()
 
     def record(self, stream: Any = None) -> None:
-        self._before, self._at = list(self._gpu.barriers), time.perf_counter()
+        super().record(stream)
+        self._before = list(self._gpu.barriers)
 
     def query(self) -> bool:
-        over = all(barrier.over() for barrier in self._before)
+        over = super().query() and all(barrier.over() for barrier in self._before)
         self._gpu.check()
         return over
 
     def wait(self, stream: Any = None) -> None:
+        super().wait(stream)
         while not (self._gpu.trapped or all(barrier.over() for barrier in self._before)):
             time.sleep(_POLL_S)
 
     def synchronize(self) -> None:
+        super().synchronize()
         self.wait()
         self._gpu.check()
-
-    def elapsed_time(self, end: _Event) -> float:
-        return 1000 * (end._at - self._at)
 
 
 class _Barrier:
