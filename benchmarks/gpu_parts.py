@@ -108,7 +108,7 @@ def parts(device: str, gpus: int, folder: Path) -> list[Part]:
     no_tool = None if sanitizer else "no compute-sanitizer on this machine (it comes with the CUDA toolkit)"
     one_gpu = "one GPU: two ranks would wait for each other's turn on it" if gpus == 1 else None
     # On a fresh machine: some 70 kernels, which Triton keeps on the disk for the parts that follow.
-    part("kernels are compiled", 115, "gpu_check.py", "--small", "--processes", "4", absent=needs_gpu)
+    part("kernels are compiled", 110, "gpu_check.py", "--processes", "4", absent=needs_gpu)
     part("kernels are right", 50, "gpu_check.py")
     part("buffers of over 2^31 elements", 40, "gpu_check.py", "--large", absent=needs_gpu)
     part("kernels under compute-sanitizer", 50, "gpu_check.py", "--small", absent=needs_gpu or no_tool, tool=memcheck)

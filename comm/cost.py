@@ -268,14 +268,10 @@ def orders(
 ) -> Iterator[tuple[int, int]]:
     """Yields which messages come next, as elements and rounds; these are in `rounds` when it goes on.
 
-    One round of small messages is not timed, as it makes connections: NCCL's take a second. Small ones follow, in a
-    fifth of the time; then a round of ever larger ones, up to what fits several times into the time left; then more of
-    that size.
+    One round of small messages is dropped, as connections and caches are cold. Small ones follow, in a fifth of the
+    time; then a round of ever larger ones, up to what fits several times into the time left; then more of that size.
     """
-    size = SMALL
-    yield size, 1
-    rounds.clear()
-    end = clock() + budget_s
+    size, end = SMALL, clock() + budget_s
 
     def took() -> float:
         return max(1e-9, min(sum(each.values()) for each in rounds[size]))
@@ -284,6 +280,7 @@ def orders(
     small = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(budget_s / 5 / took())), int((end - clock()) / took()))
     if small <= 0:
         return
+    rounds.clear()
     yield size, small
     while True:
         fits = int(size * (end - clock()) / ((_LEAST_ROUNDS + 1) * took()))

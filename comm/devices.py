@@ -193,10 +193,11 @@ def started() -> bool:
 
 
 def problem() -> str | None:
-    """What keeps kfuse from this machine's GPUs, in one line; None: nothing does."""
-    if torch.torch_version.TorchVersion(torch.__version__) >= "2.10":
+    """What keeps several GPUs from training together, in one line; None: nothing does."""
+    major, minor, *_ = torch.__version__.split(".")
+    if (int(major), int(minor)) >= (2, 10):
         return None
-    return f"torch {torch.__version__}: on GPUs kfuse needs torch 2.10 or later, whose NCCL calls take a lock"
+    return f"torch {torch.__version__}: several GPUs need torch 2.10 or later, whose NCCL calls take a lock"
 
 
 def current() -> int:

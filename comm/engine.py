@@ -126,7 +126,9 @@ class Engine:
         if group.size > 1 and devices.of(group.device).name != self.device:
             raise ValueError(f"parameters lie on {self.device}, this worker's device is {group.device}: move the model")
         before, self.group = self.group, group.lane(self.lane)
+        before.first_steps.discard(self)
         self.group.first_steps.add(self)
+        self._made_first = False  # a step in this group
         if self.group is not before and isinstance(self.tree, tuple):
             self.tree = None
         options = self.options
@@ -151,7 +153,8 @@ class Engine:
         All workers of a view must come to the same messages, so decisions, which a joining worker does not know yet, do
         not matter here.
         """
-        if group.size == 1 or not self.options.leaves_choice:
+        on_gpus = devices.of(group.device).asynchronous  # a probe would mostly measure how NCCL connects
+        if group.size == 1 or on_gpus or not self.options.leaves_choice:
             return None
         from kfuse.comm import cost  # not before it is needed: `import kfuse` is quick
 
@@ -261,7 +264,9 @@ class Engine:
         # and nobody updates, before all gradients are where they are needed.
         self.executor.share_sums(self.measurement.norms)
         self._take(kept, self.measurement.record(self.buckets[-1].tail_sum, now))
-        self.group.first_steps.discard(self)
+        if self._made_first:  # and its update, which may compile too, is over on all workers
+            self.group.first_steps.discard(self)
+        self._made_first = True
         self.step += 1
         self.now = Step(self)
 

@@ -39,7 +39,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN
-from kfuse.comm.devices import Event
+from kfuse.comm.devices import DeviceError, Event
 from kfuse.comm.group import REDUCE_OPS, CommError, Group, Pending, first_line
 
 _LOG = logging.getLogger("kfuse")
@@ -116,7 +116,12 @@ class NcclGroup(Group):
         check: Callable[[], None] | None = None,
         hosts: Sequence[str] | None = None,
     ) -> None:
-        """check: given where the group may change. Raises CommError if the others do not connect."""
+        """check: given where the group may change.
+
+        Raises CommError if the others do not connect, DeviceError where torch is too old.
+        """
+        if problem := devices.problem():
+            raise DeviceError(problem)
         super().__init__(rank, size, store, device, timeout_s, check, hosts)
         self.waits_each_step = check is not None
         self._device = devices.of(device)
@@ -139,7 +144,7 @@ class NcclGroup(Group):
     def _connected(self) -> tuple[Any, Any]:
         """Returns a process group for kfuse alone, connected, and its first work, which may be under way."""
         self._device.make_current()
-        os.environ.setdefault(_READY_TIMEOUT, str(math.ceil(10 * self.timeout_s)))  # as `limit_s` in first steps
+        os.environ.setdefault(_READY_TIMEOUT, str(math.ceil(self.timeout_s)))
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True  # messages go before kernels that wait for a place on the GPU
         options._timeout, options.config.blocking = timedelta(seconds=self.timeout_s), False
@@ -385,12 +390,17 @@ class NcclGroup(Group):
         def enqueue(pg: Any) -> list[Any]:
             if not (brings or sends):
                 return []
-            pg._start_coalescing(self._device.name)
-            for peer, part in brings:
-                pg.recv([part], peer, 0)
-            for peer, part in sends:
-                pg.send([part], peer, 0)
-            return [pg._end_coalescing(self._device.name)]
+            pg._start_coalescing()
+            try:
+                for peer, part in brings:
+                    pg.recv([part], peer, 0)
+                for peer, part in sends:
+                    pg.send([part], peer, 0)
+            except RuntimeError:
+                with contextlib.suppress(RuntimeError):
+                    pg._end_coalescing()  # else this thread's later messages, of any communicator, would never begin
+                raise
+            return [pg._end_coalescing()]
 
         return self._start(what, enqueue)
 

@@ -65,7 +65,7 @@ class CommSettings(TypedDict, total=False):
         str,
         Setting(
             "auto",
-            "how gradients are reduced; auto: allreduce or all_to_all, by measured messages; with "
+            "how gradients are reduced; auto: allreduce, on CPUs all_to_all where messages show it quicker; with "
             "comm.reproducible=true all_to_all, with comm.state=sharded reduce_scatter; symmetric (experimental): GPUs "
             "read each other's memory, with a fixed number of workers; a dotted path: your own Transport class",
             choices=("auto", "allreduce", "reduce_scatter", "all_to_all", "tree", "symmetric"),

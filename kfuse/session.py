@@ -159,8 +159,6 @@ def _close_at_exit(made: Session, rendezvous: Rendezvous | None = None) -> None:
 def _take_device(comm: CommOptions) -> torch.device:
     """This worker's device, set up for `comm`, and the current one from now on. Raises DeviceError if it cannot be."""
     device = devices.of(_choose_device())
-    if device.asynchronous and (problem := devices.problem()):
-        raise DeviceError(problem)
     if comm.reproducible and device.asynchronous:
         from kfuse.determinism import make_deterministic
 

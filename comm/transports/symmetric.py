@@ -158,7 +158,7 @@ class SymmetricMemory:
         symm_mem: Any = importlib.import_module("torch.distributed._symmetric_memory")
         allocated = symm_mem._SymmetricMemory.empty_strided_p2p((numel,), (1,), torch.float32, group.device)
         self.own = allocated.zero_()
-        self._timeout_ms = round(1000 * (group.timeout_s + GRACE_S))
+        self._timeout_ms = round(1000 * (10 * group.timeout_s + GRACE_S))
         device = devices.of(group.device)
 
         def connect() -> Any:

@@ -65,11 +65,12 @@ class Snapshots:
         tensors = [dense(tensor) for tensor in tensors]
         memories = [view for tensor in tensors if (view := memory(tensor)) is not None]
         sizes, places = blocks(cut([tensor.nbytes for tensor in tensors]))
-        stream, memory_of = self._landings.get(device.name, (device.new_stream(), []))
+        if device.name not in self._landings:
+            self._landings[device.name] = device.new_stream(), []
+        stream, memory_of = self._landings[device.name]
         if [block.numel() for block in memory_of] != sizes:
             memory_of.clear()  # before as much again is taken
             memory_of.extend(device.pinned((size,), torch.uint8) for size in sizes)
-            self._landings[device.name] = stream, memory_of
         stream.wait_stream(device.current_stream())
         arrays = [block.numpy() for block in memory_of]
         here: dict[int, tuple[np.ndarray, int]] = {}  # by tensor: its block, and its first byte there
@@ -109,6 +110,9 @@ def blocks(chunks: Sequence[Chunk]) -> tuple[list[int], list[tuple[Chunk, tuple[
             sizes.append(free)
         places += [(chunk, (len(sizes) - 1, sizes[-1] - free + chunk.start - start)) for chunk in piece]
         free -= end - start
+    one = 1 << (starts[-1] - 1).bit_length() if chunks else 0
+    if one < sum(sizes):  # a few tensors of about a size
+        return [one], [(chunk, (0, chunk.start)) for chunk in chunks]
     return sizes, places
 
 

@@ -337,7 +337,7 @@ class ProcessGroupNCCL:
 
         return self._collective(f"alltoall {tensor.dtype}", [tensor, out], run, sends=cut, receives=into)
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def _start_coalescing(self) -> None:
         self._parts = []
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> None:
@@ -353,7 +353,7 @@ class ProcessGroupNCCL:
         self._parts.append(Part(is_send, tensor, source, target, self._sent[source, target]))
         self._sent[source, target] += 1
 
-    def _end_coalescing(self, device: torch.device) -> Work:
+    def _end_coalescing(self) -> Work:
         """Sends and receives in one group: they run at once, and no rank but their peers meets them. [6]"""
         parts, self._parts = self._parts, None
         assert parts

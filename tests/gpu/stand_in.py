@@ -56,7 +56,7 @@ class StandInProcessGroup:
             out[: into[0]].copy_(tensor[: into[0]])
         return self._enqueue([tensor], [out])
 
-    def _start_coalescing(self, device: Any) -> None:
+    def _start_coalescing(self) -> None:
         self._reads: list[Tensor] = []
         self._writes: list[Tensor] = []
 
@@ -69,7 +69,7 @@ class StandInProcessGroup:
                 tensor.zero_()
         self._writes += tensors
 
-    def _end_coalescing(self, device: Any) -> StandInWork:
+    def _end_coalescing(self) -> StandInWork:
         return self._enqueue(self._reads, self._writes)
 
     def _reduce_scatter_base(self, out: Tensor, tensor: Tensor) -> StandInWork:

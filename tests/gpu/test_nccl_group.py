@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -13,9 +15,11 @@ import nccl_double
 import pytest
 import torch
 from distributed import WorkersFailed, run_workers
+from gpu.stand_in import StandInProcessGroup
 from hypothesis import given
 from hypothesis import strategies as st
 from nccl_double import Faults, installed, messages, records
+from torch._C._distributed_c10d import Backend
 from torch.distributed import PrefixStore
 
 from kfuse.comm import cost, nccl, topology
@@ -120,6 +124,14 @@ def test_shards_cover_the_buffer_and_are_equal_but_for_the_last(numel: int, size
     widths = {s.stop - s.start for s in shards[:-1]}
     assert len(widths) == 1 and all(s.start % 64 == 0 for s in shards)
     assert shards[-1].stop - shards[-1].start < widths.pop() + 64 * size
+
+
+def test_the_doubles_of_a_group_of_messages_take_what_torch_takes() -> None:
+    """A ProcessGroupNCCL is a Backend, whose methods take no device; those of a ProcessGroup do."""
+    for name in ("_start_coalescing", "_end_coalescing"):
+        assert re.match(rf"{name}\(self: [\w.]+\)", str(getattr(Backend, name).__doc__))
+        for double in (nccl_double.ProcessGroupNCCL, StandInProcessGroup):
+            assert list(inspect.signature(getattr(double, name)).parameters) == ["self"]
 
 
 def test_a_probe_has_room_for_what_the_last_rank_receives() -> None:
