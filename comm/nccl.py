@@ -18,6 +18,11 @@ What torch and NCCL do (named by function, so that another version's line is fou
 6) alltoall_base sends every rank its part, be it empty (all2all_single_unequal_split), and so meets them all. Sends and
    receives do not. In one group they run at once; after eager_connect_single_device they use this communicator too
    (ProcessGroupNCCL::pointToPoint).
+7) The first message of a kind connects to the ranks that it needs (NCCL's group.cc, ncclCollPreconnect and
+   ncclP2PPreconnect). Its launch waits for their launches, in a loop that asks the communicator whether it has ended
+   (NCCL_CHECK_TIMEOUT in torch/csrc/cuda/nccl.cpp), for at most that timeout. An abort ends that loop: it sets the
+   flag that NCCL's own thread looks at before it frees anything (ncclCommAbort), so here, and only here, a second
+   thread goes in.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ _LOG = logging.getLogger("kfuse")
 _SLICE_S = 50e-6  # between two looks of the host's wait
 _WATCH_S = 0.1  # between two looks of the thread
 _END_S = 10.0  # for an abort, or a shutdown: it may hang
-_LAUNCH_S = 2.0  # for a launch to end before an abort: one that takes longer waits for a rank that is lost
+_LAUNCH_S = 0.5  # for a launch to end before an abort: one that takes longer waits for other ranks: 7)
 _BLOCKING_WAIT, _READY_TIMEOUT = "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 _CONSTRUCTING = threading.Lock()
 
@@ -144,7 +149,7 @@ class NcclGroup(Group):
     def _connected(self) -> tuple[Any, Any]:
         """Returns a process group for kfuse alone, connected, and its first work, which may be under way."""
         self._device.make_current()
-        os.environ.setdefault(_READY_TIMEOUT, str(math.ceil(self.timeout_s)))
+        os.environ.setdefault(_READY_TIMEOUT, str(math.ceil(10 * self.timeout_s)))  # `limit_s` of first steps
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True  # messages go before kernels that wait for a place on the GPU
         options._timeout, options.config.blocking = timedelta(seconds=self.timeout_s), False
@@ -206,7 +211,7 @@ class NcclGroup(Group):
             for message in list(self.under_way):
                 if not message.done():
                     return message
-                del self.under_way[message]
+                self.under_way.pop(message, None)  # the end of the group clears all
             return None
 
     def _failed(self, message: NcclPending) -> Any:
@@ -272,11 +277,7 @@ class NcclGroup(Group):
             if self._ending is None:
                 self._ending = self._in_thread(what, act)
             ending = self._ending
-        ended = ending.wait(seconds)
-        if ended:
-            self.under_way.clear()
-            self._pg = None
-        return ended
+        return ending.wait(seconds)
 
     def _in_thread(self, what: str, act: Callable[[], None]) -> threading.Event:
         over = threading.Event()
@@ -287,6 +288,8 @@ class NcclGroup(Group):
                 act()
             except RuntimeError as error:
                 _LOG.warning("NCCL's %s: %s", what, first_line(error))
+            self.under_way.clear()
+            self._pg = None
             over.set()
 
         threading.Thread(target=run, name=f"kfuse-nccl-{what}", daemon=True).start()

@@ -1,13 +1,14 @@
 """A double of torch.distributed.ProcessGroupNCCL: its rules, over real gloo process groups between real processes.
 
 It stands for hardware that is not here, and replaces no test on a GPU. What it keeps of the original, and where that is
-written, is in README.md beside this file; each rule has a number there, and here in the code: [1] to [9].
+written, is in README.md beside this file; each rule has a number there, and here in the code: [1] to [10].
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import threading
@@ -172,6 +173,10 @@ def messages(log: Path) -> dict[str, dict[int, list[str]]]:
     return found
 
 
+def nonblocking_timeout() -> float:
+    return float(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT") or 30 * 60)
+
+
 class Options:
     def __init__(self) -> None:
         self.is_high_priority_stream = False
@@ -235,6 +240,7 @@ class ProcessGroupNCCL:
         self._parts: list[Part] | None = None
         self._sent = Counter[tuple[int, int]]()  # messages to each rank, and from each
         self._meetings = 0
+        self._connected = set[str]()  # the ways of sending that have been used
         self._inside: dict[int, str] = {}  # what each thread calls that is in the communicator
         self._ready, self._aborted, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._queue: queue.Queue[Work] = queue.Queue()
@@ -280,8 +286,7 @@ class ProcessGroupNCCL:
         with self._mutex:
             if self._aborted.is_set():
                 raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank}.")
-            seconds = float(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT") or 30 * 60)
-            if not self._ready.wait(seconds):
+            if not self._ready.wait(nonblocking_timeout()):
                 raise dist.DistBackendError("NCCL timeout in: NCCLUtils.cpp, waitReady")
 
     @contextlib.contextmanager
@@ -289,7 +294,7 @@ class ProcessGroupNCCL:
         """Context: this thread is in the communicator, where no second one may be. [9]"""
         me = threading.get_ident()
         others = [name for thread, name in list(self._inside.items()) if thread != me]
-        if others:
+        if others and (what, others[0]) != ("abort", "connecting"):
             record("two threads", rank=self.rank, second=what, first=others[0])
         before, self._inside[me] = self._inside.get(me), what
         try:
@@ -371,8 +376,21 @@ class ProcessGroupNCCL:
     ) -> Work:
         assert all(tensor.is_contiguous() for tensor in tensors)
         self._communicator()
+        with self.alone("connecting"):
+            self._connect({each.connection: each for each in meets})
         with self.alone("a launch"):
             return self._launch(Work(self, len(self._works), message, run, meets))
+
+    def _connect(self, connections: dict[str, Meeting | Part]) -> None:
+        """Where a way of sending is used for the first time, the launch waits for those at its other ends. [10]"""
+        new = [(name, meets) for name, meets in connections.items() if name not in self._connected]
+        for name, _ in new:
+            self._store.set(f"connect/{name}/{self.rank}", "1")
+        deadline = time.monotonic() + nonblocking_timeout()
+        for name, meets in new:
+            if not self._await([f"connect/{name}/{rank}" for rank in meets.ends], deadline):
+                raise dist.DistBackendError(f"NCCL error while connecting: {name}")
+            self._connected.add(name)
 
     def _launch(self, work: Work) -> Work:
         time.sleep(LAUNCH_S)
@@ -441,9 +459,9 @@ class ProcessGroupNCCL:
         work.over.set()
         return True
 
-    def _await(self, keys: list[str]) -> bool:
+    def _await(self, keys: list[str], deadline: float = math.inf) -> bool:
         pause = _POLL_S / 4
-        while not self._aborted.is_set() and not self._ended.is_set():
+        while not self._aborted.is_set() and not self._ended.is_set() and time.monotonic() < deadline:
             try:
                 if self._store.check(keys):
                     return True

@@ -29,6 +29,15 @@ class Meeting(NamedTuple):
     def awaited(self) -> list[str]:
         return [f"{self.number}/{r}" for r in range(self.size)]
 
+    @property
+    def connection(self) -> str:
+        """What NCCL connects once: its algorithms differ, at least, between kinds of messages."""
+        return str(json.loads(self.told)["message"].split()[0])
+
+    @property
+    def ends(self) -> list[int]:
+        return list(range(self.size))
+
     def difference(self, told: list[str]) -> str | None:
         """What the ranks have enqueued as this number, where that does not fit together. [6]"""
         given = [json.loads(each) for each in told]
@@ -62,6 +71,14 @@ class Part(NamedTuple):
     @property
     def awaited(self) -> list[str]:
         return [self._key_of(not self.is_send)]
+
+    @property
+    def connection(self) -> str:
+        return f"{self.source} to {self.target}"
+
+    @property
+    def ends(self) -> list[int]:
+        return [self.source, self.target]
 
     def _key_of(self, is_send: bool) -> str:
         return f"{'send' if is_send else 'recv'}/{self.source}/{self.target}/{self.number}"

@@ -259,6 +259,33 @@ def test_one_thread_at_a_time_is_in_the_communicator(tmp_path: Path) -> None:
     assert not records(tmp_path, "two threads")
 
 
+def first_of_its_kind(log: Path) -> tuple[str, float]:
+    """Rank 1 is lost before its first all-to-all, and the supervisor tells a second later."""
+    with installed(log):
+        ends = time.monotonic() + 60.0
+
+        def check() -> None:
+            if time.monotonic() > ends:
+                raise CommError("another view")
+
+        group = connect(check=check)
+        if group.rank == 1:
+            others_stay()
+            return "", 0.0
+        ends = time.monotonic() + 1.0
+        out = torch.zeros(4)
+        told = failure_of(lambda: group.all_to_all(out, [2, 2], out.clone(), [2, 2], "bucket").wait())
+        others_stay()
+        return told
+
+
+@pytest.mark.full
+def test_a_launch_that_waits_to_connect_is_ended_with_the_view(tmp_path: Path) -> None:
+    (error, seconds), _ = run_workers(2, first_of_its_kind, tmp_path)
+    assert error == "another view" and seconds < 10.0
+    assert len(records(tmp_path, "abort")) == 1 and not records(tmp_path, "two threads")
+
+
 def end_that_hangs(log: Path, faults: Faults) -> tuple[str, float]:
     nccl._END_S = 0.3
     with installed(log, faults):
