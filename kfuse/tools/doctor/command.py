@@ -77,7 +77,7 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
 def _transport(options: CommOptions) -> Line:
     chosen = options.transport()
     if options.schedule == "auto" and not (options.reproducible or options.dtype == "bf16" or options.sharded):
-        chosen = "allreduce or all_to_all, by measured messages (see the line schedule)"
+        chosen = "allreduce; on CPUs perhaps all_to_all, by measured messages (see the line schedule)"
     return Line("transport", "ok", f"{chosen}, gradients in {options.dtype}")
 
 
@@ -96,8 +96,9 @@ def _self_test(settings: dict[str, Any], gpus: int) -> Iterator[Line]:
         first = answers[0][0]
         if first is not None:
             choice = first["choice"]
-            text = f"2 processes over {first['backend']}, one bucket in fp32: auto would "
-            text += f"take {choice['schedule']}: {choice['reason']}; measured in {choice['probe_s']:.2f} s"
+            text = f"2 processes over {first['backend']}, one bucket in fp32: "
+            text += "auto takes allreduce on GPUs; by measured messages " if gpus > 1 else "auto would take "
+            text += f"{choice['schedule']}: {choice['reason']}; measured in {choice['probe_s']:.2f} s"
             yield Line("schedule", "ok", text)
         if by_triton:
             yield _kernels(*kernels(), gpus)
