@@ -215,7 +215,7 @@ def late_in_each_step(log: Path) -> list[str]:
     """Which steps come through; rank 1 takes three times comm.timeout_s for each."""
     groups.GRACE_S = 0.1
     with installed(log):
-        kf.init(comm_schedule="allreduce", comm_timeout_s=0.5)
+        kf.init(comm_schedule="all_to_all", comm_timeout_s=0.5)
         rank, net, outcome = current().group.rank, nn.Linear(4, 4), []
         opt = kf.FusedSGD(net.parameters(), lr=0.1)
         for _ in range(3):
