@@ -1,7 +1,8 @@
 """One cell for a hosted notebook with one GPU: paste it, put this repository's address in, run it; under nine minutes.
 
 It runs the kernels and a training step of gpu.sh, prints the table, and leaves one JSON file, gpu_cuda.json, beside the
-notebook: send it back with an issue. The notebook's own torch (2.10 or later) and Triton are used.
+notebook: send it back with an issue. The notebook's own torch and Triton are used. The GPU needs compute capability 8.0
+or later (A100, L4 and later; not T4).
 """
 
 import os
@@ -21,10 +22,12 @@ environment = os.environ | {
 }
 script = checkout / "benchmarks" / "gpu_parts.py"
 device = os.environ.get("DEVICE", "cuda")
+results = Path(f"gpu_{device}.json")
+results.unlink(missing_ok=True)
 command = [sys.executable, str(script), "--device", device, "--out", ".", "--only", *PARTS]
 with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
     assert running.stdout is not None
     for line in running.stdout:
         print(line, end="")
-if running.returncode != 2:
-    print(f"send back: {Path(f'gpu_{device}.json').resolve()}")
+if results.exists():
+    print(f"send back: {results.resolve()}")

@@ -24,7 +24,6 @@ LINKS = {
     "NVLink 4, 450 GB/s a direction (H100's data sheet), 80 % of it": 0.8 * 450e9,
     "PCIe 5 x16, 64 GB/s a direction, 80 % of it": 0.8 * 64e9,
     "one 400 Gbit/s port a GPU, 80 % of it": 0.8 * 50e9,
-    "100 Gbit/s for each 8 GPUs' machine, 80 % of it": 0.8 * 12.5e9 / 8,
 }
 
 
@@ -41,7 +40,7 @@ def main() -> None:
     print(
         f"GPT-2 small, {TOKENS} tokens a GPU, {GPUS} GPUs, computed, not measured: backward {1e3 * backward_s:.1f} ms,"
     )
-    print(f"{len(buckets)} buckets, the last of {4 * embedding / 1e6:.0f} MB\n")
+    print(f"{len(buckets)} buckets, the last with the embedding's {4 * embedding / 1e6:.0f} MB\n")
     print(f"{'link':<66}{'messages':>10}{'exposed':>10}   (ms)")
     for name, rate in LINKS.items():
         end = total = 0.0

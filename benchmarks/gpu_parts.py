@@ -67,11 +67,11 @@ def main() -> int:
         why = "torch sees no GPU: see nvidia-smi, and whether torch is built for CUDA"
         parser.exit(2, f"{parser.prog}: {why} (here {torch.__version__}); DEVICE=cpu runs the parts without\n")
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
-    outcomes = []
     with tempfile.TemporaryDirectory(prefix="kfuse-gpu-") as folder:
-        for part in parts(options.device, gpus, Path(folder)):
-            if options.only is None or part.name in options.only:
-                outcomes.append(run(part))
+        found = {part.name: part for part in parts(options.device, gpus, Path(folder))}
+        if unknown := set(options.only or ()) - set(found):
+            parser.exit(2, f"{parser.prog}: --only: no part {min(unknown)!r}; there are: {', '.join(found)}\n")
+        outcomes = [run(part) for name, part in found.items() if options.only is None or name in options.only]
     print(f"\n{'part':<34} {'status':<10} {'seconds':>7}  note")
     for outcome in outcomes:
         print(f"{outcome.part:<34} {outcome.status:<10} {outcome.seconds:>7.1f}  {outcome.note}")
@@ -108,7 +108,7 @@ def parts(device: str, gpus: int, folder: Path) -> list[Part]:
     no_tool = None if sanitizer else "no compute-sanitizer on this machine (it comes with the CUDA toolkit)"
     one_gpu = "one GPU: two ranks would wait for each other's turn on it" if gpus == 1 else None
     # On a fresh machine: some 70 kernels, which Triton keeps on the disk for the parts that follow.
-    part("kernels are compiled", 110, "gpu_check.py", "--processes", "4", absent=needs_gpu)
+    part("kernels are compiled", 110, "gpu_check.py", "--processes", str(min(4, os.cpu_count() or 1)), absent=needs_gpu)
     part("kernels are right", 50, "gpu_check.py")
     part("buffers of over 2^31 elements", 40, "gpu_check.py", "--large", absent=needs_gpu)
     part("kernels under compute-sanitizer", 50, "gpu_check.py", "--small", absent=needs_gpu or no_tool, tool=memcheck)

@@ -138,12 +138,13 @@ class Group:
                     outcome.set_exception(error)
 
         threading.Thread(target=run, name="kfuse-connect", daemon=True).start()
-        deadline = time.monotonic() + self.timeout_s
+        limit_s = self.limit_s
+        deadline = time.monotonic() + limit_s
         try:
             while not futures.wait([outcome], SLICE_S).done:
                 self.check()
                 if time.monotonic() > deadline:
-                    raise CommError(f"{self.whom()} did not {late} within {self.timeout_s:.0f} s (comm.timeout_s)")
+                    raise CommError(f"{self.whom()} did not {late} within {limit_s:.0f} s (comm.timeout_s)")
         finally:
             outcome.cancel()
         if error := outcome.exception():

@@ -153,8 +153,9 @@ class Pair:
             return False
         self.pull, self._failures = None, 0
         self._copied.wait()
-        self._device.keep([self._others], self._device.current_stream())
-        others = views(self._others, weights)
+        flat, self._others = self._others, self._arrived  # its memory on a GPU is free after this
+        self._device.keep([flat], self._device.current_stream())
+        others = views(flat, weights)
         torch._foreach_add_(others, list(weights))  # in fp32, also for bf16 weights
         torch._foreach_mul_(others, 0.5)
         torch._foreach_copy_(list(weights), others)

@@ -158,7 +158,7 @@ class SymmetricMemory:
         symm_mem: Any = importlib.import_module("torch.distributed._symmetric_memory")
         allocated = symm_mem._SymmetricMemory.empty_strided_p2p((numel,), (1,), torch.float32, group.device)
         self.own = allocated.zero_()
-        self._timeout_ms = round(1000 * (10 * group.timeout_s + GRACE_S))
+        self._group = group
         device = devices.of(group.device)
 
         def connect() -> Any:
@@ -174,7 +174,7 @@ class SymmetricMemory:
         """Puts a kernel on the current stream that ends when every worker's has begun: what was written to the memory
         before, on that stream of each worker, can be read behind it.
         """
-        self._handle.barrier(0, self._timeout_ms)
+        self._handle.barrier(0, round(1000 * (self._group.limit_s + GRACE_S)))
 
 
 def _name(group: Group) -> str:

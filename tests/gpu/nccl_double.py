@@ -37,9 +37,9 @@ _SERVERS: list[TCPStore] = []
 """Of this process's groups: each rank 0 serves its group's store until the process ends."""
 
 HOST_IS_STREAM = True
-"""On a CPU the host does the stream's work: `synchronize` blocks it, for as long as the work takes. So it must for a
-computation to be right. It is also what a host sees that is blocked because a GPU's queue is full. False: as on a GPU,
-the host goes on.
+"""On a CPU the host does the stream's work: `block_current_stream` blocks it, for as long as the work takes. So it must
+for a computation to be right. It is also what a host sees that is blocked because a GPU's queue is full. False: as on
+a GPU, the host goes on.
 """
 
 
@@ -210,7 +210,7 @@ class Work:
         self.handled = self.handled or failed
         return SimpleNamespace(done=lambda: failed, value=lambda: 2)
 
-    def synchronize(self) -> None:
+    def block_current_stream(self) -> None:
         """The current stream waits; it raises nothing, and after an abort the data are not there. [3]"""
         if _current.stream is not None:
             _current.stream.works = [work for work in (*_current.stream.works, self) if not work.over.is_set()]
@@ -388,8 +388,10 @@ class ProcessGroupNCCL:
             self._store.set(f"connect/{name}/{self.rank}", "1")
         deadline = time.monotonic() + nonblocking_timeout()
         for name, meets in new:
-            if not self._await([f"connect/{name}/{rank}" for rank in meets.ends], deadline):
-                raise dist.DistBackendError(f"NCCL error while connecting: {name}")
+            while not self._await([f"connect/{name}/{rank}" for rank in meets.ends], deadline):
+                if time.monotonic() > deadline or name == "alltoall":
+                    raise dist.DistBackendError("NCCL timeout when waiting for nonblocking call to become successful.")
+                time.sleep(_POLL_S)  # an abort goes unnoticed: torch's loop asks a communicator that is not there
             self._connected.add(name)
 
     def _launch(self, work: Work) -> Work:

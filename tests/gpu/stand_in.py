@@ -1,6 +1,6 @@
 """A double of ProcessGroupNCCL in one process, for the recorder: the other ranks contribute what this one does.
 
-Only the order of work is of interest, so values are finite and mean nothing. `kfuse.comm.nccl` runs over it as it is.
+Only the order of work is of interest, so values are finite and mean nothing. `kfuse.comm.nccl` runs over it.
 A message has come through when the recorder says so: the host has polled it, with a pause between.
 """
 
@@ -25,7 +25,7 @@ class StandInWork:
     def is_completed(self) -> bool:
         return self._recorder.completed(self)
 
-    def synchronize(self) -> None:
+    def block_current_stream(self) -> None:
         self._recorder.synchronized(self)
 
     def get_future_result(self) -> Any:

@@ -68,7 +68,7 @@ def test_an_error_as_a_message_is_started_names_the_message(group: NcclGroup, mo
         raise RuntimeError("NCCL communicator was aborted on rank 0.")
 
     monkeypatch.setattr(StandInProcessGroup, "allreduce", aborted)
-    said = r"^bucket 7: starting it with rank 1: .* was aborted"
+    said = r"^bucket 7: connecting to rank 1: .* was aborted"
     with pytest.raises(CommError, match=said):
         group.all_reduce(torch.zeros(3, device=DEVICE), "bucket 7")
     with pytest.raises(CommError, match=said):

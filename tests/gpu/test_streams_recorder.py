@@ -14,7 +14,7 @@ from gpu.steps import Job, job
 from gpu.test_streams_steps import UPDATE, WIDE, fail_in_a_step
 
 from kfuse.comm import devices
-from kfuse.comm.nccl import NcclPending
+from kfuse.comm.communicator import NcclPending
 from kfuse.kernels import sum_partials
 
 DEVICE = torch.device("cpu")
