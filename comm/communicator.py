@@ -21,8 +21,9 @@ What torch and NCCL do (named by function, so that another version's line is fou
 7) The first message that takes an algorithm connects to the ranks that it needs (NCCL's group.cc, ncclCollPreconnect
    and ncclP2PPreconnectFunc), and its launch waits for theirs. torch asks the communicator in a loop whether it has
    ended, for at most that timeout (C10D_NCCL_CHECK_TIMEOUT), and the loop does not notice an abort. So messages of a
-   new kind are launched in a thread, which is left behind where this rank gives up. Only then are two threads in the
-   communicator: NCCLComm's own mutex keeps the abort and that loop apart.
+   new kind are launched in a thread, which is left behind where this rank gives up. An abort waits half a second for a
+   launch. Then it goes in beside it, as the device's queue may be full, and nothing else would empty it; NCCLComm's own
+   mutex keeps the abort and that loop apart.
 """
 
 from __future__ import annotations
@@ -59,21 +60,14 @@ _CONSTRUCTING = threading.Lock()
 class NcclPending(Pending):
     """Messages on the communicator's own stream, which takes them in the order in which they were started.
 
-    ready: happens when the device has computed what the messages send. over: happens when they have come through.
-    held: keeps their tensors, which torch lets go of as the stream that records `over` waits for them.
+    events: the device has computed what they send; they have come through. held: keeps their tensors, which torch lets
+    go of as the stream of the second event waits for them.
     """
 
     def __init__(
-        self,
-        group: Communicator,
-        what: str,
-        works: list[Any],
-        peer: int | None,
-        ready: Event,
-        over: Event,
-        held: object,
+        self, group: Communicator, what: str, works: list[Any], peer: int | None, events: tuple[Event, Event], held: Any
     ) -> None:
-        self._nccl, self.peer, self._ready, self._over, self._held = group, peer, ready, over, held
+        self._nccl, self.peer, (self._ready, self._over), self._held = group, peer, events, held
         self._since: float | None = None
         super().__init__(group, what, [(work, peer) for work in works])
 
@@ -87,6 +81,7 @@ class NcclPending(Pending):
     def wait_on_stream(self) -> None:
         self._nccl.raise_failure()
         self._over.wait()
+        self._held = None  # their memory is used again behind this
 
     def failed(self) -> Any:
         """The work that has ended with an error; None if there is none. Never waits. Under the lock of launches."""
@@ -202,8 +197,8 @@ class Communicator(Group):
             whom = self.whom(message.peer)
             if failed is not None:
                 self._fail(f"{message.what}: lost contact with {whom}", failed)
-            elif late_s > self.limit_s:
-                late = self.late_ranks(message.what)
+            elif late_s > message.limit_s:
+                late = self.late_ranks("a message")  # others may wait in another one
                 self._fail(f"{message.what}: waited {late_s:.1f} s for {whom} (comm.timeout_s){late}")
 
     def _drop_completed(self) -> Pending | None:
@@ -230,6 +225,7 @@ class Communicator(Group):
         while not self._launching.acquire(timeout=_WATCH_S):
             self.raise_failure()
         try:
+            self.raise_failure()
             yield
         finally:
             self._launching.release()
@@ -257,7 +253,7 @@ class Communicator(Group):
         def end() -> None:
             alone = self._launching.acquire(timeout=_LAUNCH_S)
             try:
-                if failed is not None:
+                if failed is not None and alone:
                     try:
                         with self._device.on(self._follower):  # wait() has the current stream wait too
                             failed.wait()
@@ -352,8 +348,8 @@ class Communicator(Group):
         group = self._pg  # before the failure is looked at, which is known before this is None
         self.raise_failure()
         ready, over = self._device.event(), self._device.event()
-        ready.record()
         try:
+            ready.record()
             self._drop_completed()
             works = self._enqueue(what, kind, lambda: enqueue(group))
             with self._device.on(self._follower) if works else contextlib.nullcontext():
@@ -363,12 +359,13 @@ class Communicator(Group):
         except CommError as error:  # of a launch that is left behind
             self._fail(str(error))
             raise
-        except RuntimeError as error:
+        except Exception as error:
             self._fail(f"{what}: starting it with {self.whom()}: {first_line(error)}")
             self.raise_failure()
             raise
         with self._lock:
-            return NcclPending(self, what, works, peer, ready, over, enqueue)
+            self.raise_failure()  # else the end of the group, which drops all messages, may have come before this one
+            return NcclPending(self, what, works, peer, (ready, over), enqueue)
 
     def _enqueue(self, what: str, kind: Hashable, enqueue: Callable[[], list[Any]]) -> list[Any]:
         """What `enqueue` returns. Where NCCL may connect for it, a thread calls it, and this rank can leave that."""

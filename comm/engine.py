@@ -128,6 +128,7 @@ class Engine:
         before, self.group = self.group, group.lane(self.lane)
         before.first_steps.discard(self)
         self.group.first_steps.add(self)
+        self.group.first_steps.discard(group)
         self._made_first = False  # a step in this group
         if self.group is not before and isinstance(self.tree, tuple):
             self.tree = None
@@ -264,7 +265,7 @@ class Engine:
         # and nobody updates, before all gradients are where they are needed.
         self.executor.share_sums(self.measurement.norms)
         self._take(kept, self.measurement.record(self.buckets[-1].tail_sum, now))
-        if self._made_first:  # and its update, which may compile too, is over on all workers
+        if self._made_first:  # the first update may compile too: the second step's messages wait for it
             self.group.first_steps.discard(self)
         self._made_first = True
         self.step += 1
@@ -354,3 +355,4 @@ class Engine:
     def close(self) -> None:
         """Removes the hooks: gradients stay in `p.grad`. Those of a step that the optimizer has made are dropped."""
         self._hooks.close(drop=self.reduced is None)
+        self.group.first_steps.discard(self)

@@ -51,7 +51,7 @@ class GlooPending(Pending):
                     raise CommError(f"{self.what}: lost contact with {whom}: {first_line(error)}") from error
             self.group.check()
             waited = time.monotonic() - since
-            if waited > self.group.limit_s:
+            if waited > self.limit_s:
                 late = self.group.late_ranks(self.what) if peer is None else ""
                 raise CommError(f"{self.what}: waited {waited:.1f} s for {whom} (comm.timeout_s){late}")
 
@@ -97,7 +97,9 @@ class GlooGroup(Group):
     def _among(self, ranks: Sequence[int], name: str) -> GlooGroup:
         """These ranks, in ascending order, with further connections. Each of them calls it at the same point."""
         place = ranks.index(self.rank), len(ranks), PrefixStore(name, self.store), self.device
-        return GlooGroup(*place, self.timeout_s, self._hostname, self.check, [self.hosts[r] for r in ranks])
+        made = GlooGroup(*place, self.limit_s, self._hostname, self.check, [self.hosts[r] for r in ranks])
+        made.timeout_s, made.first_steps = self.timeout_s, self.first_steps
+        return made
 
     def connect_lanes(self, count: int) -> None:
         counts = self.all_gather(torch.tensor([count]), "number of lanes")

@@ -44,6 +44,7 @@ class Pending:
 
     def __init__(self, group: Group, what: str, works: list[tuple[Any, int | None]]) -> None:
         self.group, self.what, self.works = group, what, works
+        self.limit_s = group.limit_s  # after which it is late; a GPU may run it when the host is steps ahead
         group.under_way[self] = None
 
     def done(self) -> bool:
@@ -92,7 +93,8 @@ class Group:
         self.under_way: dict[Pending, None] = {}  # what has not been waited for, in the order of the starts
         self.numbers: Sequence[int] = range(size)  # what errors call each rank: in a part of a group, its rank there
         self._store = store
-        self.first_steps = WeakSet[object]()  # what has not made its first step in this group yet
+        # What has not made its first two steps in this group yet: engines; of a fixed job itself, until one is made.
+        self.first_steps = WeakSet[object]()
         self._meetings = Counter[str]()
 
     @property

@@ -43,14 +43,15 @@ class NcclGroup(Communicator):
                     pg.recv([part], peer, 0)
                 for peer, part in sends:
                     pg.send([part], peer, 0)
-            except RuntimeError:
+            except BaseException:
                 with contextlib.suppress(RuntimeError):
                     pg._end_coalescing()  # else this thread's later messages, of any communicator, would never begin
                 raise
             return [pg._end_coalescing()]
 
-        peers = ("few", *(peer for peer, _ in brings), -1, *(peer for peer, _ in sends))
-        return self._start(what, peers, enqueue)
+        kind = ("few", *(peer for peer, _ in brings), -1, *(peer for peer, _ in sends))
+        peers = {peer for peer, _ in (*brings, *sends)}
+        return self._start(what, kind, enqueue, peers.pop() if len(peers) == 1 else None)
 
     def exchange(self, sent: Tensor, received: Tensor, peer: int, what: str) -> None:
         self.to_few(received, self._for_one(received, peer), sent, self._for_one(sent, peer), what).wait()

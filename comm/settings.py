@@ -149,7 +149,7 @@ class CommSettings(TypedDict, total=False):
         Setting(
             60.0,
             "seconds without an answer, after which a worker counts as lost; ten times as many until each optimizer "
-            "has made its first step: one worker may compile for longer than the others",
+            "has made two steps: one worker may compile for longer than the others",
             above=0,
             at_most=10**6,
         ),

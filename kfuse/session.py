@@ -125,6 +125,7 @@ def join_fixed_group(
 ) -> Session:
     """The session of a worker of a job of fixed size, in its only view. Raises CommError if others do not connect."""
     group, view = rendezvous.form_group(_take_device(comm), timeout_s)
+    group.first_steps.add(group)
     if comm.tree == "latency":
         measure(group)
     made = _use(Session(group, comm, record=record))

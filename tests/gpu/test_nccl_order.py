@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import nccl_double
 import pytest
 import torch
 import torch.nn.functional as F
@@ -211,20 +212,21 @@ def test_a_rank_without_micro_batches_keeps_the_order_of_two_optimizers(tmp_path
 # -- a late rank --------------------------------------------------------------------------------------------------
 
 
-def late_in_each_step(log: Path) -> list[str]:
-    """Which steps come through; rank 1 takes three times comm.timeout_s for each."""
+def late_in_each_step(log: Path, late_in: int) -> list[str]:
+    """Which steps come through; in so many of them rank 1 takes three times comm.timeout_s."""
     groups.GRACE_S = 0.1
     with installed(log):
         kf.init(comm_schedule="all_to_all", comm_timeout_s=0.5)
         rank, net, outcome = current().group.rank, nn.Linear(4, 4), []
         opt = kf.FusedSGD(net.parameters(), lr=0.1)
-        for _ in range(3):
-            if rank == 1:
+        for step in range(3):
+            if rank == 1 and step < late_in:
                 time.sleep(1.5)
             try:
                 net(torch.ones(2, 4)).sum().backward()
                 opt.step()
-                current().group.settle()
+                if nccl_double.HOST_IS_STREAM or step == 2:
+                    kf.barrier()
                 outcome.append("done")
             except CommError as error:
                 outcome.append(str(error))
@@ -234,6 +236,34 @@ def late_in_each_step(log: Path) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_rank_may_be_later_in_the_first_step(tmp_path: Path) -> None:
-    *earlier, last = run_workers(2, late_in_each_step, tmp_path)[0]
+def test_a_rank_may_be_later_in_the_first_steps(tmp_path: Path) -> None:
+    *earlier, last = run_workers(2, late_in_each_step, tmp_path, 3)[0]
     assert earlier == ["done", "done"] and "waited" in last, "the second step's sums wait for first updates"
+
+
+def host_ahead(log: Path) -> list[str]:
+    nccl_double.HOST_IS_STREAM = False
+    return late_in_each_step(log, 1)
+
+
+@pytest.mark.full
+def test_the_messages_of_first_steps_have_time_also_where_the_host_is_steps_ahead(tmp_path: Path) -> None:
+    assert run_workers(2, host_ahead, tmp_path) == [["done"] * 3] * 2
+
+
+def late_over_gloo() -> str:
+    """With further connections between some of the ranks, which the first sum makes."""
+    group = kf.init(comm_schedule="tree", comm_tree="host", comm_timeout_s=1.0).group
+    group.hosts = ["a", "b"]
+    net = nn.Linear(4, 4)
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    if group.rank == 1:
+        time.sleep(2.5)
+    net(torch.ones(2, 4)).sum().backward()
+    opt.step()
+    return "done"
+
+
+@pytest.mark.full
+def test_so_they_have_over_gloo() -> None:
+    assert run_workers(2, late_over_gloo) == ["done"] * 2

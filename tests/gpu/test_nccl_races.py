@@ -34,6 +34,7 @@ def test_it_is_ended_as_a_message_is_started(group: NcclGroup, monkeypatch: pyte
     monkeypatch.setattr(group._device, "event", lambda timing=False: event)
     with pytest.raises(CommError, match=LOST):
         group.all_reduce(torch.zeros(3, device=DEVICE), "bucket 1").wait()
+    assert not group.under_way
 
 
 @pytest.mark.parametrize("waits", ["a message", "the step"])
@@ -99,11 +100,17 @@ def test_a_message_that_is_over_is_dropped_as_the_next_one_starts(
     group: NcclGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the memory that it holds: the thread looks ten times a second only."""
-    monkeypatch.setattr(group._device, "event", lambda timing=False: SimpleNamespace(record=int, query=lambda: True))
+    event = SimpleNamespace(record=int, query=lambda: True, wait=int)
+    monkeypatch.setattr(group._device, "event", lambda timing=False: event)
     tensor = torch.zeros(3, device=DEVICE)
     kept = weakref.ref(tensor)
     group.all_reduce(tensor, "bucket 1")
     del tensor
     assert kept() is not None, "torch lets go of it: the stream that records the event has waited"
-    group.all_reduce(torch.zeros(3, device=DEVICE), "bucket 2")
-    assert kept() is None
+    later = torch.zeros(3, device=DEVICE)
+    kept_later = weakref.ref(later)
+    message = group.all_reduce(later, "bucket 2")
+    del later
+    assert kept() is None and kept_later() is not None
+    message.wait_on_stream()
+    assert kept_later() is None, "its memory can be used again behind what has waited"
