@@ -7,8 +7,8 @@
 The model of one message is Hockney's (1994), the counts of messages and bytes of the collectives are those of Thakur,
 Rabenseifner and Gropp (2005, "Optimization of Collective Communication Operations in MPICH"), for the ring all-reduce
 those of Patarasuk and Yuan (2009). alpha and beta are fitted for each kind of message by itself, since libraries send
-them at different speeds. All functions are pure but for `probe`, by which rank 0 measures, at the start and after each
-change of the view, and sends the fitted constants to all: each rank computes the same choice.
+them at different speeds. All functions are pure but for `probe` and `known`: rank 0 measures, once and where machines
+come, and sends the fitted constants to all: each rank computes the same choice.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kfuse.comm import devices, transports
 from kfuse.comm.group import Group
@@ -192,8 +193,7 @@ def choose(seconds: Mapping[str, float], default: str) -> str:
     return best if seconds[best] < min((1 - MARGIN) * most, most - LEAST_S) else default
 
 
-BUDGET_S, AGAIN_S = 0.12, 0.05  # seconds of a probe at the start, and in a later view, where workers wait
-# for it. No message begins that is expected to end later.
+BUDGET_S = 0.12  # seconds of a probe. No message begins that is expected to end later.
 SMALL = 2**10  # elements of the small messages: latency is most of their time
 _MOST_ROUNDS, _LEAST_ROUNDS = 15, 3  # of a size; the shortest is fitted: others wait for a core of a busy machine
 _GROWTH = 16  # a larger message may be slower by more than its bytes: caches
@@ -229,6 +229,27 @@ def choose_program(costs: Costs, workers: int, buckets: Sequence[int]) -> Choice
     return Choice(chosen, workers, predicted, costs.probe_s, why)
 
 
+def known(group: Group, before: Group) -> Costs | None:
+    """What rank 0 measured in the group before, unless there are other machines now. Every rank calls it.
+
+    Raises CommError.
+    """
+    figures = torch.zeros(2 * len(PROBED) + 3, dtype=torch.float64, device=group.device)
+    if group.rank == 0 and before.costs is not None and set(group.hosts) <= set(before.hosts):
+        costs = before.costs
+        numbers = [*costs.alpha.values(), *costs.beta.values(), costs.gamma, costs.largest_bytes, costs.probe_s]
+        figures.copy_(torch.tensor(numbers, dtype=torch.float64))
+    group.broadcast(figures, "costs of messages").wait()
+    return _costs(figures) if figures.any() else None
+
+
+def _costs(figures: Tensor) -> Costs:
+    values = figures.tolist()
+    count = len(PROBED)
+    alpha, beta = (dict(zip(PROBED, part, strict=True)) for part in (values[:count], values[count : 2 * count]))
+    return Costs(alpha, beta, *values[2 * count :])
+
+
 def probe(group: Group, elements: int, budget_s: float = BUDGET_S) -> Costs:
     """Measures a group's messages, of at most so many elements: called on every rank at the same point.
 
@@ -258,9 +279,7 @@ def probe(group: Group, elements: int, budget_s: float = BUDGET_S) -> Costs:
         constants = [*alphas, *betas, gamma, 4.0 * max(rounds), time.perf_counter() - started]
     sent = torch.tensor(constants, dtype=torch.float64, device=group.device)
     group.broadcast(sent, "probe (result)").wait()
-    values = sent.tolist()
-    alpha, beta = (dict(zip(PROBED, part, strict=True)) for part in (values[:3], values[3:6]))
-    return Costs(alpha, beta, *values[6:])
+    return _costs(sent)
 
 
 def orders(

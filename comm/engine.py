@@ -133,7 +133,7 @@ class Engine:
         if self.group is not before and isinstance(self.tree, tuple):
             self.tree = None
         options = self.options
-        self.choice = self._choose(group, again=self.choice is not None)
+        self.choice = self._choose(group, before)
         self.group.costs = group.costs  # a lane of its own
         if self.choice is not None and group.rank == 0:
             _LOG.info("comm.schedule=%s: %s: %s", options.schedule, self.choice.schedule, self.choice.reason)
@@ -148,8 +148,8 @@ class Engine:
         self.bf16_sums = options.dtype == "bf16" and not self.executor.programs[0].has("reduce")
         self.now = Step(self)
 
-    def _choose(self, group: Group, again: bool) -> Choice | None:
-        """Returns what measured messages choose, if there is a choice. again: not for the first time.
+    def _choose(self, group: Group, before: Group) -> Choice | None:
+        """Returns what measured messages choose, if there is a choice. before: the group until now, or a lane of it.
 
         All workers of a view must come to the same messages, so decisions, which a joining worker does not know yet, do
         not matter here.
@@ -161,7 +161,7 @@ class Engine:
 
         elements = [layout.numel for layout in self._layouts] or [1]
         if group.costs is None:
-            group.costs = cost.probe(group, max(elements), cost.AGAIN_S if again else cost.BUDGET_S)
+            group.costs = cost.known(group, before) or cost.probe(group, max(elements))
         return cost.choose_program(group.costs, group.size, elements)
 
     # -- micro-batches --------------------------------------------------------------------------------------------

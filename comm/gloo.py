@@ -121,9 +121,12 @@ class GlooGroup(Group):
                 return False
             time.sleep(SLICE_S)
         self.under_way.clear()
+        self.disconnect()
+        return all(closed)
+
+    def disconnect(self) -> None:
         self._pg = self._share_pg = self._store = None
         self._from, self._share_from = [], []
-        return all(closed)
 
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
         return GlooPending(self, what, [(self._pg.allreduce(tensor, REDUCE_OPS[op]), None)])

@@ -58,3 +58,4 @@ def test_each_view_is_measured_and_a_list_is_dropped_when_a_worker_is_lost(tmp_p
     chosen = job.of_kind("schedule")
     assert [event["workers"] for event in chosen] == [2, 3], "later the tree is decided upon"
     assert all(event["schedule"] in event["predicted_s"] and event["probe_s"] > 0 for event in chosen)
+    assert chosen[0]["probe_s"] == chosen[1]["probe_s"], "on the same machine nothing is measured again"
