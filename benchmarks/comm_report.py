@@ -39,6 +39,7 @@ def _size(size: Mapping[str, Any]) -> dict[str, Any]:
                 {
                     "step_ms": _milliseconds(seconds[name]),
                     "to_ddp": median_interval(seconds[name] / seconds["ddp"]),
+                    "cpu_to_ddp": median_interval(cpu[name] / cpu["ddp"]),
                     "exposed_ms": None if base is None else _milliseconds(seconds[name] - seconds[base]),
                     "bytes_a_parameter": round(float(np.median(sent[name])) / size["parameters"], 2),
                     "cpu_ms": _milliseconds(cpu[name]),
