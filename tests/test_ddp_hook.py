@@ -528,3 +528,42 @@ def test_python_does_not_end_while_a_thread_of_torch_holds_a_callback() -> None:
     """Such a thread aborts the process where Python has ended: "terminate called without an active exception"."""
     done = subprocess.run([sys.executable, "-c", HELD_AT_EXIT], capture_output=True, text=True, timeout=120)
     assert done.stdout == "dropped\n", done.stderr
+
+
+LEAVES_EARLY = """
+import ctypes, sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import kfuse as kf
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+model = DistributedDataParallel(torch.nn.Linear(2, 1))
+monitor = kf.ddp_hook(model)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(model))  # stays to the end, as what a cycle of references holds
+reduce = dist.all_reduce
+
+def late(tensor, **options):
+    if tensor.dtype == torch.float64 and rank == 0:
+        time.sleep(1.0)
+    return reduce(tensor, **options)
+
+dist.all_reduce = late
+model(torch.ones(1, 2)).sum().backward()
+if rank == 0:
+    print(monitor.stats.grad_norm)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+def test_a_worker_that_ends_first_leaves_the_others_their_figures(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEAVES_EARLY]
+    workers = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    found = [worker.communicate(timeout=120)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0]
+    assert float(found[0]) == pytest.approx(math.sqrt(3))

@@ -33,11 +33,15 @@ from kfuse.kernels import BLOCK
 from kfuse.statistics.step_stats import Statistics, StepStats
 
 _callbacks: WeakSet[Callable[..., Tensor]] = WeakSet()  # Those of futures that torch's threads still hold
+_travelling = set[dist.Work]()  # the messages of the monitors' newest steps
 
 
 @cache
 def wait_at_exit() -> None:
-    """Makes Python wait at exit until the callbacks are dropped, and a moment more."""
+    """Makes Python wait at exit for callbacks to be dropped and messages to arrive, some seconds at most.
+
+    A script may end while another worker, which is slower, still reads the last step's figures.
+    """
     atexit.register(_wait)
 
 
@@ -50,7 +54,7 @@ def drop_before_exit(callback: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _wait() -> None:
     end = time.monotonic() + 5.0
-    while _callbacks and time.monotonic() < end:
+    while (_callbacks or not all(work.is_completed() for work in _travelling)) and time.monotonic() < end:
         time.sleep(0.001)
     time.sleep(0.1)  # for the tensors of messages, which Python does not see being dropped
 
@@ -231,6 +235,8 @@ class Monitor:
         self._pending = (message, sent)
         if sent is None:
             self._settle()
+        else:
+            _travelling.add(sent)
 
     def _settle(self) -> None:
         """Takes in the step whose message was still travelling."""
@@ -238,6 +244,7 @@ class Monitor:
             return
         (message, sent), self._pending = self._pending, None
         if sent is not None:
+            _travelling.discard(sent)
             sent.wait()
         micro_batches, seen = message[MICRO_BATCHES], message[TOTAL]
         samples = micro_batches / message[INVERSE_SAMPLES]
