@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from kfuse.comm import devices, transports
 from kfuse.comm.group import Group
@@ -234,18 +233,19 @@ def known(group: Group, before: Group) -> Costs | None:
 
     Raises CommError.
     """
+    return _from_first(group, before.costs if set(group.hosts) <= set(before.hosts) else None)
+
+
+def _from_first(group: Group, costs: Costs | None) -> Costs | None:
+    """Rank 0's costs, on every rank. Raises CommError."""
     figures = torch.zeros(2 * len(PROBED) + 3, dtype=torch.float64, device=group.device)
-    if group.rank == 0 and before.costs is not None and set(group.hosts) <= set(before.hosts):
-        costs = before.costs
+    if group.rank == 0 and costs is not None:
         numbers = [*costs.alpha.values(), *costs.beta.values(), costs.gamma, costs.largest_bytes, costs.probe_s]
         figures.copy_(torch.tensor(numbers, dtype=torch.float64))
     group.broadcast(figures, "costs of messages").wait()
-    return _costs(figures) if figures.any() else None
-
-
-def _costs(figures: Tensor) -> Costs:
-    values = figures.tolist()
-    count = len(PROBED)
+    values, count = figures.tolist(), len(PROBED)
+    if not any(values):
+        return None
     alpha, beta = (dict(zip(PROBED, part, strict=True)) for part in (values[:count], values[count : 2 * count]))
     return Costs(alpha, beta, *values[2 * count :])
 
@@ -270,16 +270,16 @@ def probe(group: Group, elements: int, budget_s: float = BUDGET_S) -> Costs:
         messages.grow(size)
         rounds[size] += [{kind: messages.seconds(kind, size) for kind in PROBED} for _ in range(count)]
     # On all ranks at once, as in a step: those of one machine share its memory. Rank 0's figure is taken.
-    gamma, constants = messages.memory_seconds(), [0.0] * (2 * len(PROBED) + 3)
+    gamma, costs = messages.memory_seconds(), None
     if group.rank == 0:
         ends = sorted({min(rounds), max(rounds)})  # of the sizes; the shortest messages of each are fitted
         shortest = {n: {kind: min(each[kind] for each in rounds[n]) for kind in PROBED} for n in ends}
         pairs = [fit([(traffic(k, 4 * n, group.size), times[k]) for n, times in shortest.items()]) for k in PROBED]
-        alphas, betas = zip(*pairs, strict=True)
-        constants = [*alphas, *betas, gamma, 4.0 * max(rounds), time.perf_counter() - started]
-    sent = torch.tensor(constants, dtype=torch.float64, device=group.device)
-    group.broadcast(sent, "probe (result)").wait()
-    return _costs(sent)
+        alpha, beta = (dict(zip(PROBED, part, strict=True)) for part in zip(*pairs, strict=True))
+        costs = Costs(alpha, beta, gamma, 4.0 * max(rounds), time.perf_counter() - started)
+    costs = _from_first(group, costs)
+    assert costs is not None
+    return costs
 
 
 def orders(

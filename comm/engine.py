@@ -129,7 +129,7 @@ class Engine:
         before.first_steps.discard(self)
         self.group.first_steps.add(self)
         self.group.first_steps.discard(group)
-        self._made_first = False  # a step in this group
+        self._first_steps = 2  # to be made in this group
         if self.group is not before and isinstance(self.tree, tuple):
             self.tree = None
         options = self.options
@@ -265,9 +265,10 @@ class Engine:
         # and nobody updates, before all gradients are where they are needed.
         self.executor.share_sums(self.measurement.norms)
         self._take(kept, self.measurement.record(self.buckets[-1].tail_sum, now))
-        if self._made_first:  # the first update may compile too: the second step's messages wait for it
-            self.group.first_steps.discard(self)
-        self._made_first = True
+        if self._first_steps:
+            self._first_steps -= 1
+            if not self._first_steps:  # the first update may compile too: the second step's messages wait for it
+                self.group.first_steps.discard(self)
         self.step += 1
         self.now = Step(self)
 
