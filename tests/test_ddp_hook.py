@@ -437,6 +437,17 @@ def error(act: Any) -> str:
     return "nothing"
 
 
+class Keeps(nn.Linear):
+    """Keeps its loss, and returns an output that does not lead to it."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = super().forward(x).sum()
+        return self.weight.sum()
+
+
 def wrong_uses() -> dict[str, Any]:
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
@@ -481,6 +492,15 @@ def wrong_uses() -> dict[str, Any]:
     monitor = kf.ddp_hook(model)
     model(x).sum().backward()
     check_copies(model, monitor)
+    # The loss does not come from the model's outputs: from the second step on, its parameters tell of a backward.
+    model = wrapped(Keeps())
+    monitor = kf.ddp_hook(model)
+    for _ in range(2):
+        model(x * (dist.get_rank() + 1))
+        model.module.loss.backward()  # type: ignore[union-attr, operator]
+        model.zero_grad()
+        assert monitor.stats is not None
+        found["kept loss"] = [*found.get("kept loss", ()), (monitor.stats.grad_variance, monitor.why)]
     # Two groups: the model's own counts.
     groups = [dist.new_group([rank]) for rank in range(2)]
     model = wrapped(nn.Linear(5, 2), process_group=groups[dist.get_rank()])
@@ -500,6 +520,9 @@ def test_wrong_uses_of_ddp_end_in_one_line() -> None:
         assert "join()" in found["join"] and "sparse" in found["sparse"]
         assert found["logged"] == ((2, 3) if rank == 0 else (0, 0))
         assert found["no no_sync"] == (1, None)
+        (unknown, why), (variance, _) = found["kept loss"]
+        assert unknown is None and "model's outputs" in why
+        assert variance == pytest.approx(80, rel=1e-5)  # of the 10 weights: 4 on one worker, 8 on the other
         assert found["own group"] == (1, pytest.approx(math.sqrt(2 * 5 * 16 + 2 * 16)))
 
 

@@ -30,8 +30,8 @@ class OfOneModel:
         self.__name__, self.__qualname__ = act.__name__, act.__qualname__  # DDP asks for them
 
     # torch wants this name in DDP's communication hooks, and refuses annotations that are strings.
-    def __call__(self, first, bucket):  # type: ignore[no-untyped-def]
-        return self._act(first, bucket)
+    def __call__(self, first, bucket, *more):  # type: ignore[no-untyped-def]
+        return self._act(first, bucket, *more)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (_does_nothing,)
@@ -76,12 +76,14 @@ class BackwardWatch(ABC):
 
     def on_gradient(self, index: int, grad: Tensor) -> None:
         """Takes in what a backward has computed for parameter `index`."""
-        if not self._began:
-            self._begin()
+        self.reached()
         if self._measures:
             self.norms += block_norms(grad)
 
-    def _begin(self) -> None:
+    def reached(self) -> None:
+        """Called from a backward, again and again: the first time it begins."""
+        if self._began:
+            return
         self._began, self.norms = True, []
         at_the_end_of_backward(self._end)
         self.before, gradients = self._marks(), self.gradients()

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 from kfuse.comm.gradients import at_the_end_of_backward
 from kfuse.integrations.backward import BackwardWatch, OfOneModel
@@ -61,12 +62,12 @@ class _Hook(BackwardWatch):
         self._places: dict[int, int] = {}  # by id of the parameter, where its gradient lay before this backward
         self._means: list[Tensor] = []  # the buckets, which have the mean gradient when backward is over
         self._syncs = False  # DDP reduces in the backwards of the newest forward
+        self._watches = False  # the parameters have hooks
         self._of_buckets = False  # this backward's gradient is measured in the buckets, before their reduction
         self._reduced = False  # all of this backward's buckets are on their way
         ddp.register_comm_hook(None, OfOneModel(self._reduce))
         super().__init__(ddp, params, Monitor(device, options, workers=self._workers, rank=self._rank))
-        for index, param in enumerate(params):
-            self.watch(index, param)
+        ddp.register_forward_hook(OfOneModel(self._after_forward))
         self.monitor.handles.clear()  # they stay as long as the communication hook, which torch cannot remove
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
@@ -79,6 +80,24 @@ class _Hook(BackwardWatch):
                 "give every worker as many micro-batches"
             )
 
+    def _after_forward(self, module: nn.Module, arguments: object, output: object) -> None:
+        """A backward begins at the model's outputs, if DDP finds them and they are tensors that lead to parameters."""
+        if self._watches or not torch.is_grad_enabled():
+            return
+        outputs = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]  # type: ignore[no-untyped-call]
+        if not self._syncs or not outputs:
+            self._watch_parameters()
+        for tensor in outputs:
+            tensor.register_hook(lambda grad: self.reached())
+
+    def _watch_parameters(self) -> None:
+        """Hooks on the parameters, about 15 us of each a backward: only once they are needed."""
+        if not self._watches:
+            self._watches = True
+            for index, param in enumerate(self.params):
+                self.watch(index, param)
+            self.monitor.handles.clear()
+
     def begins(self) -> bool:
         """The gradient is measured parameter by parameter where the buckets will hold another one."""
         self._means, self._reduced = [], False
@@ -86,6 +105,8 @@ class _Hook(BackwardWatch):
         if self._divides:
             grads = ((id(param), param.grad) for param in self.params)
             self._places = {key: grad.untyped_storage().data_ptr() for key, grad in grads if grad is not None}
+        if not self._of_buckets:
+            self._watch_parameters()
         return not self._of_buckets
 
     # torch checks the annotations of a communication hook, and refuses strings: so these have none.
@@ -94,6 +115,11 @@ class _Hook(BackwardWatch):
         buffer = bucket.buffer()
         if buffer.is_sparse:
             raise RuntimeError("kf.ddp_hook: a gradient is sparse: statistics need dense ones (sparse=False)")
+        if not self._began:
+            self.reached()
+            self.before = []  # some gradients are there by now
+            self.unknown("the backward did not come from the model's outputs")
+            self._watch_parameters()  # from now on it may
         if buffer.dtype in (torch.bfloat16, torch.float16):
             self.monitor.low_precision()
         if self._of_buckets:
