@@ -508,6 +508,7 @@ def wrong_uses() -> dict[str, Any]:
     model(x).sum().backward()
     assert monitor.stats is not None
     found["own group"] = (monitor.stats.micro_batches, monitor.stats.grad_norm)
+    found["hooks"] = [len(p._backward_hooks or ()) for p in model.parameters()]  # type: ignore[arg-type]
     return found
 
 
@@ -523,6 +524,7 @@ def test_wrong_uses_of_ddp_end_in_one_line() -> None:
         (unknown, why), (variance, _) = found["kept loss"]
         assert unknown is None and "model's outputs" in why
         assert variance == pytest.approx(80, rel=1e-5)  # of the 10 weights: 4 on one worker, 8 on the other
+        assert found["hooks"] == [0, 0]
         assert found["own group"] == (1, pytest.approx(math.sqrt(2 * 5 * 16 + 2 * 16)))
 
 
