@@ -20,6 +20,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
     default_collate,
 )
@@ -275,7 +276,7 @@ def _of_loader(loader: DataLoader[Any], collate_fn: Collate | None) -> Dataset |
         raise DataError("DataLoader(batch_size=None or batch_sampler=) makes its own batches: give it a batch_size")
     if collate_fn is None and loader.collate_fn is not default_collate:
         collate_fn = loader.collate_fn
-    if collate_fn is None and isinstance(dataset, TensorDataset):
+    if collate_fn is None and isinstance(dataset, Subset | TensorDataset):
         return as_dataset(dataset)
     return as_stream(dataset, collate_fn) or MapData(dataset, collate_fn)
 

@@ -19,6 +19,7 @@ from kfuse.policies.signals import Bounds
 from kfuse.session import current
 from kfuse.settings import rules
 from kfuse.settings.tree import BATCH_MAX, SETTINGS, WORKERS_MAX, by_key
+from kfuse.train.drawing import may_draw
 from kfuse.train.learning_rate import LRSchedule, UserSchedule, has_scheduler
 from kfuse.train.loss import Metric, Objective
 from kfuse.train.output import Output, Reporter
@@ -134,6 +135,7 @@ class TrainContext:
     facts: dict[str, Any] = field(init=False)  # what `kfuse.settings.rules` are asked of
     progress: Progress = field(init=False)
     reporter: Reporter = field(init=False)
+    may_draw: bool = field(init=False)  # if not, no forward is seeded
 
     def __post_init__(self) -> None:
         settings, opt, scheduler = self.settings, self.opt, self.scheduler
@@ -173,6 +175,7 @@ class TrainContext:
         }
         self.progress = Progress(settings.batch_size, self.session.comm.sync, began_with=began_with)
         self.reporter = Reporter(self.session, settings, self.samples_an_epoch, self.output)
+        self.may_draw = may_draw(self)
 
     @property
     def samples_an_epoch(self) -> int | None:

@@ -89,7 +89,7 @@ class Step:
         self.data_bytes = 0  # bytes of the tensors in the batches so far
         self.error: Exception | None = None  # the exception that ended the step's body early
         self._fetcher, self._opt, self._seed = fetcher, training.opt, training.settings.seed
-        self._several_backwards = training.several_backwards
+        self._several_backwards, self._may_draw = training.several_backwards, training.may_draw
         self.began = time.perf_counter()
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class Step:
     @contextlib.contextmanager
     def micro_batch(self, j: int) -> Iterator[Any]:
         """Micro-batch j's batch, its tensors on this worker's device; a backward within is this micro-batch's."""
-        key, device = random_key(self._seed, self.number, j), self._opt.engine.group.device
+        device = self._opt.engine.group.device
         started = time.perf_counter()
         fetched, samples = self._fetcher.fetch(self.samples.task(j)), self.samples.sizes[j]
         weighs = self._objective.weight_fn is not None
@@ -114,7 +114,8 @@ class Step:
         batch = self._fetcher.to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
         self.data_bytes += sum(tensor.nbytes for tensor in tensors(batch))
-        seed_forward(device, key)
+        if self._may_draw:
+            seed_forward(device, random_key(self._seed, self.number, j))
         self.loss, self.figures = None, ()
         with self._opt.micro_batch(
             samples, j == self.mine[-1], weight=weight, several_backwards=self._several_backwards

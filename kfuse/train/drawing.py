@@ -1,0 +1,75 @@
+"""Whether a step could draw from the global generators. If not, a training need not seed them for each micro-batch.
+
+A look at types, once: whatever may be a user's code counts as drawing, and so does what may call some.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from kfuse.data.dataset import TensorData
+
+if TYPE_CHECKING:
+    from kfuse.train.context import TrainContext
+
+_KINDS = (
+    "activation batchnorm channelshuffle container conv distance flatten fold instancenorm linear loss normalization "
+    "padding pixelshuffle pooling sparse upsampling"
+)
+_FILES = {f"torch.nn.modules.{kind}" for kind in _KINDS.split()}  # their layers do not draw, except:
+_DRAWING = {nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.MultiheadAttention, nn.RReLU}
+_OWN = {("kfuse.models", "ConvNet"), ("kfuse.models", "MLP"), ("kfuse.models", "ResidualBlock")}
+_OWN |= {("kfuse.nn", "LayerNorm"), ("kfuse.nn", "RMSNorm")}
+
+
+def may_draw(training: TrainContext) -> bool:
+    """Whether anything may draw in a step's fetch, forward, backward and update, or read the generators between steps.
+
+    Evaluations and audits do not count: they seed for themselves, and restore the generators.
+    """
+    objective, inner = training.objective, getattr(training.opt, "inner", training.opt)
+    if training.user_loop or training.scheduler or objective.step_fn or objective.weight_fn:
+        return True
+    known: bool = (
+        _is_known_loss(objective.loss_fn)
+        and (type(training.data) is TensorData or _is_of(training.data, "kfuse.data.builtin"))
+        and all(_is_of(policy, "kfuse.policies.") for policy in _parts(training.policy))
+        and all(_is_of(opt, "kfuse.optim.", "torch.optim.") and not _has_hooks(opt) for opt in (training.opt, inner))
+        and all(_draws_nothing(module) for module in training.model.modules())
+        and all(_is_plain(parameter) for parameter in training.model.parameters())
+    )
+    return not known or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def _is_of(thing: object, *modules: str) -> bool:
+    return type(thing).__module__.startswith(modules)
+
+
+def _parts(policy: Any) -> list[Any]:
+    """A policy, and those that it is composed of."""
+    return [policy, *(each for part in getattr(policy, "parts", {}).values() for each in _parts(part))]
+
+
+def _is_known_loss(loss_fn: Any) -> bool:
+    if isinstance(loss_fn, nn.Module):
+        return _draws_nothing(loss_fn)
+    return loss_fn is None or getattr(loss_fn, "__module__", None) == "torch.nn.functional"
+
+
+def _draws_nothing(module: nn.Module) -> bool:
+    kind = type(module)
+    known = (kind.__module__ in _FILES and kind not in _DRAWING) or (kind.__module__, kind.__qualname__) in _OWN
+    return known and "forward" not in vars(module) and not _has_hooks(module)
+
+
+def _has_hooks(thing: object) -> bool:
+    return any(hooks for name, hooks in vars(thing).items() if name.endswith("_hooks"))
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether no hook of a user's runs with its gradient: the optimizer has one of its own."""
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return type(parameter) is nn.Parameter and not hooks[0] and len(hooks[1] or ()) <= 1
