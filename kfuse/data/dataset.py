@@ -191,7 +191,7 @@ def as_dataset(obj: Any, collate_fn: Collate | None = None) -> Dataset:
     """Returns `obj` as a `Dataset`: our own, tensors or NumPy arrays that hold all samples, or a map-style data set.
 
     Tensors and arrays: a pair (x, y), as a tuple or a list; a dictionary or a dataclass of them, nested as it may be; a
-    pair with such an input or target; a TensorDataset. Their first dimension counts the samples.
+    pair with such an input or target; a TensorDataset, or a Subset of one. Their first dimension counts the samples.
     Of arrays, floats become torch's default dtype (float32, as models' parameters are) and integer targets of a pair
     int64, as losses take them; both are copied. Tensors are taken as they are.
     collate_fn(samples): makes the batches of a map-style data set; None: `torch.utils.data.default_collate`.
