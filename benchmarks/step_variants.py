@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfuse as kf
 from kfuse import session
-from kfuse.comm import measurement
-from kfuse.comm import step as steps
 from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import StepPlan
 from kfuse.comm.transports import all_to_all
-from kfuse.kernels import Merges, PackTable, reduce
+from kfuse.kernels import Merges, PackArguments, block_sumsq, pack, reduce, sum_partials
 from kfuse.models import GPT
 
 VOCABULARY, POOL = 256, 16
@@ -281,10 +279,10 @@ def statistics_off() -> Iterator[None]:
     carries the control word.
     """
     with ExitStack() as stack:
-        stack.enter_context(patch.object(steps, "pack", pack_only))
-        stack.enter_context(patch.object(measurement, "block_sumsq", lambda flat, out: None))
+        stack.enter_context(patch.object(pack, "run", pack_only))
+        stack.enter_context(patch.object(block_sumsq, "run", lambda given: None))
         stack.enter_context(patch.object(all_to_all, "reduce", reduce_only))
-        stack.enter_context(patch.object(measurement, "sum_partials", lambda partials, out: None))
+        stack.enter_context(patch.object(sum_partials, "run", lambda given: None))
         yield
 
 
@@ -294,17 +292,14 @@ def reduce_only(rows: Any, merges: Merges, out: Tensor, *, sumsq: Tensor | None)
 
 
 @torch.no_grad()
-def pack_only(
-    grads: Sequence[Tensor | None], flat: Tensor, table: PackTable, *, scale: float, accumulate: bool, sumsq: Tensor
-) -> None:
+def pack_only(given: PackArguments) -> None:
     """kfuse.kernels.pack on the CPU without the sums of squares, as fast as we can write it."""
-    segments = table.segments(flat)
-    for grad, segment in zip(grads, segments, strict=True):
+    for grad, segment in zip(given.grads, given.segments, strict=True):
         assert grad is not None
-        if accumulate:
-            segment.add_(grad.reshape(-1), alpha=scale)
+        if given.accumulate:
+            segment.add_(grad.reshape(-1), alpha=given.scale)
         else:
-            torch.mul(grad.reshape(-1), scale, out=segment)
+            torch.mul(grad.reshape(-1), given.scale, out=segment)
 
 
 def _kfuse(schedule: str, statistics: bool = True, **comm: Any) -> Any:

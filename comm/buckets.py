@@ -8,17 +8,18 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from kfuse.comm.sum_tree import LeafStep
-from kfuse.kernels import PackTable, pack
+from kfuse.kernels import PackArguments, PackTable, pack
 
 if TYPE_CHECKING:
     from kfuse.comm.sharded_gradient import Unscale
 
+T = TypeVar("T")
 ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
 
 
@@ -103,6 +104,8 @@ class Bucket:
     parameters: Tensor | None  # [body], in their dtype; shared after a sharded update. The optimizer sets it
     views: Sequence[Tensor]  # each parameter's gradient: a view of `visible`, or with sharded state a `ShardedGradient`
     unscale: Unscale | None  # With sharded state: what GradScaler's unscaling does. The optimizer sets it.
+    sumsq: Tensor  # fp32: sums of squares of one micro-batch's own gradient, which `pack` writes. Measurement sets it
+    places: list[Tensor]  # of each parameter in `mean`, laid out as its gradients are
     added_to: bool  # with sharded state: since the step's backward another one was to add to a `p.grad` of the bucket
 
     def __init__(self, index: int, layout: BucketLayout, tensors: Sequence[Tensor], name: str, sharded: bool) -> None:
@@ -132,10 +135,11 @@ class Bucket:
         """
         self.tail = self.tail if tail is None else tail
         self._new_slot = new_slot
-        self.slots: list[Tensor] = []
+        self.slots, self._packings = list[Tensor](), dict[int, PackArguments]()
         self.sum = self.slot(0)
         self.mean = self.sum[: self.body]
         self.assign(self.part, self.mirrored)
+        self.places = [self.laid_out(k, view) for k, view in enumerate(self.view(self.mean))]
         self.visible = self.mean
         if self.sharded:
             kinds = self.view(torch.empty(self.body, dtype=self.layout.dtype, device="meta"))
@@ -146,6 +150,10 @@ class Bucket:
             self.visible = torch.zeros(self.body, dtype=self.layout.dtype, device=self.device)
         self.views = self.view(self.visible)
         self._addresses = [view.data_ptr() for view in self.views]
+
+    def of(self, params: Sequence[T]) -> list[T]:
+        """This bucket's of an engine's parameters."""
+        return [params[index] for index in self.layout.params]
 
     @property
     def tail_sum(self) -> Tensor:
@@ -164,6 +172,13 @@ class Bucket:
             slot = self._new_slot(len(self.slots)) if self._new_slot is not None else None
             self.slots.append(torch.zeros(self.body + self.tail, device=self.device) if slot is None else slot)
         return self.slots[k]
+
+    def packing(self, k: int) -> PackArguments:
+        """The arguments by which slot k is packed, kept: they are given a micro-batch's gradients and scale."""
+        if k not in self._packings:
+            grads = [None] * len(self.shapes)
+            self._packings[k] = PackArguments(grads, self.slot(k), self.table, 1.0, False, self.sumsq)
+        return self._packings[k]
 
     def place(self, flat: Tensor, k: int) -> Tensor:
         """The k-th parameter's elements in a flat buffer of this layout, 1-D."""

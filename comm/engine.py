@@ -109,6 +109,7 @@ class Engine:
         self.buckets = make_buckets(self._layouts, self.params, apart, self.options.sharded)
         self.gradient_buckets = self.buckets[: len(self._layouts)]
         self.device = self.params[0].device if self.params else torch.device("cpu")
+        self.on_gpu = devices.of(self.device).asynchronous
         self.streams = devices.StreamOrder(devices.of(self.device))
         self.measurement = Measurement(self.gradient_buckets, len(self.params), self.device)
         gradients.take_over(self.params, self)

@@ -38,25 +38,36 @@ class GradientHooks:
             raise
 
     def _hook(self, bucket: Bucket, k: int) -> Callable[[Tensor], None]:
+        """Returns one closure, which calls nothing where all is as usual: it runs for every gradient."""
+        engine, order, dtype, strided = self._engine, bucket.orders[k], bucket.layout.dtype, torch.strided
+
         def on_gradient(param: Tensor) -> None:
-            if not self._engine.wants_gradient():
+            if not (engine.now.collects or engine.wants_gradient()):
                 return  # it stays with its parameter
-            if _is_of_a_step(param.grad, bucket, k):
-                raise RuntimeError(STILL_THERE)
-            if bucket.packed or bucket.grads[k] is not None:
-                raise RuntimeError(f"{self._names[bucket.layout.params[k]]} received a second gradient: {REMEDY}")
-            self._collect(bucket, k)
-            if bucket.missing == 0:
-                self._engine.now.pack(bucket)
+            grad = param.grad
+            assert grad is not None
+            if bucket.packed or bucket.grads[k] is not None or type(grad) is not Tensor or grad is bucket.views[k]:
+                self._refuse_another(grad, bucket, k)
+            if grad.layout is not strided or param.dtype is not dtype:
+                self._refuse(grad, bucket, k)
+            bucket.grads[k], param.grad = grad if order is None else grad.permute(order), None
+            bucket.missing -= 1
+            if not bucket.missing:
+                engine.now.pack(bucket)
 
         return on_gradient
 
-    def _collect(self, bucket: Bucket, k: int) -> None:
-        """Takes the gradient of the bucket's k-th parameter. Raises RuntimeError for one that cannot be packed."""
+    def _refuse_another(self, grad: Tensor, bucket: Bucket, k: int) -> None:
+        """Raises RuntimeError for the last step's gradient, and for a second one in a micro-batch."""
+        if _is_of_a_step(grad, bucket, k):
+            raise RuntimeError(STILL_THERE)
+        if bucket.packed or bucket.grads[k] is not None:
+            raise RuntimeError(f"{self._names[bucket.layout.params[k]]} received a second gradient: {REMEDY}")
+
+    def _refuse(self, grad: Tensor, bucket: Bucket, k: int) -> None:
+        """Raises RuntimeError for a gradient that cannot be packed."""
         index = bucket.layout.params[k]
         param = self._params[index]
-        grad = param.grad
-        assert grad is not None
         if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"{self._names[index]} of shape {tuple(param.shape)} has a sparse gradient: kfuse reduces dense ones "
@@ -67,8 +78,6 @@ class GradientHooks:
                 f"{self._names[index]} was {bucket.layout.dtype} and is {param.dtype} now: change the model first, "
                 "then make its optimizer"
             )
-        bucket.grads[k], param.grad = bucket.laid_out(k, grad), None
-        bucket.missing -= 1
 
     def collect_set_by_hand(self, bucket: Bucket) -> None:
         """Takes gradients that backward did not bring. Raises RuntimeError if one of them is the last step's."""
@@ -76,7 +85,9 @@ class GradientHooks:
             if bucket.grads[k] is None and (grad := self._params[index].grad) is not None:
                 if _is_of_a_step(grad, bucket, k):
                     raise RuntimeError(STILL_THERE)
-                self._collect(bucket, k)
+                self._refuse(grad, bucket, k)
+                bucket.grads[k], self._params[index].grad = bucket.laid_out(k, grad), None
+                bucket.missing -= 1
 
     def still_there(self) -> bool:
         return any(

@@ -18,6 +18,7 @@ from kfuse.comm.tail import (
     DATA_WAIT,
     DECISION,
     FISHER_TRACE,
+    GRAD_SQ,
     LOSS,
     SAMPLES,
     STEP_TIME,
@@ -26,7 +27,7 @@ from kfuse.comm.tail import (
     Tail,
     digest_slots,
 )
-from kfuse.kernels import BLOCK, block_sumsq, num_blocks, sum_partials
+from kfuse.kernels import BLOCK, BlockSumsqArguments, SumPartialsArguments, block_sumsq, num_blocks, sum_partials
 
 _LAPS = 8  # steps that a host may be ahead of its GPU, before the time of a micro-batch is unknown
 
@@ -43,11 +44,11 @@ class Measurement:
         chunks = [bucket.table.num_chunks for bucket in gradient_buckets]
         self._blocks = [num_blocks(bucket.body) for bucket in gradient_buckets]
         self._sumsq = torch.zeros(sum(chunks), device=device)
-        # fp32, of each bucket: partial sums of squares of one micro-batch's own gradient, which `pack` writes.
-        self.sumsq_of = self._sumsq.split_with_sizes(chunks) if chunks else ()
-        self.renew()
-        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        for bucket, sumsq in zip(gradient_buckets, self._sumsq.split_with_sizes(chunks) if chunks else (), strict=True):
+            bucket.sumsq = sumsq
+        self._total = SumPartialsArguments(self._sumsq, torch.zeros((), dtype=torch.float64, device=device))
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)  # of a record: see Tail.record
+        self.renew()
         self.stopwatch, self._waiting = Stopwatch(device), Stopwatch(device)
         self._voter: Voter | None = None  # by the time that this worker waits for others; None where it is alone
 
@@ -60,9 +61,12 @@ class Measurement:
     def write(self, bucket: Bucket, now: Step, digest: Tensor | None) -> None:
         """Writes the tail of the micro-batch that ends to the last bucket. digest: in some steps, with the first."""
         assert now.current is not None
-        sum_partials(self._sumsq, self._total)
+        squares: Tensor | float = 0.0  # `record` has it
+        if not now.alone:
+            sum_partials.run(self._total)
+            squares = self._total.out
         if now.parts > 1:
-            self._total *= now.parts**2  # the loss was divided
+            squares *= now.parts**2  # the loss was divided
         own: dict[int, Tensor | float] = {}
         if not now.told:
             vote = UNKNOWN if self._voter is None else self._voter.vote
@@ -73,7 +77,7 @@ class Measurement:
                 own.update(enumerate(() if plan.fisher is None else plan.fisher, FISHER_TRACE))
         place = bucket.slot(now.leaf.slot)[bucket.body :]
         weight, loss, figures = float(now.current.weight), now.current.loss, now.current.figures
-        self.tail.write(place, now.leaf.accumulate, weight, self._total, loss, now.missed, figures, own)
+        self.tail.write(place, now.leaf.accumulate, weight, squares, loss, now.missed, figures, own)
         now.told = True
 
     def own_part_ends(self) -> None:
@@ -102,6 +106,8 @@ class Measurement:
         """Takes other memory for `norms`: messages under way may still write to this."""
         self.norms = torch.zeros(sum(self._blocks), device=self._sumsq.device)
         self._norms_of = self.norms.split_with_sizes(self._blocks) if self._blocks else ()
+        self._norm = SumPartialsArguments(self.norms, self._totals[0])
+        self._blocks_of: dict[int, BlockSumsqArguments] = {}  # by bucket
 
     def measure(self, total_weight: Tensor | None, measured: Mapping[int, Tensor]) -> None:
         """Has the reduced buckets hold the mean gradient, and `norms` its sums of squares; 0 of other workers' shards.
@@ -127,7 +133,10 @@ class Measurement:
                 if share is not None:
                     norms.mul_(share * share)
             elif norms.numel():
-                block_sumsq(bucket.own, norms)
+                kept = self._blocks_of.get(bucket.index)
+                if kept is None or kept.flat is not bucket.own:
+                    kept = self._blocks_of[bucket.index] = BlockSumsqArguments(bucket.own, norms)
+                block_sumsq.run(kept)
 
     def record(self, tail: Tensor, now: Step) -> Tensor:
         """The step's record (see `Tail.record`), once `norms` has the sums of squares of all shards.
@@ -135,8 +144,11 @@ class Measurement:
         Weights that are no numbers of samples are put into units of samples: with W the sum of the weights w_j and B
         the step's samples, w_j becomes w_j B / W. S is then unbiased where a micro-batch's variance goes as 1 / w_j.
         """
-        sum_partials(self.norms, self._totals[0])
+        sum_partials.run(self._norm)
         record = self.tail.record(tail, self._totals)
+        if now.alone:
+            values = record.numpy()
+            values[SUM_SQUARES] = values[SAMPLES] * values[GRAD_SQ]
         if now.plan is not None and now.plan.by_weight:
             ratio = now.plan.samples / record[SAMPLES]
             record[SUM_SQUARES] *= ratio

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor
 
 from kfuse.comm.buckets import Bucket
@@ -97,6 +98,10 @@ class Step:
     told: bool = False  # the tail has what only this rank writes
     weight: float = 0.0  # sum of the finished ones' weights
     closed: bool = False  # the last one is finished, or under way with all of its buckets packed
+    collects: bool = False  # hooks take gradients, and need not ask the engine
+    # The current micro-batch is the step's only one, on a CPU: its gradient is the mean, and its norm the mean's. (A
+    # GPU's kernel measures as it copies, at no further cost.)
+    alone: bool = False
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -141,6 +146,10 @@ class Step:
         else:
             self.scale = float(micro_batch.weight)
         engine.streams.add()
+        self.alone = (
+            engine.group.size == 1 and micro_batch.last and not (self.done or engine.on_gpu) and self.scale == 1.0
+        )
+        self.collects = not (engine.on_gpu or engine.audited is not None or micro_batch.several_backwards)
         if not self.done:
             engine.measurement.stopwatch.start()
         if not self.implicit:
@@ -176,8 +185,13 @@ class Step:
             self.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
         if self.done == self._audited and engine.audited is not None:
             engine.audited.take(bucket)
-        flat, sumsq = bucket.slot(self.leaf.slot), engine.measurement.sumsq_of[bucket.index]
-        pack(bucket.grads, flat, bucket.table, scale=self.scale, accumulate=self.leaf.accumulate, sumsq=sumsq)
+        if self.alone and not bucket.missing and not torch.is_grad_enabled():
+            torch._foreach_copy_(bucket.places, cast(list[Tensor], bucket.grads))
+        else:
+            given = bucket.packing(self.leaf.slot)
+            given.grads, given.scale, given.accumulate = bucket.grads, self.scale, self.leaf.accumulate
+            pack.run(given)
+            given.grads = ()
         bucket.grads = []
         bucket.packed = True
         if bucket is not engine.buckets[-1]:
@@ -210,7 +224,7 @@ class Step:
         if current.last and self.expected not in (None, self.done):
             raise RuntimeError(f"the plan has {self.expected} micro-batches for this worker: {self.done} were run")
         self._complete(last)
-        self.current = None
+        self.current, self.collects = None, False
         if self.implicit and not current.last:
             engine.averaged.put_back()  # before the next forward, which no context announces
         return current.last

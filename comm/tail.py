@@ -54,13 +54,16 @@ class Tail:
         self.own = TAIL_SLOTS + RANK_SLOTS * rank  # the first slot that only this rank writes
         self._figures = self._of_ranks + RANK_SLOTS * ranks
         self.numel = self._figures + figures
+        self._usual = np.zeros(self.numel, np.float32)  # what every micro-batch's tail begins from
+        self._usual[:params] = self._usual[params + MICRO_BATCHES] = 1.0
+        self._usual[params + LOSS] = math.nan
 
     def write(
         self,
         place: Tensor,
         accumulate: bool,
         samples: float,
-        sum_squares: Tensor,
+        sum_squares: Tensor | float,
         loss: Tensor | float | None,
         missed: Collection[int] = (),
         figures: Sequence[Tensor | float] = (),
@@ -68,43 +71,40 @@ class Tail:
     ) -> None:
         """Writes a micro-batch's tail to `place` (fp32 [numel]), or adds it to what is there. Never waits for a GPU.
 
-        sum_squares: float64 scalar on the device, |g_j|^2. loss: its mean loss. missed: parameters that it gave no
-        gradient. figures: scalars, means over the micro-batch's samples. own: with a rank's first one of the step, what
+        sum_squares: |g_j|^2, float64 on the device. loss: its mean loss. missed: parameters that it gave no gradient.
+        figures: scalars, means over the micro-batch's samples. own: with a rank's first one of the step, what
         it alone writes, by slot: one named above, or one of the rank's, which begin with `own`.
         """
-        slots = self._slots
-        values = [1.0] * slots + [0.0] * (self.numel - slots)
+        slots, values = self._slots, self._usual.copy()
         for index in missed:
             values[index] = 0.0
-        values[slots + SAMPLES], values[slots + MICRO_BATCHES], values[slots + LOSS] = samples, 1.0, math.nan
+        values[slots + SAMPLES] = samples
         weighted: dict[int, Tensor | float] = {slots + SUM_SQUARES: sum_squares}  # times the samples
-        weighted.update(enumerate(figures, self._figures))
         if loss is not None:
             weighted[slots + LOSS] = loss
-        numbers: dict[int, Tensor] = {}  # that lie on the device
-        for slot, number in (own or {}).items():
-            if isinstance(number, Tensor):
-                numbers[slots + slot] = number
-            else:
-                values[slots + slot] = number
+        weighted.update(enumerate(figures, self._figures))
+        numbers = {slots + slot: number for slot, number in (own or {}).items()}
         if (device := devices.of(place.device)).asynchronous:
+            on_device = {index: number for index, number in numbers.items() if isinstance(number, Tensor)}
+            for index, number in numbers.items():
+                values[index] = 0.0 if isinstance(number, Tensor) else number
             host_values = device.pinned((self.numel,), torch.float32)
-            host_values.copy_(torch.tensor(values, dtype=torch.float32))
+            host_values.copy_(torch.from_numpy(values))
             tail = host_values.to(place.device, non_blocking=True)
             for index, scalar in weighted.items():
                 tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
-            for index, part in numbers.items():
-                tail[index] = part
+            for index, number in on_device.items():
+                tail[index] = number
             place.add_(tail) if accumulate else place.copy_(tail)
             return
         # On the host, and by numpy, whose calls take a fraction of the time of torch's: each micro-batch has a tail.
-        for index, scalar in weighted.items():
-            values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
-        for index, part in numbers.items():
-            values[index] = part.item()
+        host = place.numpy()
         with np.errstate(all="ignore"):
-            host, tail_values = place.numpy(), np.array(values, np.float32)
-            host[:] = host + tail_values if accumulate else tail_values
+            for index, scalar in weighted.items():
+                values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
+            for index, number in numbers.items():
+                values[index] = number.item() if isinstance(number, Tensor) else number
+            host[:] = host + values if accumulate else values
 
     def write_digest(self, place: Tensor, digest: Tensor) -> None:
         """Writes this rank's digest to `place` (fp32 [numel], zeros), where it has no micro-batch to write of."""
@@ -118,7 +118,10 @@ class Tail:
         rank alone wrote, then the sums of a step function's figures.
         """
         slots, of_ranks = self._slots, self._of_ranks
-        return torch.cat([tail[slots:of_ranks], totals, tail[of_ranks:]])
+        if devices.of(tail.device).asynchronous:
+            return torch.cat([tail[slots:of_ranks], totals, tail[of_ranks:]])
+        host = tail.numpy()
+        return torch.from_numpy(np.concatenate([host[slots:of_ranks], totals.numpy(), host[of_ranks:]]))
 
 
 def digest(tensors: Sequence[Tensor], salt: int = 0) -> Tensor:

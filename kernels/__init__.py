@@ -3,17 +3,31 @@
 Importing this package needs torch alone; Triton is imported when the first GPU tensor arrives.
 """
 
-from kfuse.kernels.reduction import Merges, balanced, block_sumsq, pack, reduce, sum_partials
+from kfuse.kernels.reduction import (
+    BlockSumsqArguments,
+    Merges,
+    PackArguments,
+    SumPartialsArguments,
+    balanced,
+    block_sumsq,
+    pack,
+    reduce,
+    sum_partials,
+)
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
-from kfuse.kernels.updates import AdamOptions, SGDOptions, adamw, lamb, lamb_trust, sgd
+from kfuse.kernels.updates import AdamOptions, AdamWArguments, SGDOptions, adamw, lamb, lamb_trust, sgd
 
 __all__ = [
     "BLOCK",
     "CHUNK",
     "AdamOptions",
+    "AdamWArguments",
+    "BlockSumsqArguments",
     "Merges",
+    "PackArguments",
     "PackTable",
     "SGDOptions",
+    "SumPartialsArguments",
     "adamw",
     "balanced",
     "block_sumsq",

@@ -4,7 +4,7 @@
 
 A kernel is declared by one dataclass of arguments, which checks them as it is made. The public function, the PyTorch
 implementation, the Triton launcher and the table of kernels to compile ahead of time all use that dataclass, so that
-its fields are written once.
+its fields are written once. A step keeps the arguments of each bucket, and runs them without a further check.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,25 +33,33 @@ def require(what: str, tensor: Tensor | None, shape: Sequence[int], *dtypes: tor
         raise ValueError(f"{what} must be {wanted}, got {tensor.dtype} {list(tensor.shape)}")
 
 
-def kernel(
-    name: str, arguments: Callable[P, Given], device_of: str, by_torch: Callable[[Given], Result]
-) -> Callable[P, Result]:
-    """The public function of a kernel. It takes the fields of `arguments` and runs an implementation.
+class Kernel(Generic[P, Given, Result]):
+    """The public function of a kernel. It takes the fields of `arguments` and runs an implementation."""
 
-    device_of: the field whose device decides which implementation runs.
-    by_torch: the PyTorch implementation. In the module `triton_M` beside its own, M, the Triton one is called `name`
-        and yields its launches. It is imported when the first GPU tensor arrives: importing kfuse must not need Triton.
-    """
+    def __init__(
+        self, name: str, arguments: Callable[P, Given], device_of: str, by_torch: Callable[[Given], Result]
+    ) -> None:
+        """device_of: the field whose device decides which implementation runs.
 
-    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        by_torch: the PyTorch implementation. In the module `triton_M` beside its own, M, the Triton one is called
+            `name` and yields its launches. It is imported when the first GPU tensor arrives: importing kfuse must not
+            need Triton.
+        """
+        self.__name__, self.__doc__ = name, arguments.__doc__
+        self._arguments, self._device_of, self._by_torch = arguments, device_of, by_torch
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
+        return self.run(self._arguments(*args, **kwargs))
+
+    def run(self, given: Given) -> Result:
+        """Runs on arguments that were checked as they were made."""
         if torch.is_grad_enabled():  # entering no_grad where it holds already, as in a hook, takes microseconds
             with torch.no_grad():
-                return run(*args, **kwargs)
-        given = arguments(*args, **kwargs)
-        if not (getattr(given, device_of).is_cuda or INTERPRETED):
-            return by_torch(given)
-        package, _, family = by_torch.__module__.rpartition(".")
-        implementation = getattr(import_module(f"{package}.triton_{family}"), name)
+                return self.run(given)
+        if not (getattr(given, self._device_of).is_cuda or INTERPRETED):
+            return self._by_torch(given)
+        package, _, family = self._by_torch.__module__.rpartition(".")
+        implementation = getattr(import_module(f"{package}.triton_{family}"), self.__name__)
         launches: Generator[Launch, None, Result] = implementation(given)
         while True:
             try:
@@ -59,10 +67,6 @@ def kernel(
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             launch.run()
-
-    run.__name__ = run.__qualname__ = name
-    run.__doc__ = arguments.__doc__
-    return run
 
 
 # -- Triton's launches ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from kfuse.kernels.dispatch import DTYPES, kernel, require
+from kfuse.kernels.dispatch import DTYPES, Kernel, require
 
 LONG_EXAMPLE = 2**14  # elements of an example from which a call of torch's backward for it alone pays off
 
@@ -125,5 +125,5 @@ def _layer_norm_by_example(given: NormBackwardArguments, mean: Tensor, rstd: Ten
     return dx, weight_sums.sum(0), bias_sums.sum(0) if given.with_bias else None, squares
 
 
-norm_forward = kernel("norm_forward", NormForwardArguments, "x", norm_forward_by_torch)
-norm_backward = kernel("norm_backward", NormBackwardArguments, "x", norm_backward_by_torch)
+norm_forward = Kernel("norm_forward", NormForwardArguments, "x", norm_forward_by_torch)
+norm_backward = Kernel("norm_backward", NormBackwardArguments, "x", norm_backward_by_torch)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate as running_sums
 
 import torch
 from torch import Tensor
 
-from kfuse.kernels.dispatch import DTYPES, kernel, require
+from kfuse.kernels.dispatch import DTYPES, Kernel, require
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
 
 Merges = tuple[tuple[int, int], ...]  # additions of rows, in order: row[destination] += row[source]
@@ -112,6 +112,10 @@ class BlockSumsqArguments:
     def __post_init__(self) -> None:
         require("block_sumsq: out", self.out, (num_blocks(self.flat.numel()),), torch.float32)
 
+    @cached_property
+    def rows(self) -> list[Rows]:
+        return rows_of(self.flat, BLOCK, self.out)
+
 
 @dataclass(frozen=True)
 class SumPartialsArguments:
@@ -170,22 +174,32 @@ def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
 def block_sumsq_by_torch(given: BlockSumsqArguments) -> None:
     flat, out = given.flat, given.out
     if flat.dtype == torch.float32:
-        row_norms(flat, BLOCK, out)
+        norms_of_rows(given.rows)
     else:
         for values, norms in zip(torch.split(flat, PIECE), torch.split(out, num_blocks(PIECE)), strict=True):
             row_norms(values.float(), BLOCK, norms)
     out.square_()
 
 
+Rows = tuple[Tensor, int, Tensor]  # values, along which dimension their norms are taken, and where they are written
+
+
 def row_norms(values: Tensor, width: int, out: Tensor) -> None:
     """Write the 2-norm of each `width` elements of `values` (1-D, fp32), and of the rest, to `out`."""
+    norms_of_rows(rows_of(values, width, out))
+
+
+def rows_of(values: Tensor, width: int, out: Tensor) -> list[Rows]:
     whole = values.numel() // width * width
     if whole == values.numel():
-        torch.linalg.vector_norm(values.view(-1, width), dim=1, out=out)
-        return
-    if whole:
-        torch.linalg.vector_norm(values[:whole].view(-1, width), dim=1, out=out[:-1])
-    torch.linalg.vector_norm(values[whole:], dim=0, keepdim=True, out=out[-1:])
+        return [(values.view(-1, width), 1, out)]
+    rows: list[Rows] = [(values[:whole].view(-1, width), 1, out[:-1])] if whole else []
+    return [*rows, (values[whole:], 0, out[-1:])]
+
+
+def norms_of_rows(rows: Sequence[Rows]) -> None:
+    for values, dim, out in rows:
+        torch.linalg.vector_norm(values, dim=dim, keepdim=dim == 0, out=out)
 
 
 def sum_partials_by_torch(given: SumPartialsArguments) -> None:
@@ -196,15 +210,15 @@ def sum_partials_by_torch(given: SumPartialsArguments) -> None:
         out.copy_(partials.cumsum(0, dtype=torch.float64)[-1])
 
 
-reduce = kernel("reduce", ReduceArguments, "out", reduce_by_torch)
-block_sumsq = kernel("block_sumsq", BlockSumsqArguments, "flat", block_sumsq_by_torch)
-sum_partials = kernel("sum_partials", SumPartialsArguments, "partials", sum_partials_by_torch)
+reduce = Kernel("reduce", ReduceArguments, "out", reduce_by_torch)
+block_sumsq = Kernel("block_sumsq", BlockSumsqArguments, "flat", block_sumsq_by_torch)
+sum_partials = Kernel("sum_partials", SumPartialsArguments, "partials", sum_partials_by_torch)
 
 
 SMALL = 2**16  # elements of a bucket up to which calls over all of its tensors are faster than some for each
 
 
-@dataclass(frozen=True)
+@dataclass
 class PackArguments:
     """Write all gradients of a bucket to its flat buffer, and measure them, in one pass over memory.
 
@@ -221,6 +235,7 @@ class PackArguments:
         sumsq: fp32 [table.num_chunks]; receives the sum of squares of each chunk of the raw, unscaled gradients.
             Its bits do not depend on `accumulate` or `scale`.
 
+    A step keeps the arguments, and gives them other gradients, scale and `accumulate`, which are not checked again.
     Raises ValueError where a shape, dtype or device does not fit.
     """
 
@@ -246,19 +261,23 @@ class PackArguments:
         require("pack: flat", flat, (flat.numel(),), *DTYPES)
         require("pack: sumsq", self.sumsq, (table.num_chunks,), torch.float32)
 
+    @cached_property
+    def segments(self) -> tuple[Tensor, ...]:
+        """Each tensor's place in the flat buffer, 1-D."""
+        return self.table.split(self.flat)
+
 
 def pack_by_torch(given: PackArguments) -> None:
     flat, table, accumulate = given.flat, given.table, given.accumulate
-    segments = table.segments(flat)
     present = [grad for grad in given.grads if grad is not None and grad.dtype == flat.dtype == torch.float32]
     several = len(given.grads) > 1  # one alone would not be copied by `_pack_together`, and is not ours to change
     few = table.end <= SMALL and 0 < table.num_chunks <= 2 * len(present)
     if several and few and len(present) == len(given.grads):
-        _pack_together(given, present, segments)
+        _pack_together(given, present)
         return
     scratch = torch.empty(min(PIECE, table.end), dtype=torch.float32, device=flat.device)
     for grad, segment, norms in zip(
-        given.grads, segments, given.sumsq.split_with_sizes(table.chunk_counts), strict=True
+        given.grads, given.segments, given.sumsq.split_with_sizes(table.chunk_counts), strict=True
     ):
         if grad is None:
             norms.zero_()
@@ -292,9 +311,9 @@ def _pack_piece(values: Tensor, target: Tensor, norms: Tensor, scale: float, acc
         target.copy_(values)
 
 
-def _pack_together(given: PackArguments, grads: list[Tensor], segments: tuple[Tensor, ...]) -> None:
+def _pack_together(given: PackArguments, grads: list[Tensor]) -> None:
     """The same bits as tensor by tensor, in a number of calls that does not grow with the number of tensors."""
-    table = given.table
+    table, segments = given.table, given.segments
     values: Tensor = torch._utils._flatten_dense_tensors(grads)  # type: ignore[no-untyped-call]
     parts = values.split_with_sizes(table.numels)
     chunks = parts if table.chunk_sizes == table.numels else values.split_with_sizes(table.chunk_sizes)
@@ -308,4 +327,4 @@ def _pack_together(given: PackArguments, grads: list[Tensor], segments: tuple[Te
         torch._foreach_copy_(segments, parts)
 
 
-pack = kernel("pack", PackArguments, "flat", pack_by_torch)
+pack = Kernel("pack", PackArguments, "flat", pack_by_torch)

@@ -51,7 +51,6 @@ class PackTable:
     device: torch.device
     edges: tuple[tuple[int, ...], ...]
     # Kept from the last use, since making it again takes longer than packing.
-    _segments: tuple[Tensor | None, tuple[Tensor, ...]] = field(default=(None, ()), repr=False)  # of a flat buffer
     _pointers: tuple[tuple[int, ...], Tensor] = field(default=((), torch.empty(0)), repr=False)  # of these addresses
 
     @cached_property
@@ -96,14 +95,8 @@ class PackTable:
         """int64 [tensors + 1] on `device`: each tensor's first chunk, then `num_chunks`."""
         return torch.tensor([0, *accumulate(self.chunk_counts)], dtype=torch.int64).to(self.device)
 
-    def segments(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Each tensor's place in a flat buffer, 1-D. Kept for the next call with the same buffer."""
-        if self._segments[0] is not flat:
-            self._segments = flat, self.split(flat)
-        return self._segments[1]
-
     def split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """As `segments`, of a buffer that does not come again: what is kept stays."""
+        """Each tensor's place in a flat buffer, 1-D."""
         sizes, end = [], 0
         for numel, offset in zip(self.numels, self.offsets, strict=True):
             sizes += [offset - end, numel]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfuse.kernels.dispatch import DTYPES, kernel, require
+from kfuse.kernels.dispatch import DTYPES, Kernel, require
 from kfuse.kernels.reduction import PIECE, row_norms, sum_partials
 from kfuse.kernels.table import CHUNK, PackTable
 
@@ -44,7 +44,7 @@ class SGDOptions:
     maximize: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class UpdateArguments:
     """What every update is given.
 
@@ -90,7 +90,7 @@ class UpdateArguments:
         return self.found_inf is not None and self.found_inf.item() != 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class AdamWArguments(UpdateArguments):
     """One AdamW step on flat buffers, in place, as torch.optim.AdamW (Loshchilov and Hutter 2019, algorithm 2).
 
@@ -104,7 +104,7 @@ class AdamWArguments(UpdateArguments):
     step: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class SGDArguments(UpdateArguments):
     """One SGD step on flat buffers, in place, as torch.optim.SGD.
 
@@ -125,7 +125,7 @@ class SGDArguments(UpdateArguments):
             raise ValueError(f"sgd: momentum is {momentum}, so momentum_buffer must {'not ' * (momentum == 0)}be given")
 
 
-@dataclass(frozen=True)
+@dataclass
 class LAMBArguments(UpdateArguments):
     """One LAMB step (You et al. 2020, algorithm 2, phi the identity) on a bucket's flat buffers, in place.
 
@@ -285,7 +285,7 @@ def _length(norms: Tensor) -> float:
     return math.sqrt(total.item())
 
 
-adamw = kernel("adamw", AdamWArguments, "param", adamw_by_torch)
-sgd = kernel("sgd", SGDArguments, "param", sgd_by_torch)
-lamb = kernel("lamb", LAMBArguments, "param", lamb_by_torch)
-lamb_trust = kernel("lamb_trust", TrustArguments, "partials", lamb_trust_by_torch)
+adamw = Kernel("adamw", AdamWArguments, "param", adamw_by_torch)
+sgd = Kernel("sgd", SGDArguments, "param", sgd_by_torch)
+lamb = Kernel("lamb", LAMBArguments, "param", lamb_by_torch)
+lamb_trust = Kernel("lamb_trust", TrustArguments, "partials", lamb_trust_by_torch)

@@ -12,8 +12,9 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm import step as steps
+from kfuse.comm.buckets import Bucket
 from kfuse.comm.executor import Executor
+from kfuse.comm.step import Step
 from kfuse.session import reset
 from kfuse.train.evaluation import params_sha256
 
@@ -109,18 +110,18 @@ class Events:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.happened: list[str] = []
         self.packed = 0
-        pack, launch = steps.pack, Executor.launch
+        pack, launch = Step.pack, Executor.launch
 
-        def packing(grads: list[Any], *arguments: Any, **more: Any) -> None:
-            self.packed += len(grads)
-            pack(grads, *arguments, **more)
+        def packing(now: Step, bucket: Bucket) -> None:
+            self.packed += len(bucket.grads)
+            pack(now, bucket)
 
         def launching(executor: Executor, *arguments: Any) -> None:
             before = len(executor._runs)
             launch(executor, *arguments)
             self.happened += ["launch"] * (len(executor._runs) - before)
 
-        patch.setattr(steps, "pack", packing)
+        patch.setattr(Step, "pack", packing)
         patch.setattr(Executor, "launch", launching)
 
 
@@ -137,7 +138,7 @@ def one_step(patch: pytest.MonkeyPatch) -> Events:
         output.grad_fn.register_hook(lambda *_, k=k: events.happened.append(f"block {k}"))  # type: ignore[union-attr, misc]
     F.cross_entropy(out, y).backward()
     opt.step()
-    assert events.packed == len(opt.engine.params) + len(opt.engine.averaged.tensors)  # each one hook, once
+    assert events.packed == len(opt.engine.params)  # each one hook, once
     return events
 
 

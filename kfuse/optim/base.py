@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
+from torch.optim import optimizer as torchs
 
 from kfuse.comm import devices
 from kfuse.comm.engine import Engine
@@ -226,7 +228,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # -- an update ------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update with the mean gradient over the global batch. Without gradients, does nothing.
 
@@ -236,6 +237,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         micro-batch, as those of a bare backward do. Raises RuntimeError if a newer optimizer has the parameters, if
         some were frozen or unfrozen without `rebuild`, or if the last step's gradients are still there.
         """
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        hooks = hooks or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks
+        if hooks or profiler._is_profiler_enabled:
+            return _watched_step(self) if closure is None else _watched_step(self, closure)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch wraps no step that says so
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         check_owner(self.engine)
         loss = None
         if closure is not None:
@@ -343,6 +354,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if _KFUSE in state:
             self.statistics.load_state_dict(state[_KFUSE])
 
+
+# With torch's hooks and its profiler's context, which alone takes as long as a small update.
+_watched_step = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)
 
 _latest: weakref.ref[DistributedOptimizer] | None = None
 

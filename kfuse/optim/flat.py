@@ -44,7 +44,7 @@ class FlatState(Updates):
         return zip(self.engine.gradient_buckets, self.states, strict=True)
 
     def params_of(self, bucket: Bucket) -> list[Parameter]:
-        return [self.engine.params[i] for i in bucket.layout.params]
+        return bucket.of(self.engine.params)
 
     def lay_out(self, engine: Engine) -> None:
         super().lay_out(engine)
@@ -62,6 +62,7 @@ class FlatState(Updates):
         steps, own, mirror = torch.zeros(len(params), device=bucket.device), Part(bucket.shard), Part(bucket.mirrored)
         state = BucketState(param, groups[id(params[0])], steps, [Entry() for _ in params], own, mirror)
         self.take(bucket, state)
+        state.addresses = [p.data_ptr() for p in params]
         return state
 
     def take(self, bucket: Bucket, state: BucketState) -> None:
@@ -105,11 +106,11 @@ class FlatState(Updates):
     def publish_masters(self, bucket: Bucket, state: BucketState, which: Sequence[int]) -> None:
         """Makes the masters of these parameters visible in `state`: from the first update on, as torch makes state."""
         master = state.own.master
-        if all(state.entries[k].mastered for k in which):
+        if master is None or all(state.entries[k].mastered for k in which):
             return
         for k in which:
             state.entries[k].mastered = True
-        if master is not None and not bucket.sharded:
+        if not bucket.sharded:
             params, views = self.params_of(bucket), bucket.view(master)
             for k in which:
                 self.opt.state[params[k]][MASTER] = views[k]
@@ -131,6 +132,8 @@ class FlatState(Updates):
         """
         moved: list[tuple[Parameter, Tensor]] = []
         for bucket, state in self.pairs():
+            if list(map(Tensor.data_ptr, self.params_of(bucket))) == state.addresses:
+                continue
             start = state.param.data_ptr()
             for k, (index, offset) in enumerate(zip(bucket.layout.params, bucket.layout.offsets, strict=True)):
                 p, name = self.engine.params[index], self.engine.names[index]
@@ -153,8 +156,10 @@ class FlatState(Updates):
         """Messages under way may still write to the parameters' memory, at any time: takes another one."""
         for bucket, state in self.pairs():
             state.param = bucket.parameters = state.param.clone()
-            for p, view in zip(self.params_of(bucket), bucket.view(state.param), strict=True):
+            params = self.params_of(bucket)
+            for p, view in zip(params, bucket.view(state.param), strict=True):
                 p.data = with_own_storage(view)
+            state.addresses = [p.data_ptr() for p in params]
 
     def weights(self) -> list[Tensor]:
         """The masters in place of 16-bit parameters, with the changes that were made to the parameters since."""

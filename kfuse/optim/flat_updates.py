@@ -93,7 +93,7 @@ class FlatUpdates(FlatState):
         bucket.take_visible()
         keeps = self.rule.keeps_state(options)
         used = [p.grad is not None for p in params]
-        certain = all(index not in given.in_doubt for index in bucket.layout.params)
+        certain = not given.in_doubt or all(index not in given.in_doubt for index in bucket.layout.params)
         if all(used) and certain and (state.together or not keeps):
             calls = [range(len(params))]
         else:

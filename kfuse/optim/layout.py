@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class Part:
     # are 16-bit their fp32 weights, as MASTER: these are updated, and the parameters are their rounded values.
     tensors: dict[str, Tensor] = field(default_factory=dict)
     extents: dict[range, Extent | None] = field(default_factory=dict)  # what `extent` has found: every step asks again
+    pieces: dict[range, Piece] = field(default_factory=dict)  # kept by `piece_of`
 
     @property
     def width(self) -> int:
@@ -62,7 +64,7 @@ class Part:
 
     def move_to(self, place: slice) -> None:
         """Drops the tensors; those that come are of `place`."""
-        self.place, self.tensors, self.extents = place, {}, {}
+        self.place, self.tensors, self.extents, self.pieces = place, {}, {}, {}
 
     def make(self, names: Iterable[str], device: torch.device) -> None:
         """Makes those of these tensors that are lacking: zeros."""
@@ -126,6 +128,7 @@ class BucketState:
     entries: list[Entry]  # of each parameter
     own: Part
     mirror: Part  # what this worker repeats of the worker before it; empty where there is no mirror
+    addresses: list[int] = field(default_factory=list)  # of the parameters, as long as they lie in `param`
     together: bool = True  # all of the bucket's parameters have had the same updates, so that one call can do them all
     others: list[Part] = field(default_factory=list)  # parts that this worker keeps for others while the group changes
 
@@ -149,12 +152,14 @@ class BucketState:
         self.together = len({entry.known for entry in self.entries}) == 1 and len(set(self.steps.tolist())) == 1
 
 
-class Piece(NamedTuple):
+@dataclass
+class Piece:
     """What one call updates.
 
     All tensors are flat and of one length, and fp32, but for 16-bit parameters, which have a master.
     """
 
+    made_of: tuple[Tensor, ...]  # the tensors that it has parts of
     extent: Extent
     param: Tensor
     master: Tensor | None
@@ -163,16 +168,23 @@ class Piece(NamedTuple):
     step: Tensor  # 0-dim fp32, the number of this update, from 1
     first: bool  # it is the first update of these parameters
     skip: Tensor | None  # where it is not 0 the update is left out; None: 0
+    arguments: Any = None  # the kernel's, which the rule keeps here: checked once
 
 
 def piece_of(
     bucket: Bucket, state: BucketState, part: Part, which: range, first: bool, skip: Tensor | None
 ) -> Piece | None:
-    """The piece of these parameters, one or all; None where nothing of them lies in the part."""
+    """The piece of these parameters, one or all; None where nothing of them lies in the part. Kept while it fits."""
+    made_of = (state.param, bucket.mean, state.steps, *part.tensors.values())
+    kept = part.pieces.get(which)
+    if kept is not None and len(kept.made_of) == len(made_of) and all(map(is_, kept.made_of, made_of)):
+        kept.first, kept.skip = first, skip
+        return kept
     extent = part.extent(bucket, which)
     if extent is None:
         return None
-    return Piece(
+    part.pieces[which] = Piece(
+        made_of,
         extent,
         param=_cut(state.param, extent.place),
         master=None if part.master is None else _cut(part.master, extent.within),
@@ -182,6 +194,7 @@ def piece_of(
         first=first,
         skip=skip,
     )
+    return part.pieces[which]
 
 
 def _cut(tensor: Tensor, place: slice) -> Tensor:

@@ -8,6 +8,7 @@ wants it, while the bucket has it in fp32.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Collection, Sequence
 
 import torch
@@ -53,6 +54,9 @@ class Reducer:
     def _groups_of_trained(self) -> dict[int, int]:
         return {id(p): index for index, params in enumerate(self._trained()) for p in params}
 
+    def _ids_of_trained(self) -> list[list[int]]:
+        return [[id(p) for p in group["params"] if p.requires_grad] for group in self._updates.opt.param_groups]
+
     def _new_engine(self, lane: int | None) -> Engine:
         named, session = named_parameters(self._updates.opt.param_groups), self._session
         refuse_sharded(named)
@@ -62,7 +66,8 @@ class Reducer:
         return Engine(self._trained(), session.group, session.comm, names, lane, session.mirrors)
 
     def _attach(self, engine: Engine) -> None:
-        self.engine, self._group_of = engine, self._groups_of_trained()  # `rebuild` replaces both
+        self.engine, self._group_of = engine, self._groups_of_trained()  # `rebuild` replaces them
+        self._trained_ids = self._ids_of_trained()
         engine.on_last_micro_batch = self.synchronize
         for bucket in engine.gradient_buckets:
             bucket.unscale = self._unscale
@@ -86,7 +91,7 @@ class Reducer:
 
     def refuse_changed(self) -> None:
         """Raises RuntimeError if parameters were frozen, unfrozen or moved to another group since."""
-        if self._groups_of_trained() != self._group_of:
+        if self._ids_of_trained() != self._trained_ids and self._groups_of_trained() != self._group_of:
             raise RuntimeError(
                 "parameters were frozen, unfrozen or moved to another parameter group after the optimizer was made: "
                 "call opt.rebuild() before backward"
@@ -120,9 +125,9 @@ class Reducer:
             if bucket.visible is not bucket.mean:
                 bucket.visible.copy_(bucket.mean)
             bucket.put_back(bucket.displaced())
-            for index, view in zip(bucket.layout.params, bucket.views, strict=True):
+            for p, index, view in zip(bucket.of(self.engine.params), bucket.layout.params, bucket.views, strict=True):
                 if index not in unused:
-                    self.engine.params[index].grad = view
+                    p.grad = view
 
     def _unused_by_all(self, reduced: Reduced) -> Collection[int]:
         """The parameters that no worker gave a gradient, which keep no `.grad`; those in doubt are not among them.
@@ -179,7 +184,9 @@ class Reducer:
         for bucket in self.engine.gradient_buckets:
             if bucket.added_to:
                 raise RuntimeError(f"another backward before opt.step() reached its gradients: {REMEDY}")
-            displaced = bucket.displaced()
+            displaced, grads = bucket.displaced(), [p.grad for p in bucket.of(self.engine.params)]
+            if not displaced and all(map(operator.is_, grads, bucket.views)):
+                continue
             for k, (index, view) in enumerate(zip(bucket.layout.params, bucket.views, strict=True)):
                 p = self.engine.params[index]
                 if p.grad is None or (p.grad is view and k not in displaced):

@@ -17,7 +17,7 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.step import KeptStep
-from kfuse.kernels import CHUNK, AdamOptions, PackTable, SGDOptions, adamw, lamb, lamb_trust, sgd
+from kfuse.kernels import CHUNK, AdamOptions, AdamWArguments, PackTable, SGDOptions, adamw, lamb, lamb_trust, sgd
 from kfuse.optim.layout import BucketState, Extent, Part, Piece
 from kfuse.optim.updates import Update
 
@@ -70,8 +70,14 @@ class AdamWRule(Rule):
     counts_updates = True
 
     def apply(self, piece: Piece, bucket: Bucket, options: Options, given: Update) -> None:
-        m, v = piece.moments.values()
-        adamw(piece.param, piece.grad, m, v, adam_options(options, given), step=piece.step, **_scalars(piece, given))
+        adam = adam_options(options, given)
+        if piece.arguments is None:
+            m, v = piece.moments.values()
+            kept = AdamWArguments(piece.param, piece.grad, m, v, adam, step=piece.step, master=piece.master)
+            piece.arguments = kept
+        kept = piece.arguments
+        kept.options, kept.grad_scale, kept.found_inf = adam, given.scaled.factor, piece.skip
+        adamw.run(kept)
 
 
 class SGDRule(Rule):
