@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kfuse.comm.sum_tree import LeafStep
+from kfuse.comm.tail import Place, quick
 from kfuse.kernels import PackArguments, PackTable, pack
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class Bucket:
 
     orders: list[tuple[int, ...] | None]  # each parameter's `dense_order`; None: the logical one
     sum: Tensor  # fp32 [body + tail], slot 0
+    tail_sum: Tensor  # fp32 [tail], the part of `sum` behind the gradients
+    tails: list[Place]  # of each slot
     mean: Tensor  # fp32 [body], `sum` without the tail: after the reduction, the mean gradient
     visible: Tensor  # [body], what each p.grad is a view of: `mean`, or for 16-bit parameters its rounded values
     part: slice  # what this worker adds up and measures, where the program splits the bucket
@@ -135,8 +138,9 @@ class Bucket:
         """
         self.tail = self.tail if tail is None else tail
         self._new_slot = new_slot
-        self.slots, self._packings = list[Tensor](), dict[int, PackArguments]()
+        self.slots, self.tails, self._packings = list[Tensor](), list[Place](), dict[int, PackArguments]()
         self.sum = self.slot(0)
+        self.tail_sum = self.sum[self.body :]
         self.mean = self.sum[: self.body]
         self.assign(self.part, self.mirrored)
         self.places = [self.laid_out(k, view) for k, view in enumerate(self.view(self.mean))]
@@ -155,11 +159,6 @@ class Bucket:
         """This bucket's of an engine's parameters."""
         return [params[index] for index in self.layout.params]
 
-    @property
-    def tail_sum(self) -> Tensor:
-        """fp32 [tail], the part of `sum` behind the gradients."""
-        return self.sum[self.body :]
-
     def assign(self, part: slice, mirrored: slice) -> None:
         """Sets this worker's parts. Between steps."""
         self.part, self.mirrored = part, mirrored
@@ -171,6 +170,7 @@ class Bucket:
         while len(self.slots) <= k:
             slot = self._new_slot(len(self.slots)) if self._new_slot is not None else None
             self.slots.append(torch.zeros(self.body + self.tail, device=self.device) if slot is None else slot)
+            self.tails.append(quick(self.slots[-1][self.body :]))
         return self.slots[k]
 
     def packing(self, k: int) -> PackArguments:

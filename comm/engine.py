@@ -265,7 +265,7 @@ class Engine:
         # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the result,
         # and nobody updates, before all gradients are where they are needed.
         self.executor.share_sums(self.measurement.norms)
-        self._take(kept, self.measurement.record(self.buckets[-1].tail_sum, now))
+        self._take(kept, self.measurement.record(self.buckets[-1].tails[0], now))
         if self._first_steps:
             self._first_steps -= 1
             if not self._first_steps:  # the first update may compile too: the second step's messages wait for it

@@ -135,7 +135,7 @@ class Executor:
         for bucket in complete:
             self._complete[bucket.index] = True
         self._step = step
-        if self.failed is not None or self._group.in_one_order:
+        if self.failed is not None or self._group.in_one_order or self._group.size == 1:
             return
         try:
             self._start_complete(local)
@@ -206,6 +206,8 @@ class Executor:
         """
         if self.failed is not None:
             raise self.failed
+        if self._group.size == 1:
+            return
         self._start_complete(local)
         if self._device.asynchronous:
             self._run_to_pause(*self._runs)

@@ -24,8 +24,10 @@ from kfuse.comm.tail import (
     STEP_TIME,
     SUM_SQUARES,
     VOTE,
+    Place,
     Tail,
     digest_slots,
+    quick,
 )
 from kfuse.kernels import BLOCK, BlockSumsqArguments, SumPartialsArguments, block_sumsq, num_blocks, sum_partials
 
@@ -47,7 +49,8 @@ class Measurement:
         for bucket, sumsq in zip(gradient_buckets, self._sumsq.split_with_sizes(chunks) if chunks else (), strict=True):
             bucket.sumsq = sumsq
         self._total = SumPartialsArguments(self._sumsq, torch.zeros((), dtype=torch.float64, device=device))
-        self._totals = torch.zeros(2, dtype=torch.float64, device=device)  # of a record: see Tail.record
+        self._totals = torch.zeros(2, dtype=torch.float64, device=device)
+        self._quick_totals = quick(self._totals)  # of a record: see Tail.record
         self.renew()
         self.stopwatch, self._waiting = Stopwatch(device), Stopwatch(device)
         self._voter: Voter | None = None  # by the time that this worker waits for others; None where it is alone
@@ -75,7 +78,8 @@ class Measurement:
             if (plan := now.plan) is not None and self._leads:
                 own |= {STEP_TIME: plan.times[0], DATA_WAIT: plan.times[1], DECISION: float(plan.decision)}
                 own.update(enumerate(() if plan.fisher is None else plan.fisher, FISHER_TRACE))
-        place = bucket.slot(now.leaf.slot)[bucket.body :]
+        bucket.slot(now.leaf.slot)  # makes it, if it is not there
+        place = bucket.tails[now.leaf.slot]
         weight, loss, figures = float(now.current.weight), now.current.loss, now.current.figures
         self.tail.write(place, now.leaf.accumulate, weight, squares, loss, now.missed, figures, own)
         now.told = True
@@ -138,14 +142,14 @@ class Measurement:
                     kept = self._blocks_of[bucket.index] = BlockSumsqArguments(bucket.own, norms)
                 block_sumsq.run(kept)
 
-    def record(self, tail: Tensor, now: Step) -> Tensor:
+    def record(self, tail: Place, now: Step) -> Tensor:
         """The step's record (see `Tail.record`), once `norms` has the sums of squares of all shards.
 
         Weights that are no numbers of samples are put into units of samples: with W the sum of the weights w_j and B
         the step's samples, w_j becomes w_j B / W. S is then unbiased where a micro-batch's variance goes as 1 / w_j.
         """
         sum_partials.run(self._norm)
-        record = self.tail.record(tail, self._totals)
+        record = self.tail.record(tail, self._quick_totals)
         if now.alone:
             values = record.numpy()
             values[SUM_SQUARES] = values[SAMPLES] * values[GRAD_SQ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -186,7 +186,7 @@ class Step:
         if self.done == self._audited and engine.audited is not None:
             engine.audited.take(bucket)
         if self.alone and not bucket.missing and not torch.is_grad_enabled():
-            torch._foreach_copy_(bucket.places, cast(list[Tensor], bucket.grads))
+            torch._foreach_copy_(bucket.places, bucket.grads)  # type: ignore[arg-type]  # none is missing
         else:
             given = bucket.packing(self.leaf.slot)
             given.grads, given.scale, given.accumulate = bucket.grads, self.scale, self.leaf.accumulate

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kfuse.comm import devices
@@ -43,6 +45,14 @@ _ROW = 1024  # elements of a tensor whose bits a digest adds up first
 _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 
+Place = Tensor | NDArray[Any]  # see `quick`
+
+
+def quick(tensor: Tensor) -> Place:
+    """Numbers that a step reads and writes one by one: on the CPU an array, whose calls take a fraction of the time."""
+    return tensor if devices.of(tensor.device).asynchronous else tensor.numpy()
+
+
 class Tail:
     """The tail for `params` parameters on rank `rank` of `ranks`: writes a micro-batch's, reads the reduced one.
 
@@ -60,7 +70,7 @@ class Tail:
 
     def write(
         self,
-        place: Tensor,
+        place: Place,
         accumulate: bool,
         samples: float,
         sum_squares: Tensor | float,
@@ -78,50 +88,49 @@ class Tail:
         slots, values = self._slots, self._usual.copy()
         for index in missed:
             values[index] = 0.0
-        values[slots + SAMPLES] = samples
         weighted: dict[int, Tensor | float] = {slots + SUM_SQUARES: sum_squares}  # times the samples
         if loss is not None:
             weighted[slots + LOSS] = loss
-        weighted.update(enumerate(figures, self._figures))
-        numbers = {slots + slot: number for slot, number in (own or {}).items()}
-        if (device := devices.of(place.device)).asynchronous:
-            on_device = {index: number for index, number in numbers.items() if isinstance(number, Tensor)}
-            for index, number in numbers.items():
-                values[index] = 0.0 if isinstance(number, Tensor) else number
-            host_values = device.pinned((self.numel,), torch.float32)
-            host_values.copy_(torch.from_numpy(values))
-            tail = host_values.to(place.device, non_blocking=True)
-            for index, scalar in weighted.items():
-                tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
-            for index, number in on_device.items():
-                tail[index] = number
-            place.add_(tail) if accumulate else place.copy_(tail)
-            return
-        # On the host, and by numpy, whose calls take a fraction of the time of torch's: each micro-batch has a tail.
-        host = place.numpy()
+        if figures:
+            weighted.update(enumerate(figures, self._figures))
+        on_device: dict[int, Tensor] = {}
         with np.errstate(all="ignore"):
-            for index, scalar in weighted.items():
-                values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
-            for index, number in numbers.items():
-                values[index] = number.item() if isinstance(number, Tensor) else number
-            host[:] = host + values if accumulate else values
+            values[slots + SAMPLES] = samples
+            for slot, number in own.items() if own else ():
+                if isinstance(number, Tensor):
+                    on_device[slots + slot] = number
+                else:
+                    values[slots + slot] = number
+            if not isinstance(place, Tensor):
+                for index, scalar in weighted.items():
+                    values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
+                for index, number in on_device.items():
+                    values[index] = number.item()
+                place[:] = place + values if accumulate else values
+                return
+        host_values = devices.of(place.device).pinned((self.numel,), torch.float32)
+        host_values.copy_(torch.from_numpy(values))
+        tail = host_values.to(place.device, non_blocking=True)
+        for index, scalar in weighted.items():
+            tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
+        for index, number in on_device.items():
+            tail[index] = number
+        place.add_(tail) if accumulate else place.copy_(tail)
 
     def write_digest(self, place: Tensor, digest: Tensor) -> None:
         """Writes this rank's digest to `place` (fp32 [numel], zeros), where it has no micro-batch to write of."""
         first = self._slots + self.own
         place[first + 1 : first + VOTE] = digest_slots(digest)
 
-    def record(self, tail: Tensor, totals: Tensor) -> Tensor:
+    def record(self, tail: Place, totals: Place) -> Tensor:
         """A step's figures from the reduced tail: float64 [RECORD_SLOTS + ranks * RANK_SLOTS + figures], on the device.
 
         The slots named above, `totals` (float64 [2]: |gbar|^2, and 0 for an update that is not left out), what each
         rank alone wrote, then the sums of a step function's figures.
         """
         slots, of_ranks = self._slots, self._of_ranks
-        if devices.of(tail.device).asynchronous:
-            return torch.cat([tail[slots:of_ranks], totals, tail[of_ranks:]])
-        host = tail.numpy()
-        return torch.from_numpy(np.concatenate([host[slots:of_ranks], totals.numpy(), host[of_ranks:]]))
+        parts: Any = (tail[slots:of_ranks], totals, tail[of_ranks:])
+        return torch.cat(parts) if isinstance(tail, Tensor) else torch.from_numpy(np.concatenate(parts))
 
 
 def digest(tensors: Sequence[Tensor], salt: int = 0) -> Tensor:

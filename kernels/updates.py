@@ -195,8 +195,10 @@ def _fused(
         take_changed(given.param, given.master)
     # PyTorch's fused optimizers divide by the scale, and write the quotient back to the gradient.
     scale = None if given.grad_scale is None or given.grad_scale.item() == 1.0 else given.grad_scale.reciprocal()
-    grad = given.grad.to(given.weights.dtype)
-    update([given.weights], [grad], *states, **options, **more, grad_scale=scale, found_inf=None)
+    weights, grad = given.weights, given.grad
+    if grad.dtype != weights.dtype:
+        grad = grad.to(weights.dtype)
+    update([weights], [grad], *states, **options, **more, grad_scale=scale, found_inf=None)
     if given.master is not None:
         given.param.copy_(given.master)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -116,10 +116,9 @@ class Events:
             self.packed += len(bucket.grads)
             pack(now, bucket)
 
-        def launching(executor: Executor, *arguments: Any) -> None:
-            before = len(executor._runs)
-            launch(executor, *arguments)
-            self.happened += ["launch"] * (len(executor._runs) - before)
+        def launching(executor: Executor, complete: Sequence[Bucket], *arguments: Any) -> None:
+            launch(executor, complete, *arguments)
+            self.happened += ["launch"] * len(complete)
 
         patch.setattr(Step, "pack", packing)
         patch.setattr(Executor, "launch", launching)

@@ -155,15 +155,15 @@ def test_all_workers_measure_the_same_links(workers: int) -> None:
 @given(st.integers(1, 64), st.integers(0, 2**24))
 def test_what_one_rank_writes_arrives_in_the_tail_as_it_was_sent(ranks: int, decision: int) -> None:
     totals = torch.zeros(2, dtype=torch.float64)
-    place = torch.zeros(Tail(3, 0, ranks, figures=2).numel)
+    place = np.zeros(Tail(3, 0, ranks, figures=2).numel, np.float32)
     for rank in range(ranks):
         tail = Tail(3, rank, ranks, figures=2)
-        of_rank = torch.zeros_like(place)
+        of_rank = np.zeros_like(place)
         for first in (True, False):  # two micro-batches
             own = {tail.own: 0.5 + rank, tail.own + VOTE: 2.0, DECISION: float(decision * (rank == 0))}
             tail.write(of_rank, not first, 1.0, totals[0], 1.0, figures=[7.0, 8.0], own=own if first else None)
         place += of_rank
-    values = Tail(3, 0, ranks, figures=2).record(place, totals).tolist()[:-2]
+    values = Tail(3, 0, ranks, figures=2).record(place, totals.numpy()).tolist()[:-2]
     assert values[DECISION] == decision
     assert values[RECORD_SLOTS + VOTE :: RANK_SLOTS] == [2.0] * ranks
     assert values[RECORD_SLOTS::RANK_SLOTS] == [0.5 + rank for rank in range(ranks)]

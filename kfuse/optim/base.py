@@ -241,11 +241,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         hooks = hooks or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks
         if hooks or profiler._is_profiler_enabled:
             return _watched_step(self) if closure is None else _watched_step(self, closure)
-        return self._step(closure)
+        gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # as torch.no_grad, without its context
+        try:
+            return self._step(closure)
+        finally:
+            torch._C._set_grad_enabled(gradients)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps no step that says so
 
-    @torch.no_grad()
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         check_owner(self.engine)
         loss = None
@@ -356,7 +360,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 # With torch's hooks and its profiler's context, which alone takes as long as a small update.
-_watched_step = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)
+_watched_step = torch.optim.Optimizer.profile_hook_step(torch.no_grad()(DistributedOptimizer._step))
 
 _latest: weakref.ref[DistributedOptimizer] | None = None
 

@@ -78,7 +78,7 @@ class FlatUpdates(FlatState):
     def run(self, update: Callable[[Bucket, BucketState], None]) -> None:
         """Updates this worker's part of each bucket, and shares its shards. Raises CommError."""
         try:
-            for bucket in self.engine.updates():
+            for bucket in self.engine.updates() if self.sharded else reversed(self.engine.gradient_buckets):
                 update(bucket, self.states[bucket.index])
         except CommError:
             self.renew_parameters()
@@ -109,7 +109,7 @@ class FlatUpdates(FlatState):
             if first:
                 self.make(bucket, state, which)
             self.publish_masters(bucket, state, which)
-            state.steps[which.start : which.stop].add_(1.0 if skip is None else 1.0 - skip)
+            state.count_update(which, skip)
             for part, found in zip(state.parts, pieces, strict=True):
                 piece = piece_of(bucket, state, part, which, first, skip)
                 if piece is not None:

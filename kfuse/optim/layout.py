@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
 from kfuse.comm.buckets import Bucket
+from kfuse.comm.tail import Place, quick
 
 MASTER = "master"  # the name in a state_dict of a 16-bit parameter's fp32 weights
 
@@ -130,7 +131,18 @@ class BucketState:
     mirror: Part  # what this worker repeats of the worker before it; empty where there is no mirror
     addresses: list[int] = field(default_factory=list)  # of the parameters, as long as they lie in `param`
     together: bool = True  # all of the bucket's parameters have had the same updates, so that one call can do them all
+    quick_steps: Place = field(init=False)  # the same memory as `steps`
     others: list[Part] = field(default_factory=list)  # parts that this worker keeps for others while the group changes
+
+    def __post_init__(self) -> None:
+        self.quick_steps = quick(self.steps)
+
+    def count_update(self, which: range, skip: Tensor | None) -> None:
+        """Counts an update of these parameters; skip: where it is not 0 there is none."""
+        if skip is None:
+            self.quick_steps[which.start : which.stop] += 1.0  # type: ignore[assignment]  # the same for either
+        else:
+            self.steps[which.start : which.stop].add_(1.0 - skip)
 
     @property
     def parts(self) -> list[Part]:

@@ -45,24 +45,26 @@ def scaling(
     min(1, clip_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it.
     """
     record = reduced.record
-    squared_norm, finite = squared_norm_of(reduced, engine)
-    skip = None
+    exact, finite = squared_norm_of(reduced, engine)
+    skip, factor = None, None if loss_scale is None else 1.0 / loss_scale.to(torch.float32)
+    squared_norm = record[t.GRAD_SQ] if exact is None and (clip_norm is not None or found_inf is not None) else exact
     if found_inf is not None:
         skip = torch.as_tensor(found_inf, dtype=torch.float32, device=record.device)
         squared = torch.nan if loss_scale is None else loss_scale.double() ** 2  # unscaled by hand: unknown
         record = record.clone()
         record[t.SUM_SQUARES] /= squared
         record[t.GRAD_SQ] /= squared
+        assert squared_norm is not None
         squared_norm = squared_norm / squared
         if clip_norm is not None and loss_scale is not None:
             # The scaled norm overflowed where no gradient did: there is no coefficient to clip with.
             skip = torch.maximum(skip, (~torch.isfinite(squared_norm)).to(torch.float32))
     elif skip_nonfinite and (devices.of(record.device).asynchronous or not finite):
         skip = (~torch.as_tensor(finite)).to(torch.float32)
-    factor = None if loss_scale is None else 1.0 / loss_scale.to(torch.float32)
     if clip_norm is not None:
         if found_inf is not None and loss_scale is None:  # p.grad was perhaps changed too
             squared_norm = squared_norm_exactly(engine)
+        assert squared_norm is not None
         coefficient = (clip_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0).to(torch.float32)
         factor = coefficient if factor is None else factor * coefficient
     if reduced.now.is_local:
@@ -72,18 +74,18 @@ def scaling(
     return Scaling(record, factor, skip, finite)
 
 
-def squared_norm_of(reduced: Reduced, engine: Engine) -> tuple[Tensor, Tensor | bool]:
-    """|gbar|^2 (float64, on the device), and whether the gradients are finite.
+def squared_norm_of(reduced: Reduced, engine: Engine) -> tuple[Tensor | None, Tensor | bool]:
+    """|gbar|^2 (float64, on the device; None: it is the record's), and whether the gradients are finite.
 
     The record's squares are fp32, which finite gradients above 1e19 overflow. Where they did, the CPU looks at the
     gradients themselves; on CUDA that would make the host wait, so there they count as not finite.
     """
     record = reduced.record
     if devices.of(record.device).asynchronous:
-        return record[t.GRAD_SQ], torch.isfinite(record[t.SUM_SQUARES] + record[t.GRAD_SQ])
-    values = record.numpy()
+        return None, torch.isfinite(record[t.SUM_SQUARES] + record[t.GRAD_SQ])
+    values = record.tolist()
     if math.isfinite(values[t.SUM_SQUARES] + values[t.GRAD_SQ]):
-        return record[t.GRAD_SQ], True
+        return None, True
     squared_norm = squared_norm_exactly(engine)
     if reduced.now.is_local:  # the others must skip too, and have other gradients
         return squared_norm, False
