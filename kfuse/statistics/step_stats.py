@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from kfuse.comm import devices
 from kfuse.comm import tail as t
 from kfuse.comm.devices import Event
 from kfuse.statistics.figures import Measured
-from kfuse.statistics.noise_scale import NoiseScale, moments, rounding_error
+from kfuse.statistics.noise_scale import Estimate, NoiseScale, moments, rounding_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,7 @@ class Statistics:
         self.figure_names: tuple[str, ...] | None = None
         self._figures = 0  # at the end of each record
         self.keep_unread = False  # Steps are kept until `read` returns them
+        self.presented = True  # They are kept with the noise scale and its interval
         self._in_flight: deque[_Record] = deque()
         self._newest: _Record | None = None
         self._latest: StepStats | None = None
@@ -133,7 +134,7 @@ class Statistics:
     def latest(self) -> StepStats | None:
         """The newest step that has arrived; None before the first."""
         if self._latest is None and self._newest is not None:
-            self._latest = self._stats(self._newest)
+            self._latest = self._stats(self._newest, self.noise_scale.estimate())
         return self._latest
 
     def read(self, lag: int) -> list[StepStats]:
@@ -159,10 +160,14 @@ class Statistics:
         self._receive(0)
         self._figures, self.figure_names = count, None
 
-    def begin_run(self) -> None:
-        """A training begins: from now on every step is kept until it is read. Earlier steps are dropped."""
+    def begin_run(self, presented: bool = True) -> None:
+        """A training begins: from now on every step is kept until it is read. Earlier steps are dropped.
+
+        presented: somebody sees each step's noise scale, so it is computed with its interval. Else it is unknown in
+        the steps that are read, and computed where `latest` is asked for it.
+        """
         self._receive(0)
-        self.keep_unread, self._unread = True, []
+        self.keep_unread, self.presented, self._unread = True, presented, []
         self._newest = self._latest = None
         self.compared.clear()
 
@@ -203,13 +208,20 @@ class Statistics:
         names = state["figure_names"]
         self.figure_names = None if names is None else tuple(names)
         self._newest, self._latest = None, self._unread[-1] if self._unread else None
+        if self._latest is not None:
+            now = self.noise_scale.estimate()
+            self._latest = replace(
+                self._latest, noise_scale=now.noise_scale, noise_scale_low=now.low, noise_scale_high=now.high
+            )
         latest = self._latest
         self.compared = deque([(latest.step, latest.digests)] if latest and latest.digests else [])
 
     def _receive(self, lag: int) -> None:
         while len(self._in_flight) > lag:
             self._take_in(self._in_flight.popleft())
-            if self.keep_unread and (latest := self.latest) is not None:
+            if self.keep_unread and self._newest is not None:
+                latest = self.latest if self.presented else self._stats(self._newest, self.noise_scale.means_alone())
+                assert latest is not None
                 self._unread.append(latest)
 
     def _take_in(self, item: _Record) -> None:
@@ -238,8 +250,8 @@ class Statistics:
         self.arrived.append((item.step, bool(values[t.SKIPPED]) or not (item.local or math.isfinite(grad_total))))
         self._newest, self._latest = item, None
 
-    def _stats(self, newest: _Record) -> StepStats:
-        (values, sums), running = newest.split(), self.noise_scale.estimate()
+    def _stats(self, newest: _Record, running: Estimate) -> StepStats:
+        values, sums = newest.split()
         samples, grad_total = values[t.SAMPLES], values[t.GRAD_SQ]
         loss = values[t.LOSS] / samples if samples else math.nan
         figures = {name: total / samples for name, total in zip(self.figure_names or (), sums, strict=False)}

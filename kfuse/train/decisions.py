@@ -24,7 +24,7 @@ from kfuse.comm.sync import Sync
 from kfuse.comm.topology import Links, check_parents, measure
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
-from kfuse.policies.signals import Decision, Signals, checked_decision
+from kfuse.policies.signals import BasePolicy, Decision, Signals, checked_decision
 from kfuse.settings import rules
 from kfuse.statistics.figures import Measured, StepContext, StepSettings
 from kfuse.statistics.step_stats import StepStats
@@ -279,6 +279,11 @@ class PolicyCalls:
         self.policy, self._settings, self._decisions = training.policy, training.settings, decisions
         self._session, self._progress, self._reporter = training.session, training.progress, training.reporter
         self._reported: Exception | None = None  # the error that ends training; None: none does
+
+    @property
+    def decides(self) -> bool:
+        """Whether the policy has a `decide` of its own."""
+        return getattr(self.policy.decide, "__func__", None) is not BasePolicy.decide
 
     def begin(self) -> None:
         """Applies the policy's initial settings, on rank 0, before the first step: all workers start from its state."""

@@ -213,6 +213,10 @@ class Reporter:
         if self._session.group.rank == 0:
             self._keeper.report(kind, data)
 
+    @property
+    def records(self) -> bool:
+        return self._keeper.is_recorded
+
     def event(self, step: int, kind: str, **fields: Any) -> None:
         """A line of events.jsonl: something that happened at this step."""
         data = {"step": step, "kind": kind, **fields}

@@ -151,7 +151,7 @@ class Trainer:
                 opt.set_clip_norm(clip_norm)
             opt.zero_grad()  # gradients of an interrupted step, or of an earlier backward, are not this training's
             opt.reducer.lost_worker_error = None  # nor is a worker that was lost in a step whose body left the loop
-            opt.statistics.begin_run()
+            opt.statistics.begin_run(presented=self._presents)
             opt.engine.step = 0
             opt.reducer.loop_handles_lost_workers = self._training.user_loop and self.session.elastic
             self.decisions.use_transport()  # an earlier training's decision no longer applies
@@ -286,16 +286,22 @@ class Trainer:
             at.drifted += 1
             at.uneven |= not all(step.samples.ranges)
 
+    @property
+    def _presents(self) -> bool:
+        """Whether somebody sees each step's figures: a policy that decides by them, or a record."""
+        return self.calls.decides or self._reporter.records
+
     def _report_and_decide(self, lag: int = 1) -> None:
         """For each step whose statistics have arrived, but not the newest `lag`: reports it, decides, applies."""
         self.decisions.receive(lag)
         for stats in self.opt.statistics.read(lag):
             context = self.progress.contexts.pop(stats.step)
             take_measured(self._training, stats, context)
-            used = self._sampling.of_finished_step(stats, context) if self.settings.observe_ledger else None
-            signals = self.calls.signals(stats, context)
-            self._reporter.step(stats, context, signals, used)
-            self.calls.decide("decide", signals)
+            if self._presents:
+                used = self._sampling.of_finished_step(stats, context) if self.settings.observe_ledger else None
+                signals = self.calls.signals(stats, context)
+                self._reporter.step(stats, context, signals, used)
+                self.calls.decide("decide", signals)
             self.decisions.apply_announced(stats, context)
 
     def _synchronise(self) -> None:
