@@ -1,0 +1,139 @@
+"""What a step costs, in numbers that no machine's speed moves: calls of kfuse's Python functions, torch's operators.
+
+`benchmarks/fixed_cost.py` has the times. A bound is a few calls above what is counted now: who needs more
+raises it, and says why.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_workers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kfuse as kf
+from kfuse.comm.gloo import GlooGroup
+from kfuse.statistics.noise_scale import NoiseScale
+
+ROOT = str(Path(kf.__file__).resolve().parent.parent)
+STEPS = 8
+Counts = tuple[float, float]  # a step: calls of kfuse's functions, and torch's operators
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, in backward and hooks too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count(steps: Callable[[int], object], number: int = STEPS) -> Counts:
+    """Counts what this thread does in so many steps, after some that are not counted."""
+    steps(number)
+    calls: Counter[str] = Counter()
+
+    def called(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT) and "/tests/" not in frame.f_code.co_filename:
+            calls[frame.f_code.co_name] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(called)
+    try:
+        steps(number)
+    finally:
+        sys.setprofile(before)
+    with Operators() as operators:
+        steps(number)
+    return sum(calls.values()) / number, operators.count / number
+
+
+def bare(kind: Callable[..., torch.optim.Optimizer], layers: int) -> Counts:
+    """A loop of the user's own over `layers` linear layers."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+    opt, x = kind(model.parameters(), lr=0.01), torch.ones(4, 8)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    return count(steps)
+
+
+def fit(**settings: Any) -> Counts:
+    """kf.fit's steps of 4 micro-batches: what a longer training does more than a shorter one."""
+    x, y = torch.randn(64, 8), torch.randint(0, 3, (64,))
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    opt = kf.FusedAdamW(model.parameters(), lr=0.01)
+
+    def train(number: int) -> None:
+        kf.fit(model, (x, y), opt, train_steps=number, batch_size=64, batch_micro=16, **settings)
+
+    (calls, operators), (more_calls, more_operators) = count(train, 4), count(train, 12)
+    return (12 * more_calls - 4 * calls) / 8, (12 * more_operators - 4 * operators) / 8
+
+
+def fused(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, fused=True)
+
+
+def test_a_bare_step_and_a_further_parameter() -> None:
+    """Beside torch's fused AdamW: so many operators more; and with each parameter one call, and none of torch's."""
+    kf.init()
+    calls, operators = bare(kf.FusedAdamW, 3)
+    assert calls <= 175
+    assert operators - bare(fused, 3)[1] <= 3
+    more_calls, more_operators = bare(kf.FusedAdamW, 13)
+    assert more_calls - calls <= 20 * 1.2
+    assert more_operators - operators <= bare(fused, 13)[1] - bare(fused, 3)[1]
+
+
+def test_a_step_of_fit_and_what_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interval is computed where a policy decides, and not in each step."""
+    estimates = []
+    estimate = NoiseScale._compute
+    monkeypatch.setattr(NoiseScale, "_compute", lambda self: (estimates.append(1), estimate(self))[1])
+    kf.init()
+    calls, operators = fit()
+    assert len(estimates) == 6, "once in each training, for its summary"
+    assert calls <= 690 and operators <= 215
+
+    class Decides(kf.BasePolicy):
+        def decide(self, signals: Any) -> None:
+            assert signals.mean_grad_variance is not None
+
+    deciding, _ = fit(hook=kf.Hook(Decides()))
+    assert len(estimates) >= 6 + 3 * (4 + 12) and deciding > calls
+
+
+def messages() -> tuple[Counts, float]:
+    """On one of two workers: what a step of the bare loop costs, and its messages of gradients."""
+    kf.init(comm_schedule="allreduce")  # no links are measured
+    sent = 0
+    all_reduce = GlooGroup.all_reduce
+
+    def counting(self: GlooGroup, *given: Any, **more: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return all_reduce(self, *given, **more)
+
+    GlooGroup.all_reduce = counting  # type: ignore[method-assign]  # in this process, which ends
+    return bare(kf.FusedAdamW, 3), sent / (3 * STEPS)
+
+
+def test_workers_send_one_message_a_step() -> None:
+    for (calls, operators), sent in run_workers(2, messages):
+        assert sent == 1
+        assert calls <= 260 and operators <= 80
