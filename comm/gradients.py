@@ -51,6 +51,7 @@ class GradientHooks:
             if grad.layout is not strided or param.dtype is not dtype:
                 self._refuse(grad, bucket, k)
             bucket.grads[k], param.grad = grad if order is None else grad.permute(order), None
+            del grad  # once it is packed nothing holds it
             bucket.missing -= 1
             if not bucket.missing:
                 engine.now.pack(bucket)

@@ -100,6 +100,28 @@ def test_a_bare_step_and_a_further_parameter() -> None:
     assert more_operators - operators <= bare(fused, 13)[1] - bare(fused, 3)[1]
 
 
+def test_torchs_hooks_and_profiler_see_each_step_once() -> None:
+    """torch's wrapper of step is passed over where there are none."""
+
+    class Own(kf.FusedAdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    kf.init()
+    for kind in (kf.FusedAdamW, Own):
+        seen: list[str] = []
+        p = nn.Parameter(torch.ones(3))
+        opt = kind([p], lr=0.1)
+        opt.register_step_pre_hook(lambda opt, args, kwargs, seen=seen: seen.append("before"))
+        opt.register_step_post_hook(lambda opt, args, kwargs, seen=seen: seen.append("after"))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            p.sum().backward()
+            opt.step()
+        assert seen == ["before", "after"]
+        names = [event.key for event in profile.key_averages() if event.key.startswith("Optimizer.step")]
+        assert names == [f"Optimizer.step#{kind.__name__}.step"]
+
+
 def test_a_step_of_fit_and_what_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interval is computed where a policy decides, and not in each step."""
     estimates = []

@@ -239,7 +239,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         hooks = hooks or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks
-        if hooks or profiler._is_profiler_enabled:
+        # torch itself does it for a class with a `step` of its own, which calls this one.
+        if (hooks or profiler._is_profiler_enabled) and type(self).step is DistributedOptimizer.step:
             return _watched_step(self) if closure is None else _watched_step(self, closure)
         gradients = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as torch.no_grad, without its context

@@ -139,10 +139,10 @@ class BucketState:
 
     def count_update(self, which: range, skip: Tensor | None) -> None:
         """Counts an update of these parameters; skip: where it is not 0 there is none."""
-        if skip is None:
-            self.quick_steps[which.start : which.stop] += 1.0  # type: ignore[assignment]  # the same for either
+        if skip is None and not isinstance(self.quick_steps, Tensor):
+            self.quick_steps[which.start : which.stop] += 1.0
         else:
-            self.steps[which.start : which.stop].add_(1.0 - skip)
+            self.steps[which.start : which.stop].add_(1.0 if skip is None else 1.0 - skip)
 
     @property
     def parts(self) -> list[Part]:
