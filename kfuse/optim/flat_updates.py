@@ -73,6 +73,7 @@ class FlatUpdates(FlatState):
         if self.sharded and not resumes and any(state.own.place != bucket.shard for bucket, state in self.pairs()):
             raise RuntimeError("comm.state=sharded: the group has changed, and the optimizer's state was not moved")
         self.keep_flat()
+        self._counted = self._count_together(given) if self.engine.on_gpu and not self.sharded else frozenset()
         self.rule.update(self, given)
 
     def run(self, update: Callable[[Bucket, BucketState], None]) -> None:
@@ -92,14 +93,12 @@ class FlatUpdates(FlatState):
         params, options = self.params_of(bucket), self.options_of(state)
         bucket.take_visible()
         keeps = self.rule.keeps_state(options)
-        used = [p.grad is not None for p in params]
-        certain = not given.in_doubt or all(index not in given.in_doubt for index in bucket.layout.params)
-        if all(used) and certain and (state.together or not keeps):
+        if self._all_in_one_call(bucket, state, given):
             calls = [range(len(params))]
         else:
             # Some parameters had no gradient on any worker, now or before: torch leaves those alone, so must we.
             state.together = state.together and not keeps
-            calls = [range(k, k + 1) for k, is_used in enumerate(used) if is_used]
+            calls = [range(k, k + 1) for k, p in enumerate(params) if p.grad is not None]
         pieces: list[list[Piece]] = [[] for _ in state.parts]
         for which in calls:
             skip = given.skip_of(bucket.layout.params[which[0]])  # of several in one call none is in doubt
@@ -109,12 +108,30 @@ class FlatUpdates(FlatState):
             if first:
                 self.make(bucket, state, which)
             self.publish_masters(bucket, state, which)
-            state.count_update(which, skip)
+            if bucket.index not in self._counted:
+                state.count_update(which, skip)
             for part, found in zip(state.parts, pieces, strict=True):
                 piece = piece_of(bucket, state, part, which, first, skip)
                 if piece is not None:
                     found.append(piece)
         return pieces
+
+    def _all_in_one_call(self, bucket: Bucket, state: BucketState, given: Update) -> bool:
+        certain = not given.in_doubt or all(index not in given.in_doubt for index in bucket.layout.params)
+        alike = state.together or not self.rule.keeps_state(self.options_of(state))
+        return certain and alike and all(p.grad is not None for p in self.params_of(bucket))
+
+    def _count_together(self, given: Update) -> frozenset[int]:
+        """Counts the update of all buckets that have state and one call, by a kernel or two. Returns their indices."""
+        states = {
+            bucket.index: state
+            for bucket, state in self.pairs()
+            if state.entries[0].known and self._all_in_one_call(bucket, state, given)
+        }
+        if states:
+            skip = given.scaled.skip
+            torch._foreach_add_([state.steps for state in states.values()], 1.0 if skip is None else 1.0 - skip)
+        return frozenset(states)
 
     # -- averages -------------------------------------------------------------------------------------------------
 
