@@ -39,6 +39,7 @@ class FlatState(Updates):
         self.rule = rule
         self.names = (*rule.moment_names, MASTER)  # of all state tensors shaped like the parameter
         self.states: list[BucketState] = []  # of each bucket of gradients
+        self.steps: Tensor  # fp32: the numbers of updates of all parameters, bucket by bucket
 
     def pairs(self) -> Iterator[tuple[Bucket, BucketState]]:
         return zip(self.engine.gradient_buckets, self.states, strict=True)
@@ -49,9 +50,13 @@ class FlatState(Updates):
     def lay_out(self, engine: Engine) -> None:
         super().lay_out(engine)
         groups = {id(p): index for index, group in enumerate(self.opt.param_groups) for p in group["params"]}
-        self.states = [self._flatten(bucket, groups) for bucket in engine.gradient_buckets]
+        sizes = [len(bucket.layout.params) for bucket in engine.gradient_buckets]
+        self.steps = torch.zeros(sum(sizes), device=engine.device)
+        steps = self.steps.split_with_sizes(sizes) if sizes else ()
+        buckets = zip(engine.gradient_buckets, steps, strict=True)
+        self.states = [self._flatten(bucket, groups, of_bucket) for bucket, of_bucket in buckets]
 
-    def _flatten(self, bucket: Bucket, groups: dict[int, int]) -> BucketState:
+    def _flatten(self, bucket: Bucket, groups: dict[int, int], steps: Tensor) -> BucketState:
         params = self.params_of(bucket)
         param = torch.zeros(bucket.body, dtype=bucket.layout.dtype, device=bucket.device)
         views = bucket.view(param)
@@ -59,7 +64,7 @@ class FlatState(Updates):
         fill(views, [p.data for p in params])
         for p, view in zip(params, views, strict=True):
             p.data = with_own_storage(view)
-        steps, own, mirror = torch.zeros(len(params), device=bucket.device), Part(bucket.shard), Part(bucket.mirrored)
+        own, mirror = Part(bucket.shard), Part(bucket.mirrored)
         state = BucketState(param, groups[id(params[0])], steps, [Entry() for _ in params], own, mirror)
         self.take(bucket, state)
         state.addresses = [p.data_ptr() for p in params]

@@ -73,7 +73,7 @@ class FlatUpdates(FlatState):
         if self.sharded and not resumes and any(state.own.place != bucket.shard for bucket, state in self.pairs()):
             raise RuntimeError("comm.state=sharded: the group has changed, and the optimizer's state was not moved")
         self.keep_flat()
-        self._counted = self._count_together(given) if self.engine.on_gpu and not self.sharded else frozenset()
+        self._counted = self.engine.on_gpu and not self.sharded and self._count_together(given)
         self.rule.update(self, given)
 
     def run(self, update: Callable[[Bucket, BucketState], None]) -> None:
@@ -108,7 +108,7 @@ class FlatUpdates(FlatState):
             if first:
                 self.make(bucket, state, which)
             self.publish_masters(bucket, state, which)
-            if bucket.index not in self._counted:
+            if not self._counted:
                 state.count_update(which, skip)
             for part, found in zip(state.parts, pieces, strict=True):
                 piece = piece_of(bucket, state, part, which, first, skip)
@@ -121,17 +121,12 @@ class FlatUpdates(FlatState):
         alike = state.together or not self.rule.keeps_state(self.options_of(state))
         return certain and alike and all(p.grad is not None for p in self.params_of(bucket))
 
-    def _count_together(self, given: Update) -> frozenset[int]:
-        """Counts the update of all buckets that have state and one call, by a kernel or two. Returns their indices."""
-        states = {
-            bucket.index: state
-            for bucket, state in self.pairs()
-            if state.entries[0].known and self._all_in_one_call(bucket, state, given)
-        }
-        if states:
-            skip = given.scaled.skip
-            torch._foreach_add_([state.steps for state in states.values()], 1.0 if skip is None else 1.0 - skip)
-        return frozenset(states)
+    def _count_together(self, given: Update) -> bool:
+        """Counts an update of all parameters, by a kernel or two, if each bucket has its state and one call."""
+        together = all(s.entries[0].known and self._all_in_one_call(bucket, s, given) for bucket, s in self.pairs())
+        if together:
+            self.steps.add_(1.0 if given.scaled.skip is None else 1.0 - given.scaled.skip)
+        return together
 
     # -- averages -------------------------------------------------------------------------------------------------
 
