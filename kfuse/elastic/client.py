@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
 from kfuse.elastic import protocol
@@ -19,6 +20,7 @@ from kfuse.elastic.protocol import ControlError, Met, View
 _SUPERVISOR_LOST_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
 _STUCK_S = 60.0  # without the interpreter's lock, after which the process is ended
 _MOST_WAITING = 100_000  # messages; beyond it only records of steps are dropped
+_SENT_AT_ONCE = 64  # messages that wait, in one call of the system
 _POLL_S = 0.01
 
 T = TypeVar("T")
@@ -74,8 +76,9 @@ class ControlClient:
     def send(self, message: str, **fields: Any) -> None:
         """Sends a message of this type, in order; never waits for the other side.
 
-        Where the connection does not take it, as of a stopped supervisor, it waits in memory. Where too many wait,
-        records of steps are dropped, and an event says of which steps. Raises ControlError if the supervisor is gone.
+        A step's metrics wait for others, at most for `protocol.METRICS_S`. Where the connection does not take a message,
+        as of a stopped supervisor, it waits in memory. Where too many wait, records of steps are dropped, and an event
+        says of which steps. Raises ControlError if the supervisor is gone.
         """
         with self._changed:
             self.check()
@@ -85,15 +88,19 @@ class ControlClient:
             if (event := self._losses.take()) is not None:
                 self._unsent.append(protocol.encode({"type": "record", "kind": "event", "data": event}))
             self._unsent.append(protocol.encode({"type": message, **fields}))
-            self._flush()
+            if fields.get("kind") != "metrics" or len(self._unsent) >= protocol.METRICS_AT_ONCE:
+                self._flush()
 
     def _flush(self) -> None:
         """Sends what the connection takes without waiting: of that a lost worker loses nothing. Raises ControlError."""
         try:
             while self._unsent:
-                sent = self._messages.send(self._unsent[0], socket.MSG_DONTWAIT)
-                if rest := self._unsent.popleft()[sent:]:
-                    self._unsent.appendleft(rest)
+                sent = self._messages.sendmsg([*islice(self._unsent, _SENT_AT_ONCE)], [], socket.MSG_DONTWAIT)
+                while sent:
+                    line = self._unsent.popleft()
+                    if sent < len(line):
+                        self._unsent.appendleft(line[sent:])
+                    sent -= min(sent, len(line))
         except BlockingIOError:
             pass
         except OSError as error:
@@ -224,16 +231,20 @@ class ControlClient:
             os._exit(70)
 
     def _send_heartbeats(self) -> None:
-        """Heartbeats stop if the process is stopped, or if something holds the interpreter's lock for long.
+        """Sends what waits, and heartbeats.
 
-        In the second case the supervisor kills this process; if the supervisor is lost, a watchdog without a lock does.
+        These stop if the process is stopped, or if something holds the interpreter's lock for long. In the second
+        case the supervisor kills this process; if the supervisor is lost, a watchdog without a lock does.
         """
-        while not self._closing.wait(protocol.HEARTBEAT_S):
-            faulthandler.dump_traceback_later(_STUCK_S, exit=True)
+        due = time.monotonic() + protocol.HEARTBEAT_S
+        while not self._closing.wait(protocol.METRICS_S):
             try:
-                self._socket.sendall(protocol.encode({"type": "alive", "step": self.step}))
                 with self._changed:
                     self._flush()
+                if (now := time.monotonic()) >= due:
+                    due = now + protocol.HEARTBEAT_S
+                    faulthandler.dump_traceback_later(_STUCK_S, exit=True)
+                    self._socket.sendall(protocol.encode({"type": "alive", "step": self.step}))
             except (OSError, ControlError):
                 break
         faulthandler.cancel_dump_traceback_later()

@@ -139,7 +139,8 @@ class Records:
                 self._losses.add(data["step"])
                 return
             self._waiting.append((kind, data))
-            self._changed.notify()
+            if len(self._waiting) == 1:  # else the thread waits for others already
+                self._changed.notify()
 
     def event(self, kind: str, **fields: Any) -> None:
         """An event of the supervisor's own, at the newest step."""

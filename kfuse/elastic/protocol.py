@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import orjson
+
 MAX_LINE = 16 * 2**20  # bytes; a longer line is not one of these messages
 
 STOP_STATUS = {"interrupted": 130, "terminated": 143}  # exit status of a command that was asked to stop
@@ -22,6 +24,8 @@ NOT_TRAINED = "not_trained"  # without kf.fit and kf.DataLoader
 LOOP_LEFT = "loop_left"  # out of the loop over a kf.DataLoader
 
 OF_STEPS = ("metrics", "ledger")  # kinds of records of which each step has some
+METRICS_S = 0.1  # at most, until a worker sends a step's metrics: a worker that is killed loses no more of them
+METRICS_AT_ONCE = 64  # lines that wait in a worker, at which it does not wait longer
 
 HEARTBEAT_S = 0.5  # between two heartbeats
 
@@ -101,7 +105,27 @@ class Losses:
         return {"step": last, "kind": "records_lost", "steps": [first, last], "lines": lines, "why": self._why}
 
 
+# What a message with a record of a step begins with; then come the record, as it is stored, and the closing brace.
+_HEADS = {kind: f'{{"type":"record","kind":"{kind}","data":'.encode() for kind in OF_STEPS}
+
+
+class Encoded(dict[str, Any]):
+    """A record of a step that came as JSON. `line` is its text, which can be stored as it is."""
+
+    def __init__(self, line: bytes) -> None:
+        """Raises ValueError or TypeError if `line` is not one JSON object."""
+        super().__init__(orjson.loads(line))
+        self.line = line
+
+
+def encode_record(record: Mapping[str, Any]) -> bytes:
+    """A step's record of plain numbers and texts as a line of JSON. A number that is not finite becomes null."""
+    return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+
+
 def encode(message: Mapping[str, Any]) -> bytes:
+    if message["type"] == "record" and message["kind"] in OF_STEPS:
+        return _HEADS[message["kind"]] + encode_record(message["data"])[:-1] + b"}\n"
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
@@ -121,7 +145,13 @@ def set_acknowledgement_timeout(connection: socket.socket, silence_s: float) -> 
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The message in a line. Raises ValueError if it is not one JSON object with a "type"."""
+    """The message in a line. Raises ValueError if it is not one JSON object with a "type".
+
+    The `data` of a record of a step is `Encoded`.
+    """
+    for kind, head in _HEADS.items():
+        if line.startswith(head):
+            return {"type": "record", "kind": kind, "data": Encoded(line[len(head) : -2] + b"\n")}
     try:
         message = json.loads(line)
     except RecursionError as error:

@@ -209,16 +209,20 @@ class Recorder:
         self._last: dict[str, Any] = {}
 
     def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        """Writes and shows records, in order. Raises OSError if another training's directory cannot be made."""
+        """Writes and shows records, in order; of several steps' metrics the newest ones are shown.
+
+        Raises OSError if another training's directory cannot be made.
+        """
+        shown: dict[str, Any] | None = None
         with self.directory.batch():
             for kind, data in records:
                 match kind:
                     case "start":
                         self._start(data)
+                        shown = None
                     case "metrics":
                         if self.directory.metrics(data):  # else it came before: a new leader sends steps again
-                            self._last = data
-                            self._display.metrics(data)
+                            self._last = shown = data
                     case "event":
                         self.directory.event(data)
                         self._display.event(data)
@@ -228,6 +232,8 @@ class Recorder:
                         self.summary = data
                     case "line":
                         self.line(data["text"])
+        if shown is not None:
+            self._display.metrics(shown)
 
     def _start(self, data: dict[str, Any]) -> None:
         if data["training"] != self._training:
