@@ -282,7 +282,8 @@ class _Board:
         self._file: BinaryIO = (path / name).open("ab", buffering=0)
         self._waiting: list[bytes] = []
         self._crc: Callable[[bytes], int] = value
-        self._values: dict[tuple[str, str], Any] = {}  # the latest one of each scalar, by group and key
+        # Of each group its latest keys, the event with them, and that event's values: to make them takes most time.
+        self._newest: dict[str, tuple[tuple[str, ...], Any, list[Any]]] = {}
         self._add(event_pb2.Event(file_version="brain.Event:2"))
 
     def _add(self, event: Any) -> None:
@@ -302,23 +303,22 @@ class _Board:
         self._add(self._event.Event(step=step, session_log=log))
 
     def scalars(self, group: str, record: Mapping[str, Any], step: int) -> None:
-        values, new = [], []
-        for key, number in record.items():
-            if key == "step" or not isinstance(number, (int, float)) or isinstance(number, bool):
-                continue
-            if math.isfinite(number):
-                value = self._values.get((group, key))
-                if value is None:
-                    value = self._summary.Summary.Value(tag=f"{group}/{key}", metadata=self._scalar)
-                    self._values[group, key] = value
-                    new.append(value)
-                value.simple_value = number
-                values.append(value)
-        event = self._event.Event(step=step)
-        event.summary.value.extend(values)
+        numbers = {key: value for key, value in record.items() if _is_scalar(value)}
+        numbers.pop("step", None)
+        keys, event, values = self._newest.get(group, ((), None, []))
+        if is_new := keys != (*numbers,):
+            tags = [f"{group}/{key}" for key in numbers]
+            values = [self._summary.Summary.Value(tag=tag, metadata=self._scalar) for tag in tags]
+            event = self._event.Event(summary=self._summary.Summary(value=values))
+            values = list(event.summary.value)
+            self._newest[group] = (*numbers,), event, values
+        for value, number in zip(values, numbers.values(), strict=True):
+            value.simple_value = number
+        event.step = step
         self._add(event)
-        for value in new:
-            value.ClearField("metadata")
+        if is_new:
+            for value in values:
+                value.ClearField("metadata")
 
     def write(self) -> None:
         """Writes the waiting events. Raises OSError."""
@@ -328,6 +328,10 @@ class _Board:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _finite(value: Any) -> Any:
