@@ -151,7 +151,7 @@ def decode(line: bytes) -> dict[str, Any]:
     """
     for kind, head in _HEADS.items():
         if line.startswith(head):
-            return {"type": "record", "kind": kind, "data": Encoded(line[len(head) : -2] + b"\n")}
+            return {"type": "record", "kind": kind, "data": Encoded(line[len(head) : line.rindex(b"}")] + b"\n")}
     try:
         message = json.loads(line)
     except RecursionError as error:

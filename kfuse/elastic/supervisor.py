@@ -152,13 +152,17 @@ class Supervisor:
             worker.pid, worker.host = pid, host
             worker.send("welcome", job=self._settings, silence_s=self.job.elasticity.heartbeat_timeout_s)
             self._meetings.connected(worker)
-        while line := await reader.readline():
+        rest = b""
+        while more := await reader.read(protocol.MAX_LINE):  # of a batch many lines at once
             worker.last_message_at = asyncio.get_running_loop().time()
-            message = protocol.decode(line)
-            try:
-                await self._receive(worker, message)
-            except Exception as error:  # an error of the supervisor itself, not of the connection
-                self.job.end(error)
+            *lines, rest = (rest + more).split(b"\n")
+            if len(rest) > protocol.MAX_LINE:
+                return
+            for message in map(protocol.decode, lines):
+                try:
+                    await self._receive(worker, message)
+                except Exception as error:  # an error of the supervisor itself, not of the connection
+                    self.job.end(error)
 
     async def _receive(self, worker: Worker, message: dict[str, Any]) -> None:
         """Handles a worker's message, whose other keys are those that are read here."""

@@ -303,8 +303,11 @@ class _Board:
         self._add(self._event.Event(step=step, session_log=log))
 
     def scalars(self, group: str, record: Mapping[str, Any], step: int) -> None:
-        numbers = {key: value for key, value in record.items() if _is_scalar(value)}
-        numbers.pop("step", None)
+        numbers = {
+            key: value
+            for key, value in record.items()
+            if (type(value) is int or (isinstance(value, float) and math.isfinite(value))) and key != "step"
+        }
         keys, event, values = self._newest.get(group, ((), None, []))
         if is_new := keys != (*numbers,):
             tags = [f"{group}/{key}" for key in numbers]
@@ -328,10 +331,6 @@ class _Board:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _finite(value: Any) -> Any:
