@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -119,6 +122,49 @@ def test_of_records_that_are_too_many_to_wait_it_is_said_which_are_lost(
     lost = found[sent]["data"]
     assert (lost["kind"], lost["steps"], lost["lines"]) == ("records_lost", [sent, sent + 1], 2)
     assert [message["type"] for message in found[sent + 1 :]] == ["joined", "goodbye"], "these are never lost"
+
+
+def test_metrics_are_sent_in_batches_in_order(stopped: Stopped) -> None:
+    client = ControlClient()
+    calls = client._messages = Mock(wraps=client._messages)
+    began = time.monotonic()
+    for step in range(640):
+        client.send("record", kind="metrics", data={"step": step, "loss": 0.5})
+    client.send("record", kind="event", data={"step": 639, "kind": "view"})
+    assert not client._unsent, "an event waits for nothing, and nothing stays behind it"
+    full, by_time = 640 // protocol.METRICS_AT_ONCE, (time.monotonic() - began) / protocol.METRICS_S
+    assert calls.sendmsg.call_count <= full + by_time + 2
+    *found, event, _ = closed(client, stopped)
+    assert [message["data"]["step"] for message in found] == list(range(640)) and event["kind"] == "event"
+    assert json.loads(found[7]["data"].line) == {"step": 7, "loss": 0.5}
+
+
+KILLED = """
+import os, signal, sys, time
+from kfuse.elastic.client import ControlClient
+
+client = ControlClient()
+for step in range(40):
+    client.send("record", kind="metrics", data={"step": step})
+    time.sleep(0.02)
+if sys.argv[1] != "metrics":
+    client.send("record", kind="metrics", data={"step": 40})
+    client.send("record", kind=sys.argv[1], data={"step": 40})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("last", ["metrics", "ledger", "event"])
+def test_a_killed_worker_loses_the_last_moments_metrics_and_nothing_else(last: str, stopped: Stopped) -> None:
+    """Without a limit in time fewer than `METRICS_AT_ONCE` steps would all be lost."""
+    ended = subprocess.run([sys.executable, "-c", KILLED, last], timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    found = [*stopped.messages()]
+    steps = [message["data"]["step"] for message in found if message["kind"] == "metrics"]
+    if last == "metrics":
+        assert steps == list(range(len(steps))) and len(steps) >= 20
+    else:
+        assert steps == list(range(41)) and found[-1] == {"type": "record", "kind": last, "data": {"step": 40}}
 
 
 # -- views ----------------------------------------------------------------------------------------------------------

@@ -76,9 +76,9 @@ class ControlClient:
     def send(self, message: str, **fields: Any) -> None:
         """Sends a message of this type, in order; never waits for the other side.
 
-        A step's metrics wait for others, at most for `protocol.METRICS_S`. Where the connection does not take a message,
-        as of a stopped supervisor, it waits in memory. Where too many wait, records of steps are dropped, and an event
-        says of which steps. Raises ControlError if the supervisor is gone.
+        A step's metrics wait for others, at most for `protocol.METRICS_S`. What the connection does not take, as of a
+        stopped supervisor, waits in memory. Where too many wait, records of steps are dropped, and an event says of
+        which steps. Raises ControlError if the supervisor is gone.
         """
         with self._changed:
             self.check()

@@ -1,4 +1,4 @@
-"""The files of a run: JSON lines a program can follow, a summary, and TensorBoard's events."""
+"""The files of a run: JSON lines a program can follow, a summary, and TensorBoard's events (`board`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import itertools
 import json
 import math
 import os
-import socket
-import struct
 import sys
 import time
 from collections import deque
@@ -18,6 +16,7 @@ from typing import Any, BinaryIO
 
 from kfuse.elastic.protocol import Encoded, encode_record
 from kfuse.observe import write_whole
+from kfuse.observe.board import Board
 from kfuse.statistics.figures import METRICS
 
 _FILES = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "summary.json")
@@ -54,7 +53,7 @@ class RunDirectory:
         self._next_step: int | None = None  # the one whose record is to come; None: any may
         self.lines_lost = 0  # lines of the JSON lines files that are known to be missing; each was said in an event
         self._last_entries: dict[int | None, tuple[int, int]] = {}  # of the ledger, by the worker that reports its own
-        self._board = _Board(path / "tb") if tensorboard else None
+        self._board = Board(path / "tb") if tensorboard else None
         self._full_since: float | None = None
         self._batching = False
 
@@ -259,78 +258,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return record if line.endswith(b"\n") and isinstance(record["step"], int) else None
     except (ValueError, KeyError, TypeError):
         return None
-
-
-class _Board:
-    """TensorBoard's event file. TensorBoard is imported when it is made.
-
-    Not through TensorBoard's own writer: its thread takes twice the CPU time, and blocks who adds more than ten events.
-    Nor through its `RecordWriter`, whose checksums in Python take 200 times as long.
-    """
-
-    def __init__(self, path: Path) -> None:
-        from google_crc32c import value
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-
-        self._event: Any = event_pb2
-        self._summary: Any = summary_pb2
-        # Without a plugin's name TensorBoard warns of each scalar. It needs to be told once.
-        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="scalars")
-        self._scalar: Any = summary_pb2.SummaryMetadata(plugin_data=plugin)
-        path.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file: BinaryIO = (path / name).open("ab", buffering=0)
-        self._waiting: list[bytes] = []
-        self._crc: Callable[[bytes], int] = value
-        # Of each group its latest keys, the event with them, and that event's values: to make them takes most time.
-        self._newest: dict[str, tuple[tuple[str, ...], Any, list[Any]]] = {}
-        self._add(event_pb2.Event(file_version="brain.Event:2"))
-
-    def _add(self, event: Any) -> None:
-        event.wall_time = time.time()
-        data = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        self._waiting += length, self._checksum(length), data, self._checksum(data)
-
-    def _checksum(self, data: bytes) -> bytes:
-        """The masked CRC-32C of TensorFlow's records, four bytes."""
-        crc = self._crc(data)
-        return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-    def rewind(self, step: int) -> None:
-        """TensorBoard drops what the files have of `step` and later steps: it comes again."""
-        log = self._event.SessionLog(status=self._event.SessionLog.START)
-        self._add(self._event.Event(step=step, session_log=log))
-
-    def scalars(self, group: str, record: Mapping[str, Any], step: int) -> None:
-        numbers = {
-            key: value
-            for key, value in record.items()
-            if (type(value) is int or (isinstance(value, float) and math.isfinite(value))) and key != "step"
-        }
-        keys, event, values = self._newest.get(group, ((), None, []))
-        if is_new := keys != (*numbers,):
-            tags = [f"{group}/{key}" for key in numbers]
-            values = [self._summary.Summary.Value(tag=tag, metadata=self._scalar) for tag in tags]
-            event = self._event.Event(summary=self._summary.Summary(value=values))
-            values = list(event.summary.value)
-            self._newest[group] = (*numbers,), event, values
-        for value, number in zip(values, numbers.values(), strict=True):
-            value.simple_value = number
-        event.step = step
-        self._add(event)
-        if is_new:
-            for value in values:
-                value.ClearField("metadata")
-
-    def write(self) -> None:
-        """Writes the waiting events. Raises OSError."""
-        if self._waiting:
-            self._file.write(b"".join(self._waiting))
-            self._waiting.clear()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _finite(value: Any) -> Any:
