@@ -44,7 +44,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError, Event
-from kfuse.comm.group import CommError, Group, Pending, first_line
+from kfuse.comm.group import EARLY, CommError, Group, Pending, first_line
 
 _LOG = logging.getLogger("kfuse")
 
@@ -149,7 +149,7 @@ class Communicator(Group):
     def _connected(self) -> tuple[Any, Any]:
         """Returns a process group for kfuse alone, connected, and its first work, which may be under way."""
         self._device.make_current()
-        os.environ.setdefault(_NONBLOCKING_TIMEOUT, str(math.ceil(10 * self.timeout_s)))  # `limit_s` of first steps
+        os.environ.setdefault(_NONBLOCKING_TIMEOUT, str(math.ceil(EARLY * self.timeout_s)))  # `limit_s` of first steps
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True  # messages go before kernels that wait for a place on the GPU
         options._timeout, options.config.blocking = timedelta(seconds=self.timeout_s), False

@@ -126,10 +126,10 @@ class Engine:
         """Goes on with other workers. Between steps. Raises ValueError if devices differ."""
         if group.size > 1 and devices.of(group.device).name != self.device:
             raise ValueError(f"parameters lie on {self.device}, this worker's device is {group.device}: move the model")
+        self.group.first_steps.discard(self)
+        group.first_steps.add(self)  # before its lane connects
+        group.first_steps.discard(group)
         before, self.group = self.group, group.lane(self.lane)
-        before.first_steps.discard(self)
-        self.group.first_steps.add(self)
-        self.group.first_steps.discard(group)
         self._first_steps = 2  # to be made in this group
         if self.group is not before and isinstance(self.tree, tuple):
             self.tree = None

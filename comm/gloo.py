@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from kfuse.comm.buckets import ALIGN
-from kfuse.comm.group import REDUCE_OPS, SLICE_S, CommError, Group, Pending, first_line
+from kfuse.comm.group import EARLY, REDUCE_OPS, SLICE_S, CommError, Group, Pending, first_line
 
 if TYPE_CHECKING:
     from kfuse.comm.topology import Links
@@ -211,6 +211,8 @@ def process_group(store: Store, rank: int, size: int, timeout_s: float, hostname
     backend: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
     gloo = backend._Options()
     gloo._devices = [backend.create_device(hostname=hostname) if hostname else backend.create_default_device()]
-    gloo._timeout = timedelta(seconds=20 * timeout_s + 30)  # our own timeout comes first, and names the late ranks
+    gloo._timeout = timedelta(
+        seconds=2 * EARLY * timeout_s + 30
+    )  # our own timeout comes first: it names the late ranks
     gloo._threads = 2
     return backend(store, rank, size, gloo)

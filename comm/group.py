@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kfuse.comm.topology import Links
 
 SLICE_S = 0.02  # between two looks of a wait
+EARLY = 10  # times comm.timeout_s: the limit until each optimizer has made two steps
 GRACE_S = 5.0  # for others to say that they timed out too: ranks that wait for one rank time out together
 _OPS = dist.ReduceOp
 # The operations of `Group.all_reduce`, as torch has them; for "avg" the caller divides.
@@ -102,7 +103,7 @@ class Group:
         """Seconds after which a message is late: in first steps, where one worker may compile or read for longer than
         the others, ten times as many.
         """
-        return 10 * self.timeout_s if self.first_steps else self.timeout_s
+        return EARLY * self.timeout_s if self.first_steps else self.timeout_s
 
     def whom(self, peer: int | None = None) -> str:
         """Names a rank in messages; None: all other ranks ("rank 1", "the other 3 ranks")."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -116,3 +117,23 @@ def test_a_second_optimizer_is_refused_where_workers_may_join() -> None:
             opt.step()
             other(batch(0, 0)).sum().backward()
             second.step()
+
+
+def late() -> None:
+    """One worker starts, and makes its second optimizer, later than the others wait for it in a step."""
+    rank = int(os.environ["RANK"])
+    time.sleep(3.0 * rank)
+    kf.init(comm_timeout_s=1)
+    for _ in range(2):
+        time.sleep(3.0 * rank)
+        model = nn.Linear(3, 1)
+        opt = kf.FusedSGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+
+@pytest.mark.full
+def test_workers_may_start_and_make_a_further_optimizer_at_different_times() -> None:
+    run_workers(2, late)

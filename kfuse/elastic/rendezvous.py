@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from kfuse.comm import devices
-from kfuse.comm.group import CommError, Group
+from kfuse.comm.group import EARLY, CommError, Group
 from kfuse.elastic.protocol import ControlError, Member, View
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -78,13 +78,15 @@ class Rendezvous:
 
     def form_group(self, device: torch.device, timeout_s: float) -> tuple[Group, View]:
         """The group of all workers, and the job's only view. Raises CommError if the others do not connect."""
+        limit_s = EARLY * timeout_s  # one worker may import, or read data, for longer than the others
         try:
-            store = self.store(timeout_s)
+            store = self.store(limit_s)
             store.set(f"member/{self.rank}", json.dumps([self.rank, os.getpid(), socket.gethostname()]))
             members = tuple(Member(*json.loads(store.get(f"member/{rank}"))) for rank in range(self.size))
             address = own_address(self.host, self.port) if self.host else None
         except (RuntimeError, OSError) as error:
-            raise CommError(f"connecting {self.size} workers at {self.host}:{self.port}: {error}") from error
+            what = f"connecting {self.size} workers at {self.host}:{self.port}"
+            raise CommError(f"{what}, for at most {limit_s:g} s (10 times comm.timeout_s): {error}") from error
         group = _new_group(self.rank, members, PrefixStore("view", store), device, timeout_s, address)
         return group, View(1, members, (self.host, self.port), "start")
 
