@@ -119,7 +119,7 @@ class FlatUpdates(FlatState):
     def _all_in_one_call(self, bucket: Bucket, state: BucketState, given: Update) -> bool:
         certain = not given.in_doubt or all(index not in given.in_doubt for index in bucket.layout.params)
         alike = state.together or not self.rule.keeps_state(self.options_of(state))
-        return certain and alike and all(p.grad is not None for p in self.params_of(bucket))
+        return certain and alike and all([p.grad is not None for p in self.params_of(bucket)])
 
     def _count_together(self, given: Update) -> bool:
         """Counts an update of all parameters, by a kernel or two, if each bucket has its state and one call."""
