@@ -86,7 +86,7 @@ class Rendezvous:
             address = own_address(self.host, self.port) if self.host else None
         except (RuntimeError, OSError) as error:
             what = f"connecting {self.size} workers at {self.host}:{self.port}"
-            raise CommError(f"{what}, for at most {limit_s:g} s (10 times comm.timeout_s): {error}") from error
+            raise CommError(f"{what}, for at most {limit_s:g} s ({EARLY} times comm.timeout_s): {error}") from error
         group = _new_group(self.rank, members, PrefixStore("view", store), device, timeout_s, address)
         return group, View(1, members, (self.host, self.port), "start")
 
