@@ -40,6 +40,7 @@ class GradientHooks:
     def _hook(self, bucket: Bucket, k: int) -> Callable[[Tensor], None]:
         """Returns one closure, which calls nothing where all is as usual: it runs for every gradient."""
         engine, order, dtype, strided = self._engine, bucket.orders[k], bucket.layout.dtype, torch.strided
+        large = k in bucket.call_of
 
         def on_gradient(param: Tensor) -> None:
             if not (engine.now.collects or engine.wants_gradient()):
@@ -53,6 +54,8 @@ class GradientHooks:
             bucket.grads[k], param.grad = grad if order is None else grad.permute(order), None
             del grad  # once it is packed nothing holds it
             bucket.missing -= 1
+            if large and engine.now.collects:
+                engine.now.pack_large(bucket, k)
             if not bucket.missing:
                 engine.now.pack(bucket)
 

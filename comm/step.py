@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kfuse.comm.buckets import Bucket
+from kfuse.comm.buckets import PACKED, Bucket
 from kfuse.comm.sum_tree import ADD, WRITE, LeafStep
 from kfuse.kernels import pack
 
@@ -185,17 +185,30 @@ class Step:
             self.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
         if self.done == self._audited and engine.audited is not None:
             engine.audited.take(bucket)
-        if self.alone and not bucket.missing and not torch.is_grad_enabled():
-            torch._foreach_copy_(bucket.places, bucket.grads)  # type: ignore[arg-type]  # none is missing
-        else:
-            given = bucket.packing(self.leaf.slot)
-            given.grads, given.scale, given.accumulate = bucket.grads, self.scale, self.leaf.accumulate
-            pack.run(given)
-            given.grads = ()
+        for number, which in enumerate(bucket.calls):
+            grads = bucket.grads if len(bucket.calls) == 1 else [bucket.grads[k] for k in which]
+            if grads[0] is not PACKED:
+                self._pack(bucket, number, grads, not bucket.missing)
         bucket.grads = []
         bucket.packed = True
         if bucket is not engine.buckets[-1]:
             self._complete(bucket)
+
+    def pack_large(self, bucket: Bucket, k: int) -> None:
+        """Packs a large gradient as it comes: it lies in the cache, and its memory is there for the next one."""
+        self._pack(bucket, bucket.call_of[k], [bucket.grads[k]], True)
+        bucket.grads[k] = PACKED
+
+    def _pack(self, bucket: Bucket, number: int, grads: Sequence[Tensor | None], complete: bool) -> None:
+        """Packs the gradients of one of the bucket's `calls`. complete: none is None."""
+        if self.alone and complete and not torch.is_grad_enabled():
+            places = bucket.places if len(bucket.calls) == 1 else [bucket.places[k] for k in bucket.calls[number]]
+            torch._foreach_copy_(places, grads)  # type: ignore[arg-type]
+            return
+        given = bucket.packings(self.leaf.slot)[number]
+        given.grads, given.scale, given.accumulate = grads, self.scale, self.leaf.accumulate
+        pack.run(given)
+        given.grads = ()
 
     def close(self) -> bool:
         """Writes the tail, once all buckets are packed. Returns whether it was this worker's last micro-batch.

@@ -271,11 +271,10 @@ def pack_by_torch(given: PackArguments) -> None:
     flat, table, accumulate = given.flat, given.table, given.accumulate
     present = [grad for grad in given.grads if grad is not None and grad.dtype == flat.dtype == torch.float32]
     several = len(given.grads) > 1  # one alone would not be copied by `_pack_together`, and is not ours to change
-    few = table.end <= SMALL and 0 < table.num_chunks <= 2 * len(present)
+    few = table.numel <= SMALL and 0 < table.num_chunks <= 2 * len(present)
     if several and few and len(present) == len(given.grads):
         _pack_together(given, present)
         return
-    scratch = torch.empty(min(PIECE, table.end), dtype=torch.float32, device=flat.device)
     for grad, segment, norms in zip(
         given.grads, given.segments, given.sumsq.split_with_sizes(table.chunk_counts), strict=True
     ):
@@ -286,6 +285,8 @@ def pack_by_torch(given: PackArguments) -> None:
             continue
         values = grad.reshape(-1)
         needs_scratch = (accumulate and given.scale != 1.0) or not values.dtype == flat.dtype == torch.float32
+        room = min(PIECE, values.numel()) if needs_scratch else 0
+        scratch = torch.empty(room, dtype=torch.float32, device=flat.device)
         if not needs_scratch or values.numel() <= PIECE:
             _pack_piece(values, segment, norms, given.scale, accumulate, scratch)
             continue

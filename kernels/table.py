@@ -59,6 +59,10 @@ class PackTable:
         return self.offsets[-1] + self.numels[-1] if self.numels else 0
 
     @cached_property
+    def numel(self) -> int:
+        return sum(self.numels)
+
+    @cached_property
     def chunk_counts(self) -> tuple[int, ...]:
         """The number of chunks of each tensor."""
         return tuple(len(edges) - 1 for edges in self.edges)

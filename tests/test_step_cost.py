@@ -7,6 +7,7 @@ raises it, and says why.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_workers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfuse as kf
+from kfuse.comm import buckets
 from kfuse.comm.gloo import GlooGroup
 from kfuse.statistics.noise_scale import NoiseScale
 
@@ -138,6 +140,48 @@ def test_a_step_of_fit_and_what_nobody_asked_for(monkeypatch: pytest.MonkeyPatch
 
     deciding, _ = fit(hook=kf.Hook(Decides()))
     assert len(estimates) >= 6 + 3 * (4 + 12) and deciding > calls
+
+
+def train_large(alive: list[int]) -> tuple[list[Tensor], list[Any]]:
+    """Steps of layers of 1,600 elements; `alive`: as each gradient comes, how many of the earlier ones are held."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+    came: list[weakref.ref[Tensor]] = []
+
+    def comes(param: Tensor) -> None:
+        alive.append(sum(before() is not None for before in came))
+        came.append(weakref.ref(param.grad))  # type: ignore[arg-type]
+
+    for layer in layers:
+        layer.weight.register_post_accumulate_grad_hook(comes)
+    opt, x, seen = kf.FusedAdamW(layers.parameters(), lr=0.01), torch.randn(6, 40), []
+    for used, micro_batches in ((range(4), 1), ([0, 2], 2), (range(4), 3)):
+        for i in range(micro_batches):
+            came.clear()
+            with opt.micro_batch(samples=2 + i, last=i + 1 == micro_batches):
+                y = x[: 2 + i]
+                for k in used:
+                    y = layers[k](y)
+                y.square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        assert opt.stats is not None
+        seen += [opt.stats.grad_norm, opt.stats.mean_grad_variance]
+    return [p.detach() for p in layers.parameters()], seen
+
+
+def test_a_large_gradient_is_packed_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is there for the next one, and the bits are those of gradients that wait for their bucket."""
+    kf.init()
+    results, most = [], []
+    for large in (1000, 2000):
+        monkeypatch.setattr(buckets, "LARGE", large)
+        alive: list[int] = []
+        results.append(train_large(alive))
+        most.append(max(alive))
+    assert most == [0, 3]
+    (params, seen), (others, seen_there) = results
+    assert seen == seen_there and all(map(torch.equal, params, others))
 
 
 def messages() -> tuple[Counts, float]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kfuse.comm.buckets import Bucket
+from kfuse.comm.buckets import Bucket, flat_zeros
 from kfuse.comm.engine import Engine
 from kfuse.optim.layout import (
     MASTER,
@@ -58,7 +58,7 @@ class FlatState(Updates):
 
     def _flatten(self, bucket: Bucket, groups: dict[int, int], steps: Tensor) -> BucketState:
         params = self.params_of(bucket)
-        param = torch.zeros(bucket.body, dtype=bucket.layout.dtype, device=bucket.device)
+        param = flat_zeros(bucket.body, 1, bucket.device, bucket.layout.dtype)
         views = bucket.view(param)
         bucket.parameters = param
         fill(views, [p.data for p in params])
@@ -160,7 +160,8 @@ class FlatState(Updates):
     def renew_parameters(self) -> None:
         """Messages under way may still write to the parameters' memory, at any time: takes another one."""
         for bucket, state in self.pairs():
-            state.param = bucket.parameters = state.param.clone()
+            param = flat_zeros(bucket.body, 1, bucket.device, bucket.layout.dtype)
+            state.param = bucket.parameters = param.copy_(state.param)
             params = self.params_of(bucket)
             for p, view in zip(params, bucket.view(state.param), strict=True):
                 p.data = with_own_storage(view)

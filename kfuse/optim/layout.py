@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
-from kfuse.comm.buckets import Bucket
+from kfuse.comm.buckets import Bucket, flat_zeros
 from kfuse.comm.tail import Place, quick
 
 MASTER = "master"  # the name in a state_dict of a 16-bit parameter's fp32 weights
@@ -69,9 +69,9 @@ class Part:
 
     def make(self, names: Iterable[str], device: torch.device) -> None:
         """Makes those of these tensors that are lacking: zeros."""
-        for name in names:
+        for place, name in enumerate(names, 2):  # after the gradients and the parameters
             if name not in self.tensors:
-                self.tensors[name] = torch.zeros(self.width, device=device)
+                self.tensors[name] = flat_zeros(self.width, place, torch.device(device))
 
     def cut(self, name: str, place: slice) -> Tensor:
         """The tensor's elements of a smaller place."""
