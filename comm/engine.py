@@ -264,8 +264,9 @@ class Engine:
         self.kept = kept if self.options.sharded else None
         # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the result,
         # and nobody updates, before all gradients are where they are needed.
-        self.executor.share_sums(self.measurement.norms)
-        self._take(kept, self.measurement.record(self.buckets[-1].tails[0], now))
+        last = self.buckets[-1]
+        self.executor.share_sums(self.measurement.norms, *([last.sum] if now.tail_waits else []))
+        self._take(kept, self.measurement.record(last.tails[0], now))
         if self._first_steps:
             self._first_steps -= 1
             if not self._first_steps:  # the first update may compile too: the second step's messages wait for it
@@ -277,7 +278,8 @@ class Engine:
         now = kept.now
         if self.averaged.tensors:
             self.averaged.apply(self.buckets[-1].layout.params, kept.changes, kept.total_weight)
-        kept.reduced = Reduced(record, kept.used, frozenset(now.unused), now)
+        used = kept.tail[: len(self.params)] if now.unused else None
+        kept.reduced = Reduced(record, used, frozenset(now.unused), now)
         self.reduced, self._gradients_set = kept.reduced, True
 
     def updates(self) -> Iterator[Bucket]:
@@ -298,14 +300,16 @@ class Engine:
         if kept is not None:
             kept.updated = True
 
-    def resume(self, record: Tensor) -> None:
+    def resume(self, record: Tensor, tail: Tensor, changes: Sequence[Tensor]) -> None:
         """After a loss, in another group: `reduced` is the kept step's result again, for an update that some worker has
         begun. This worker updates its part, and what it mirrors; nothing is shared.
 
-        record: as `Reduced.record`, of a worker that has it. Between `abort` and `begin`.
+        record: as in `Reduced`, and tail and changes: as in `KeptStep`, of a worker that has them. Between `abort` and
+        `begin`.
         """
         assert self.kept is not None, "no step is kept"
-        if self.kept.reduced is None:
+        if self.kept.reduced is None:  # the message with its tail did not arrive here
+            self.kept.tail, self.kept.changes = tail, [change.to(self.device) for change in changes]
             self._take(self.kept, record)
         else:
             self.averaged.put_back()  # an audit that failed has undone the step's changes

@@ -201,8 +201,8 @@ class Executor:
     # -- at the end of backward -----------------------------------------------------------------------------------
 
     def wait(self, local: bool) -> None:
-        """Returns when each bucket has come to its barrier: its `sum` is that over all workers, or this worker's shard
-        is, for work on the current stream. Raises CommError.
+        """Returns when each launched bucket is at its barrier: its `sum` is that over all workers, or this worker's
+        shard is, for work on the current stream. Raises CommError.
         """
         if self.failed is not None:
             raise self.failed
@@ -221,15 +221,21 @@ class Executor:
             if run.flat is not None and run.flat is not run.sum and not run.program.sharded:
                 run.sum.copy_(run.flat)
         self._device.current_stream().wait_stream(self._side)
-        self._group.settle()
+        if not self._sharded:  # else `share_sums` follows
+            self._group.settle()
 
-    def share_sums(self, sums: Tensor, what: str = "sums of squares") -> None:
+    def share_sums(self, *sums: Tensor, what: str = "sums of squares") -> None:
         """Gives every worker the sums that each has of its own shards; zeros elsewhere. Raises CommError.
 
-        sums: fp32 or float64, on the device. Zeros are added, so the bits stay. what: names the message in errors.
+        sums: fp32 or float64, on the device, in one message. Zeros are added, so the bits stay. what: names it in
+        errors.
         """
         if (self._sharded or self.measured) and self._group.size > 1:
-            self._group.all_reduce(sums, f"step {self._step}, {what}").wait_on_stream()
+            flat = sums[0] if len(sums) == 1 else torch.cat(sums)
+            self._group.all_reduce(flat, f"step {self._step}, {what}").wait_on_stream()
+            if len(sums) > 1:
+                torch._foreach_copy_(sums, flat.split_with_sizes([each.numel() for each in sums]))
+            self._group.settle()
 
     # -- the update -----------------------------------------------------------------------------------------------
 

@@ -125,6 +125,14 @@ class Step:
         """Gradients are scaled to their mean while packing, since the sum of the weights is known before."""
         return self.implicit or (self.plan is not None and not self.plan.by_weight)
 
+    @property
+    def tail_waits(self) -> bool:
+        """With sharded state the last bucket, of buffers and tail, travels with the sums of squares: not where the
+        weights' sum is needed before them, nor where each contribution is added up in its place.
+        """
+        options = self._engine.options
+        return options.sharded and not options.reproducible and self.weights_are_known and self._engine.group.size > 1
+
     # -- micro-batches --------------------------------------------------------------------------------------------
 
     def follow(self, plan: StepPlan) -> None:
@@ -246,7 +254,7 @@ class Step:
         assert self.current is not None
         for destination, source in self.leaf.merges:
             bucket.slot(destination).add_(bucket.slot(source))
-        if self.current.last:
+        if self.current.last and not (bucket is self._engine.buckets[-1] and self.tail_waits):
             self._engine.executor.launch([bucket], self._engine.step, self.is_local)
 
     # -- its end --------------------------------------------------------------------------------------------------
@@ -281,10 +289,14 @@ class Step:
                 bucket.slot(0).zero_()
             if (digest := engine.digest()) is not None:
                 engine.measurement.tail.write_digest(engine.buckets[-1].tail_sum, digest)
-        engine.executor.launch(engine.buckets, engine.step, self.is_local)
+        launched = engine.gradient_buckets if self.tail_waits else engine.buckets
+        engine.executor.launch(launched, engine.step, self.is_local)
 
     def reduce(self) -> KeptStep:
-        """Waits for all buckets and measures them; then the `mean` of each is the mean gradient. Raises CommError."""
+        """Waits for all buckets and measures them; then the `mean` of each is the mean gradient. Raises CommError.
+
+        The last bucket may still have to be summed: see `tail_waits`.
+        """
         engine, last = self._engine, self._engine.buckets[-1]
         engine.streams.go_on_here()
         engine.streams.end()
@@ -292,8 +304,7 @@ class Step:
         engine.measurement.sums_are_there(self)
         total_weight = engine.measurement.total_weight(last.tail_sum, self)
         engine.measurement.measure(total_weight, engine.executor.measured)
-        used = last.tail_sum[: len(engine.params)] if self.unused else None
-        return KeptStep(engine.step, self, used, last.views, total_weight)
+        return KeptStep(engine.step, self, last.tail_sum, last.views, total_weight)
 
 
 @dataclass
@@ -302,7 +313,7 @@ class KeptStep:
 
     step: int  # its number
     now: Step
-    used: Tensor | None  # as `Reduced.used`
+    tail: Tensor  # the step's summed tail
     changes: Sequence[Tensor]  # the averaged buffers' summed changes, in the order of their bucket
     total_weight: Tensor | None  # what these sums are to be divided by; None: they are means
     reduced: Reduced | None = None  # None: not known here, as some worker's sums of squares have not arrived

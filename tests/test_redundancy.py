@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from distributed import run_workers
-from sharded import init, loss_of, net, optimizer, same, tensors, values
+from sharded import batch, init, loss_of, net, optimizer, same, tensors, values
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -58,10 +58,10 @@ def test_lamb_does_not_end_a_step_with_the_first_half_of_another() -> None:
     models = net(), net()
     other, this = (optimizer("lamb", model) for model in models)
 
-    def fails(broken: tuple[str, ...], sums: Tensor, *what: str) -> None:
+    def fails(broken: dict[str, str], *sums: Tensor, **what: str) -> None:
         if what == broken:
             raise CommError("another worker is lost")
-        share_sums(sums, *what)
+        share_sums(*sums, **what)
 
     def backward(step: int, *of: nn.Module) -> None:
         for model in of:
@@ -72,7 +72,7 @@ def test_lamb_does_not_end_a_step_with_the_first_half_of_another() -> None:
         other.step()
         this.step()
         share_sums = this.engine.executor.share_sums
-        for step, broken in ((1, ("LAMB's norms",)), (2, ())):
+        for step, broken in ((1, {"what": "LAMB's norms"}), (2, {})):
             other.zero_grad()
             this.zero_grad()
             backward(step, models[0])
@@ -91,5 +91,42 @@ def test_lamb_does_not_end_a_step_with_the_first_half_of_another() -> None:
         resume_update(this, begun_update(other), 2, owner_is_lost=False)
         assert same(values(models[1]), values(models[0]))
         assert same(tensors(this.state_dict()), tensors(other.state_dict()))
+    finally:
+        reset()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_worker_without_the_tail_takes_it_from_one_that_has_begun(used: bool) -> None:
+    """The tail and the averaged buffers travel with the sums of squares: here that message did not arrive.
+
+    used: the other worker has a gradient of `sometimes`, which this one has not: it is updated, by zeros, or stays.
+    """
+    init()
+    norms = nn.BatchNorm1d(30), nn.BatchNorm1d(30)
+    models = net(), net()
+    other, this = (optimizer("adamw", model) for model in models)
+    for opt, norm in zip((other, this), norms, strict=True):
+        opt.engine.track_buffers([buffer for buffer in norm.buffers() if buffer.is_floating_point()])
+    before = models[1].sometimes.weight.detach().clone()
+
+    def fails(*_: Tensor) -> None:
+        this.engine.buckets[-1].sum.fill_(torch.nan)
+        raise CommError("another worker is lost")
+
+    def step(opt: Any, model: Any, norm: nn.Module, number: int) -> None:
+        with opt.micro_batch(samples=4):
+            norm(batch(0, 0)[0])
+            loss_of(model, number, 1).backward()
+        opt.step()
+
+    try:
+        step(other, models[0], norms[0], 3 if used else 0)
+        with patch.object(this.engine.executor, "share_sums", fails), pytest.raises(CommError):
+            step(this, models[1], norms[1], 0)
+        this.engine.abort()
+        this.zero_grad()
+        resume_update(this, begun_update(other), 0, owner_is_lost=False)
+        assert torch.equal(models[1].sometimes.weight, before) != used
+        assert torch.equal(norms[1].running_mean, norms[0].running_mean) and norms[0].running_mean.any()
     finally:
         reset()

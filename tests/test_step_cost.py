@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfuse as kf
 from kfuse.comm import buckets
-from kfuse.comm.gloo import GlooGroup
+from kfuse.comm.gloo import GlooPending
+from kfuse.comm.group import Group
 from kfuse.statistics.noise_scale import NoiseScale
 
 ROOT = str(Path(kf.__file__).parent)
@@ -184,22 +185,32 @@ def test_a_large_gradient_is_packed_as_it_comes(monkeypatch: pytest.MonkeyPatch)
     assert seen == seen_there and all(map(torch.equal, params, others))
 
 
-def messages() -> tuple[Counts, float]:
-    """On one of two workers: what a step of the bare loop costs, and its messages of gradients."""
-    kf.init(comm_schedule="allreduce")  # no links are measured
+def messages(**options: Any) -> tuple[Counts, float]:
+    """On one of two workers: what a step of the bare loop costs, and how often it calls gloo."""
+    kf.init(**options)
     sent = 0
-    all_reduce = GlooGroup.all_reduce
+    begin = GlooPending.__init__
 
-    def counting(self: GlooGroup, *given: Any, **more: Any) -> Any:
+    def counting(self: GlooPending, group: Group, what: str, works: Any, *more: Any) -> None:
         nonlocal sent
-        sent += 1
-        return all_reduce(self, *given, **more)
+        sent += len(works) * what.startswith("step")
+        begin(self, group, what, works, *more)
 
-    GlooGroup.all_reduce = counting  # type: ignore[method-assign]  # in this process, which ends
+    GlooPending.__init__ = counting  # type: ignore[method-assign]  # in this process, which ends
     return bare(kf.FusedAdamW, 3), sent / (3 * STEPS)
 
 
-def test_workers_send_one_message_a_step() -> None:
-    for (calls, operators), sent in run_workers(2, messages):
-        assert sent == 1
-        assert calls <= 260 and operators <= 80
+def replicated() -> tuple[Counts, float]:
+    return messages(comm_schedule="allreduce")  # no links are measured
+
+
+def sharded() -> tuple[Counts, float]:
+    return messages(comm_state="sharded")
+
+
+@pytest.mark.parametrize(("job", "sends", "most"), [(replicated, 1, (260, 80)), (sharded, 3, (350, 100))])
+def test_workers_send_few_messages_a_step(job: Callable[[], Any], sends: int, most: Counts) -> None:
+    """With sharded state: the exchange; sums of squares, with the tail; the share."""
+    for (calls, operators), sent in run_workers(2, job):
+        assert sent == sends
+        assert calls <= most[0] and operators <= most[1]

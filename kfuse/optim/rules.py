@@ -164,7 +164,7 @@ class LambRule(Rule):
             self._moved = self._move_moments(updates, tables, given, kept)
         moved = self._moved
         sums = moved.sums + moved.mirrored if given.owner_is_lost else moved.sums.clone()
-        updates.engine.executor.share_sums(sums, "LAMB's norms")
+        updates.engine.executor.share_sums(sums, what="LAMB's norms")
         partials = _of_buckets(sums, tables)
 
         def apply(bucket: Bucket, state: BucketState) -> None:

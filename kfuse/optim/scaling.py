@@ -112,7 +112,7 @@ def squared_norm_exactly(engine: Engine) -> Tensor:
         of_bucket[first : first + norms.numel()] = norms.square_()
         sums.append(of_bucket)
     every = torch.cat(sums)
-    engine.executor.share_sums(every, "sums of squares in float64")
+    engine.executor.share_sums(every, what="sums of squares in float64")
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     sum_partials(every, total)
     return total

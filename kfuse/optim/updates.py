@@ -242,11 +242,12 @@ def has_begun(opt: DistributedOptimizer, step: int) -> bool:
 
 def begun_update(opt: DistributedOptimizer) -> dict[str, Any]:
     """Returns what others need to make the update that this worker has begun. Plain values and small tensors."""
-    assert opt.begun is not None
+    assert opt.begun is not None and opt.engine.kept is not None
     scaled = opt.begun.scaled
     groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
     settings = {"groups": groups, "lr_factor": opt.lr_factor}
-    return {"record": scaled.record, "factor": scaled.factor, "skip": scaled.skip, **settings}
+    reduced = {"record": scaled.record, "tail": opt.engine.kept.tail, "changes": opt.engine.kept.changes}
+    return {**reduced, "factor": scaled.factor, "skip": scaled.skip, **settings}
 
 
 @torch.no_grad()
@@ -259,7 +260,7 @@ def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int
     for group, theirs in zip(opt.param_groups, given["groups"], strict=True):
         group.update(theirs)
     opt.lr_factor = given["lr_factor"]
-    opt.engine.resume(given["record"])
+    opt.engine.resume(given["record"], given["tail"], given["changes"])
     reduced = opt.engine.reduced
     assert reduced is not None
     finite = given["skip"] is None or not bool(given["skip"])
