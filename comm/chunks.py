@@ -7,6 +7,7 @@ A large tensor's chunks are parts of its own memory, so nothing is copied on the
 from __future__ import annotations
 
 import io
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -131,32 +132,34 @@ def share(group: Group, source: int, make: Callable[[], Any], room: Callable[[An
     Returns on a receiver what `make` returned there, with this rank's tensors: in room's, those of the host on the
     host, all others on the group's device. None on the others. Raises CommError.
     """
-    payload, tensors, received = b"", list[Tensor](), None
+    payload, sizes, tensors, received = b"", list[int](), list[Tensor](), None
     if group.rank == source:
         structure, descriptions, tensors = _take_apart(make())
         host = [tensor.device.type == "cpu" != group.device.type for tensor in tensors]
         buffer = io.BytesIO()
         torch.save([structure, descriptions, host], buffer)
-        payload = buffer.getvalue()
-    payload = _share_bytes(group, source, payload)
-    if group.rank != source:
+        payload, sizes = buffer.getvalue(), [description.nbytes for description in descriptions]
+    payload, sizes = _share_bytes(group, source, payload, sizes)
+    if group.rank != source and room is not None:
         structure, descriptions, host = decode(payload, group.device)
-        if room is not None:
-            own = room(structure)
-            where = [torch.device("cpu") if own is None or on_host else group.device for on_host in host]
-            received, tensors = _put_in_place(structure, own, descriptions, where)
-    _share_tensors(group, source, [description.nbytes for description in descriptions], tensors)
+        own = room(structure)
+        where = [torch.device("cpu") if own is None or on_host else group.device for on_host in host]
+        received, tensors = _put_in_place(structure, own, descriptions, where)
+    _share_tensors(group, source, sizes, tensors)
     return received
 
 
-def _share_bytes(group: Group, source: int, payload: bytes) -> bytes:
-    length = torch.tensor([len(payload)], device=group.device)
-    group.broadcast(length, _TRANSFER, source).wait()
-    message = torch.empty(int(length), dtype=torch.uint8, device=group.device)
+def _share_bytes(group: Group, source: int, payload: bytes, sizes: list[int]) -> tuple[bytes, list[int]]:
+    """The source's payload and the sizes of its tensors, which a rank that decodes nothing needs too."""
+    lengths = torch.tensor([len(payload), len(sizes)], device=group.device)
+    group.broadcast(lengths, _TRANSFER, source).wait()
+    length, count = lengths.tolist()
+    message = torch.empty(8 * count + length, dtype=torch.uint8, device=group.device)
     if group.rank == source:
-        message.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        message.copy_(torch.frombuffer(bytearray(array("q", sizes).tobytes() + payload), dtype=torch.uint8))
     group.broadcast(message, _TRANSFER, source).wait()
-    return message.cpu().numpy().tobytes()
+    both = message.cpu().numpy().tobytes()
+    return both[8 * count :], array("q", both[: 8 * count]).tolist()
 
 
 def _take_apart(value: Any) -> tuple[Any, list[Tensor], list[Tensor]]:

@@ -6,6 +6,7 @@ Under kfuse-run the supervisor keeps the job's run directory and display; else r
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
 import threading
@@ -201,11 +202,12 @@ class Reporter:
         self._told_before: dict[str, Any] = {}  # as `_told`, by the records that are older than the `recent` ones
 
     def state_dict(self) -> dict[str, Any]:
-        return {"recent": list(self.recent), "told_before": self._told_before}
+        # One text: in a new view all workers wait while a safe unpickler, in Python, reads what is in it one by one.
+        return {"recent": json.dumps(list(self.recent)), "told_before": self._told_before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.recent.clear()
-        self.recent.extend(state["recent"])
+        self.recent.extend(json.loads(state["recent"]))
         self._told_before = dict(state["told_before"])
         self._told = {}  # here other steps were told
 

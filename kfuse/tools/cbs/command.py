@@ -329,5 +329,5 @@ def _with_settings(state: Mapping[str, Any], batch_size: int, lr_scale: float, s
         "statistics": {**state["statistics"], **silent},
         "decisions": {**state["decisions"], "workers_requested": 0, "requested": {}, "under_way": {}},
         "policy": {},
-        "records": {"recent": [], "told_before": {}},
+        "records": {"recent": "[]", "told_before": {}},
     }
