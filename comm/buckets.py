@@ -88,13 +88,13 @@ def dense_order(tensor: Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
-def flat_zeros(numel: int, place: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A flat buffer of zeros. place: which of the buffers it is that one pass reads side by side, from 0.
+def flat_zeros(numel: int, nth: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A flat buffer of zeros. nth: which of the buffers it is that one pass reads side by side, from 0.
 
-    On a CPU each place begins at another line of its page: large buffers that begin at the same one take up to a fifth
+    On a CPU each begins at another line of its page: large buffers that begin at the same one take up to a fifth
     longer to update (AdamW, four of 64 MB).
     """
-    first = 0 if devices.of(device).asynchronous else place * ALIGN
+    first = 0 if devices.of(device).asynchronous else nth * ALIGN
     return torch.zeros(first + numel, dtype=dtype, device=device)[first:]
 
 
@@ -148,6 +148,7 @@ class Bucket:
         large = [] if devices.of(self.device).asynchronous else [k for k, t in enumerate(mine) if t.numel() >= LARGE]
         rest = [k for k in range(len(mine)) if k not in large]
         self.calls = [[k] for k in large] + ([rest] if rest else [])
+        self._tables = [self.table] if rest and not large else [self._table(which) for which in self.calls]
         self.call_of = {k: number for number, k in enumerate(large)}
         self.renew()
         self.begin_micro_batch()
@@ -194,18 +195,17 @@ class Bucket:
             self.tails.append(quick(self.slots[-1][self.body :]))
         return self.slots[k]
 
+    def _table(self, which: Sequence[int]) -> PackTable:
+        numels, offsets = self.table.numels, self.layout.offsets
+        return PackTable.build([numels[k] for k in which], [offsets[k] for k in which], self.device)
+
     def packings(self, k: int) -> list[PackArguments]:
         """The arguments of each of `calls` into slot k, kept: they are given a micro-batch's gradients and scale."""
         if k not in self._packings:
-            numels, offsets = self.table.numels, self.layout.offsets
-            tables = [
-                PackTable.build([numels[i] for i in which], [offsets[i] for i in which], self.device)
-                for which in self.calls
-            ]
-            sums = self.sumsq.split_with_sizes([table.num_chunks for table in tables])
+            sums = self.sumsq.split_with_sizes([table.num_chunks for table in self._tables])
             self._packings[k] = [
                 PackArguments([None] * len(table.numels), self.slot(k), table, 1.0, False, sumsq)
-                for table, sumsq in zip(tables, sums, strict=True)
+                for table, sumsq in zip(self._tables, sums, strict=True)
             ]
         return self._packings[k]
 

@@ -309,7 +309,7 @@ class Engine:
         """
         assert self.kept is not None, "no step is kept"
         if self.kept.reduced is None:  # the message with its tail did not arrive here
-            self.kept.tail, self.kept.changes = tail, [change.to(self.device) for change in changes]
+            self.kept.tail, self.kept.changes = tail, changes
             self._take(self.kept, record)
         else:
             self.averaged.put_back()  # an audit that failed has undone the step's changes

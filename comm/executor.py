@@ -221,7 +221,7 @@ class Executor:
             if run.flat is not None and run.flat is not run.sum and not run.program.sharded:
                 run.sum.copy_(run.flat)
         self._device.current_stream().wait_stream(self._side)
-        if not self._sharded:  # else `share_sums` follows
+        if not (self._sharded or self.measured):  # else `share_sums` follows
             self._group.settle()
 
     def share_sums(self, *sums: Tensor, what: str = "sums of squares") -> None:

@@ -224,8 +224,7 @@ def process_group(store: Store, rank: int, size: int, timeout_s: float, hostname
     backend: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
     gloo = backend._Options()
     gloo._devices = [backend.create_device(hostname=hostname) if hostname else backend.create_default_device()]
-    gloo._timeout = timedelta(
-        seconds=2 * EARLY * timeout_s + 30
-    )  # our own timeout comes first: it names the late ranks
+    # Our own timeout comes first: it names the late ranks.
+    gloo._timeout = timedelta(seconds=2 * EARLY * timeout_s + 30)
     gloo._threads = 2
     return backend(store, rank, size, gloo)

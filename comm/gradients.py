@@ -40,7 +40,7 @@ class GradientHooks:
     def _hook(self, bucket: Bucket, k: int) -> Callable[[Tensor], None]:
         """Returns one closure, which calls nothing where all is as usual: it runs for every gradient."""
         engine, order, dtype, strided = self._engine, bucket.orders[k], bucket.layout.dtype, torch.strided
-        large = k in bucket.call_of
+        large, numel = k in bucket.call_of, bucket.shapes[k].numel()
 
         def on_gradient(param: Tensor) -> None:
             if not (engine.now.collects or engine.wants_gradient()):
@@ -49,7 +49,7 @@ class GradientHooks:
             assert grad is not None
             if bucket.packed or bucket.grads[k] is not None or type(grad) is not Tensor or grad is bucket.views[k]:
                 self._refuse_another(grad, bucket, k)
-            if grad.layout is not strided or param.dtype is not dtype:
+            if grad.layout is not strided or param.dtype is not dtype or grad.numel() != numel:
                 self._refuse(grad, bucket, k)
             bucket.grads[k], param.grad = grad if order is None else grad.permute(order), None
             del grad  # once it is packed nothing holds it
@@ -77,9 +77,10 @@ class GradientHooks:
                 f"{self._names[index]} of shape {tuple(param.shape)} has a sparse gradient: kfuse reduces dense ones "
                 "only; make its layer with sparse=False"
             )
-        if param.dtype != bucket.layout.dtype:
+        was = f"{bucket.layout.dtype} {list(bucket.shapes[k])}"
+        if param.dtype != bucket.layout.dtype or grad.numel() != bucket.shapes[k].numel():
             raise RuntimeError(
-                f"{self._names[index]} was {bucket.layout.dtype} and is {param.dtype} now: change the model first, "
+                f"{self._names[index]} was {was} and is {param.dtype} {list(param.shape)} now: change the model first, "
                 "then make its optimizer"
             )
 

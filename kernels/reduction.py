@@ -285,8 +285,9 @@ def pack_by_torch(given: PackArguments) -> None:
             continue
         values = grad.reshape(-1)
         needs_scratch = (accumulate and given.scale != 1.0) or not values.dtype == flat.dtype == torch.float32
-        room = min(PIECE, values.numel()) if needs_scratch else 0
-        scratch = torch.empty(room, dtype=torch.float32, device=flat.device)
+        scratch = values
+        if needs_scratch:
+            scratch = torch.empty(min(PIECE, values.numel()), dtype=torch.float32, device=flat.device)
         if not needs_scratch or values.numel() <= PIECE:
             _pack_piece(values, segment, norms, given.scale, accumulate, scratch)
             continue

@@ -437,6 +437,11 @@ def error(act: Any) -> str:
     return "nothing"
 
 
+class ReturnsBias(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.bias
+
+
 class Keeps(nn.Linear):
     """Keeps its loss, and returns an output that does not lead to it."""
 
@@ -501,6 +506,11 @@ def wrong_uses() -> dict[str, Any]:
         model.zero_grad()
         assert monitor.stats is not None
         found["kept loss"] = [*found.get("kept loss", ()), (monitor.stats.grad_variance, monitor.why)]
+    model = wrapped(ReturnsBias(5, 2))
+    kf.ddp_hook(model)
+    for _ in range(3):
+        model(x)[0].sum().backward()
+    found["hooks of an output"] = len(model.module.bias._backward_hooks or ())  # type: ignore[union-attr, arg-type]
     # Two groups: the model's own counts.
     groups = [dist.new_group([rank]) for rank in range(2)]
     model = wrapped(nn.Linear(5, 2), process_group=groups[dist.get_rank()])
@@ -524,7 +534,7 @@ def test_wrong_uses_of_ddp_end_in_one_line() -> None:
         (unknown, why), (variance, _) = found["kept loss"]
         assert unknown is None and "model's outputs" in why
         assert variance == pytest.approx(80, rel=1e-5)  # of the 10 weights: 4 on one worker, 8 on the other
-        assert found["hooks"] == [0, 0]
+        assert found["hooks"] == [0, 0] and found["hooks of an output"] <= 1
         assert found["own group"] == (1, pytest.approx(math.sqrt(2 * 5 * 16 + 2 * 16)))
 
 

@@ -162,6 +162,10 @@ def test_data_of_a_gradient_of_another_shape_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"^parameter 0 of shape \(2, 3\): its p.grad.data has shape \(3,\)$"):
         opt.step()
     assert torch.equal(p, torch.ones(2, 3))
+    opt.zero_grad()
+    p.data = torch.ones(1)
+    with pytest.raises(RuntimeError, match=r"^parameter 0 was torch.float32 \[2, 3\] and is torch.float32 \[1\] now"):
+        p.square().sum().backward()
 
 
 def scaled_by_hand() -> str:

@@ -208,6 +208,7 @@ def mean(figures: Any) -> Any:
         (lambda model, batch: model(batch["x"]), r"step_fn returned a loss of shape \[16, 3\]: must be its mean"),
         (changing, r"step_fn returned the figures \['b'\], and \['a'\] before"),
         (mean({f"f{i}": i for i in range(17)}), "step_fn returned 17 figures: must be at most 16"),
+        (mean({1: 2.0}), "step_fn's figure 1: its name must be a text"),
     ],
 )
 def test_a_step_function_without_a_loss_is_refused_before_an_update(step_fn: Any, message: str) -> None:

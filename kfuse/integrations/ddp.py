@@ -84,11 +84,13 @@ class _Hook(BackwardWatch):
         """A backward begins at the model's outputs, if DDP finds them and they are tensors that lead to parameters."""
         if self._watches or not torch.is_grad_enabled():
             return
-        outputs = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]  # type: ignore[no-untyped-call]
+        found: list[Tensor] = _find_tensors(output)  # type: ignore[no-untyped-call]
+        # A parameter among the outputs would have another hook after each forward.
+        outputs = [tensor for tensor in found if tensor.requires_grad and not tensor.is_leaf]
         if not self._syncs or not outputs:
             self._watch_parameters()
         for tensor in outputs:
-            tensor.register_hook(lambda grad: self.reached())
+            tensor.register_hook(lambda grad: self.reached())  # type: ignore[no-untyped-call]
 
     def _watch_parameters(self) -> None:
         """Hooks on the parameters, about 15 us of each a backward: only once they are needed."""

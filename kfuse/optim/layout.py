@@ -47,6 +47,7 @@ class Part:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     extents: dict[range, Extent | None] = field(default_factory=dict)  # what `extent` has found: every step asks again
     pieces: dict[range, Piece] = field(default_factory=dict)  # kept by `piece_of`
+    made_of: tuple[Tensor, ...] = ()  # the tensors that the pieces are parts of
 
     @property
     def width(self) -> int:
@@ -65,13 +66,13 @@ class Part:
 
     def move_to(self, place: slice) -> None:
         """Drops the tensors; those that come are of `place`."""
-        self.place, self.tensors, self.extents, self.pieces = place, {}, {}, {}
+        self.place, self.tensors, self.extents, self.pieces, self.made_of = place, {}, {}, {}, ()
 
     def make(self, names: Iterable[str], device: torch.device) -> None:
         """Makes those of these tensors that are lacking: zeros."""
-        for place, name in enumerate(names, 2):  # after the gradients and the parameters
-            if name not in self.tensors:
-                self.tensors[name] = flat_zeros(self.width, place, torch.device(device))
+        for name in names:
+            if name not in self.tensors:  # after the gradients and the parameters
+                self.tensors[name] = flat_zeros(self.width, 2 + len(self.tensors), device)
 
     def cut(self, name: str, place: slice) -> Tensor:
         """The tensor's elements of a smaller place."""
@@ -171,7 +172,6 @@ class Piece:
     All tensors are flat and of one length, and fp32, but for 16-bit parameters, which have a master.
     """
 
-    made_of: tuple[Tensor, ...]  # the tensors that it has parts of
     extent: Extent
     param: Tensor
     master: Tensor | None
@@ -188,15 +188,15 @@ def piece_of(
 ) -> Piece | None:
     """The piece of these parameters, one or all; None where nothing of them lies in the part. Kept while it fits."""
     made_of = (state.param, bucket.mean, state.steps, *part.tensors.values())
-    kept = part.pieces.get(which)
-    if kept is not None and len(kept.made_of) == len(made_of) and all(map(is_, kept.made_of, made_of)):
+    if len(part.made_of) != len(made_of) or not all(map(is_, part.made_of, made_of)):
+        part.made_of, part.pieces = made_of, {}
+    if (kept := part.pieces.get(which)) is not None:
         kept.first, kept.skip = first, skip
         return kept
     extent = part.extent(bucket, which)
     if extent is None:
         return None
     part.pieces[which] = Piece(
-        made_of,
         extent,
         param=_cut(state.param, extent.place),
         master=None if part.master is None else _cut(part.master, extent.within),

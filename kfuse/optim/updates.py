@@ -259,12 +259,16 @@ def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int
     """
     for group, theirs in zip(opt.param_groups, given["groups"], strict=True):
         group.update(theirs)
-    opt.lr_factor = given["lr_factor"]
-    opt.engine.resume(given["record"], given["tail"], given["changes"])
+    opt.lr_factor, device = given["lr_factor"], opt.engine.device
+    # A transfer leaves tensors on the host.
+    record, tail, factor, skip = (
+        None if given[name] is None else given[name].to(device) for name in ("record", "tail", "factor", "skip")
+    )
+    assert record is not None and tail is not None
+    opt.engine.resume(record, tail, [change.to(device) for change in given["changes"]])
     reduced = opt.engine.reduced
     assert reduced is not None
-    finite = given["skip"] is None or not bool(given["skip"])
-    scaled = Scaling(given["record"], given["factor"], given["skip"], finite)
+    scaled = Scaling(record, factor, skip, finite=skip is None or not bool(skip))
     if not has_begun(opt, step):
         opt.last_lr = opt.base_lr * opt.lr_factor
         opt.begun = Update(step, reduced, scaled, (), opt.lr_factor)

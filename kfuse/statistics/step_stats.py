@@ -98,7 +98,7 @@ class Statistics:
         self.figure_names: tuple[str, ...] | None = None
         self._figures = 0  # at the end of each record
         self.keep_unread = False  # Steps are kept until `read` returns them
-        self.presented = True  # They are kept with the noise scale and its interval
+        self.presented = True  # Each step is read with the noise scale and its interval
         self._in_flight: deque[_Record] = deque()
         self._newest: _Record | None = None
         self._latest: StepStats | None = None

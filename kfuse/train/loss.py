@@ -195,8 +195,11 @@ class Forward:
     def _scalars(self, figures: Mapping[str, Tensor | float]) -> list[Tensor | float]:
         """The figures as scalars, in the order of the first micro-batch's names: of several values their mean.
 
-        Raises ValueError for others than these, or too many, TypeError for one that is no number.
+        Raises ValueError for others than these, or too many, TypeError for one that is no number or has no name.
         """
+        for name in figures:
+            if not isinstance(name, str):
+                raise TypeError(f"step_fn's figure {name!r}: its name must be a text")
         known = self._statistics.figure_names
         names = tuple(sorted(figures)) if known is None else known
         if len(names) > MOST_FIGURES:
