@@ -16,7 +16,8 @@ from kfuse.settings.tree import SETTINGS
 # Kind (start, metrics, event, ledger, summary, or line: what a worker has printed, as `text`), and plain content.
 Record = tuple[str, dict[str, Any]]
 
-_FLUSH_S = 0.1  # a record waits so long for others
+_FLUSH_S = 0.25  # at most, until records of steps and what workers print are passed on; all else is at once
+_WAIT = (*OF_STEPS, "line")  # kinds of records that wait for others
 _MOST_WAITING = 100_000  # records, while the run directory's file system hangs
 _WAITS_LONG_S = 10.0
 _KNOWN_EVENTS = 256
@@ -117,7 +118,7 @@ class Records:
         self._changed = threading.Condition()
         self._waiting: list[Record] = []
         self._losses = Losses("the run directory could not be written, and too many records waited")
-        self._closed = False
+        self._idle = self._due = self._closed = False  # the thread waits for a first record; not for others
         self._thread = threading.Thread(target=self._pass_on, name="kfuse-records", daemon=True)
 
     def open(self) -> None:
@@ -139,7 +140,9 @@ class Records:
                 self._losses.add(data["step"])
                 return
             self._waiting.append((kind, data))
-            if len(self._waiting) == 1:  # else the thread waits for others already
+            if kind not in _WAIT:
+                self._due = True
+            if self._due or self._idle:
                 self._changed.notify()
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -173,10 +176,15 @@ class Records:
             self._loop.call_soon_threadsafe(self._job.end, error)
 
     def _next_batch(self) -> list[Record]:
-        """All records that wait, once there are any; none at the end."""
+        """All records that wait, once there are any; none at the end.
+
+        While records of steps keep coming, the thread wakes up once for those of `_FLUSH_S`.
+        """
         with self._changed:
+            self._changed.wait_for(lambda: self._due or self._closed, _FLUSH_S)  # since the last batch
+            self._idle = True
             self._changed.wait_for(lambda: self._waiting or self._closed)
-            self._changed.wait_for(lambda: self._closed, _FLUSH_S)
+            self._idle = self._due = False
             batch, self._waiting = self._waiting, []
             if (event := self._losses.take()) is not None:
                 batch.append(("event", event))

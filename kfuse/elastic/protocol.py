@@ -144,14 +144,21 @@ def set_acknowledgement_timeout(connection: socket.socket, silence_s: float) -> 
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))
 
 
+def record_of_step(line: bytes) -> tuple[str, Encoded] | None:
+    """The kind and the record of a message with a record of a step; None for any other. Raises ValueError."""
+    for kind, head in _HEADS.items():
+        if line.startswith(head):
+            return kind, Encoded(line[len(head) : line.rindex(b"}")] + b"\n")
+    return None
+
+
 def decode(line: bytes) -> dict[str, Any]:
     """The message in a line. Raises ValueError if it is not one JSON object with a "type".
 
     The `data` of a record of a step is `Encoded`.
     """
-    for kind, head in _HEADS.items():
-        if line.startswith(head):
-            return {"type": "record", "kind": kind, "data": Encoded(line[len(head) : line.rindex(b"}")] + b"\n")}
+    if (record := record_of_step(line)) is not None:
+        return {"type": "record", "kind": record[0], "data": record[1]}
     try:
         message = json.loads(line)
     except RecursionError as error:

@@ -158,7 +158,11 @@ class Supervisor:
             *lines, rest = (rest + more).split(b"\n")
             if len(rest) > protocol.MAX_LINE:
                 return
-            for message in map(protocol.decode, lines):
+            for line in lines:
+                if (record := protocol.record_of_step(line)) is not None:  # nearly all that comes
+                    self.records.add(*record)
+                    continue
+                message = protocol.decode(line)
                 try:
                     await self._receive(worker, message)
                 except Exception as error:  # an error of the supervisor itself, not of the connection
