@@ -254,7 +254,9 @@ def fitted(resumed: Any = None, state: str = "sharded") -> dict[str, Any]:
     settings: Any = {"batch_size": 16, "batch_micro": 4, "train_epochs": 2, "observe_progress": False}
     settings |= {"train_precision": "bf16-true", "loss_fn": lambda output, y: F.mse_loss(output.float(), y)}
     kf.fit(model, (x, torch.sin(x[:, :5])), opt, kf.Hook(Policy()), **settings)
-    return {**found, "params": s.values(model), "opt": s.tensors(opt.state_dict())}
+    found |= {"params": s.values(model), "opt": s.tensors(opt.state_dict())}
+    kf.fit(model, (x, torch.sin(x[:, :5])), opt, **settings)  # goes on with the optimizer's state
+    return {**found, "again": s.values(model)}
 
 
 def test_kf_state_dict_is_whole_on_every_worker() -> None:
@@ -264,6 +266,7 @@ def test_kf_state_dict_is_whole_on_every_worker() -> None:
         assert s.same(s.tensors(found["state"]["optimizer"]), s.tensors(whole["state"]["optimizer"]))
     for found in [*saved, *run_workers(3, fitted, saved[1]["state"])]:
         assert s.same(found["params"], whole["params"]) and s.same(found["opt"], whole["opt"])
+        assert s.same(found["again"], whole["again"]) and not s.same(found["again"], found["params"])
 
 
 def refreezes(state: str) -> tuple[list[Tensor], Any]:

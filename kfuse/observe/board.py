@@ -35,7 +35,7 @@ class Board:
         self._file: BinaryIO = (path / name).open("ab", buffering=0)
         self._waiting: list[bytes] = []
         self._crc: Callable[[bytes], int] = value
-        # Of each group its latest keys and types, and how such an event's bytes are packed: to make messages takes most time.
+        # Of each group its latest keys and types, and how such an event's bytes are packed: messages take most time.
         self._newest: dict[str, Any] = {}
         self._add(file_version="brain.Event:2")
 

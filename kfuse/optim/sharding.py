@@ -136,13 +136,16 @@ def regroup(engine: Engine, states: Sequence[BucketState], moments: Sequence[str
     `BucketState.others`.
     """
     buckets, group = engine.gradient_buckets, engine.group
-    held = [state.held() if has_state else [] for state in states]
+    names = [_names_of(state, moments) for state in states]
+    held = [
+        [part for part in state.held() if has_state and part.tensors.keys() >= set(of_bucket)]  # a new worker has none
+        for state, of_bucket in zip(states, names, strict=True)
+    ]
     wanted = []
     for bucket in buckets:
         cuts = group.shards(bucket.body, BLOCK)
         mirrors = engine.mirrors and group.size > 1
         wanted.append([[cut, cuts[rank - 1]] if mirrors else [cut] for rank, cut in enumerate(cuts)])
-    names = [_names_of(state, moments) for state in states]
     moved = move(group, buckets, held, wanted, names, "optimizer state to its new owners")
     for state, new in zip(states, moved, strict=True):
         state.others += new

@@ -227,12 +227,14 @@ class Recovery:
             self._finish_interrupted_update()
         positions = self._gather_positions()
         begins = max(positions) < 0  # no worker has a state: the job starts, or restarts
+        loaded = False
         if begins:
             if group.rank == 0:
-                self._load_or_begin(restarted=view.reason != "start")
+                loaded = self._load_or_begin(restarted=view.reason != "start")
             positions = self._gather_positions()  # now rank 0 is the most advanced: its state replaces the others'
-        self._take_newest_state(positions, begins)
-        self._opt.updates.regroup(self._has_state or (begins and group.rank == 0))
+        # What the optimizer has from before this training is in shards already: each worker's stay.
+        in_shards = self._take_newest_state(positions, begins, begins and not loaded)
+        self._opt.updates.regroup(self._has_state or in_shards)
         for files in (self._checkpoints, self._snapshots):
             if files is not None:
                 files.agree()
@@ -252,28 +254,33 @@ class Recovery:
         mine = torch.tensor([self._progress.position if self._has_state else -1], device=group.device)
         return [int(position) for position in group.all_gather(mine, "progress of each worker")]
 
-    def _take_newest_state(self, positions: Sequence[int], begins: bool) -> None:
-        """The workers that are behind take the state of the most advanced one. positions: by rank."""
+    def _take_newest_state(self, positions: Sequence[int], begins: bool, in_shards: bool) -> bool:
+        """The workers that are behind take the state of the most advanced one.
+
+        positions: by rank. in_shards: all workers have shards of its optimizer state; it tells the others, to whom that
+        is returned.
+        """
         newest, is_behind = max(positions), positions[self._session.group.rank] < max(positions)
         if min(positions) == newest:
-            return
+            return in_shards
         received = chunks.share(
             self._session.group,
             positions.index(newest),
-            lambda: [self._arguments, self._state.capture_common()],
+            lambda: [self._arguments, in_shards, self._state.capture_common()],
             partial(self._make_room, begins=begins) if is_behind else None,
         )
         if received is None:
-            return
-        theirs, newest_state = received
+            return in_shards
+        theirs, in_shards, newest_state = received
         for name, own in self._arguments.items():
             if own != theirs[name]:
                 raise ValueError(
                     f"this worker was given other arguments than the one whose state it takes ({name} {own} here, "
                     f"{theirs[name]} there): all workers must be given the same"
                 )
-        self._state.restore(newest_state, keeps_shards=self._has_state)
+        self._state.restore(newest_state, keeps_shards=self._has_state or in_shards)
         self._align_engine()
+        return bool(in_shards)
 
     def _make_room(self, structure: Any, begins: bool) -> list[Any] | None:
         """Returns this worker's own tensors, for the newest state to overwrite. None where it has a state, or in a
@@ -282,8 +289,8 @@ class Recovery:
         if self._has_state or (begins and not self._torn):
             return None
         self._torn = True
-        _, state = structure
-        return [None, self._state.room_for(state)]
+        *_, state = structure
+        return [None, None, self._state.room_for(state)]
 
     def _finish_interrupted_update(self) -> None:
         """With sharded state: where a survivor has begun the step's update, all end it, and one has all parameters.
@@ -309,8 +316,10 @@ class Recovery:
             self._record_update()
             self._align_engine()
 
-    def _load_or_begin(self, restarted: bool) -> None:
-        """Begins from a checkpoint, or the state given, if there is one; else applies the policy's initial settings."""
+    def _load_or_begin(self, restarted: bool) -> bool:
+        """Begins from a checkpoint, or the state given, if there is one, and returns whether there is; else applies the
+        policy's initial settings.
+        """
         at = self._progress
         saved: Mapping[str, Any] | None = None if self._checkpoints is None else self._checkpoints.load(restarted)
         if saved is None and self._lost is not None:
@@ -340,6 +349,7 @@ class Recovery:
             if self._session.view is not None:
                 self._decisions.workers_requested = 0  # that was asked of another job
         self._has_state, self._torn = True, False
+        return saved is not None
 
     def _align_engine(self) -> None:
         """Gives the engine the number of the step that comes: it may have reduced one whose update was not made."""
