@@ -148,7 +148,7 @@ def test_owners_take_turns_and_the_second_run_is_on_another_worker(
     micro_batches: int, workers: int, every: int, seed: int, start: int
 ) -> None:
     samples = StepSamples(0, 0, np.arange(micro_batches), 1, workers)
-    with_work = [rank for rank in range(workers) if samples.range_of(rank)]
+    with_work = [rank for rank in range(workers) if samples.ranges[rank]]
     owners = []
     for step in range(start * every, (start + len(with_work)) * every):
         chosen = choose(step, every, samples, seed)
@@ -156,7 +156,7 @@ def test_owners_take_turns_and_the_second_run_is_on_another_worker(
         if chosen is None:
             continue
         assert chosen == choose(step, every, samples, seed)
-        assert chosen.micro_batch in samples.range_of(chosen.ranks[0])
+        assert chosen.micro_batch in samples.ranges[chosen.ranks[0]]
         assert len(set(chosen.ranks)) == min(workers, 3)
         owners.append(chosen.ranks[0])
     assert sorted(owners) == with_work

@@ -117,7 +117,7 @@ def test_what_is_fetched_ahead_is_what_the_step_runs(
         for cursor in range(0, length, batch_size):
             indices = sampler.indices(0, cursor, batch_size)
             samples = StepSamples(0, cursor, indices, micro, workers, shares, aligned)
-            ran += [samples.task(j) for j in samples.range_of(rank)]
+            ran += [samples.task(j) for j in samples.ranges[rank]]
             assert len(samples.sizes) == len(micro_batch_sizes(len(indices), micro))
         start = StepSamples(0, 0, sampler.indices(0, 0, batch_size), micro, workers, shares, aligned)
         assert list(start.task_plan(rank, batch_size, length, 1).tasks()) == ran

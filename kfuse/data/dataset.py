@@ -37,7 +37,7 @@ def map_leaves(act: Callable[[Any], Any], batch: Any) -> Any:
 
 def is_flat(batch: Any) -> bool:
     """Whether it is a tuple of tensors, as most batches are: there torch's tree is not needed, which takes 4 us."""
-    return type(batch) is tuple and all(isinstance(leaf, Tensor) for leaf in batch)
+    return type(batch) is tuple and all([isinstance(leaf, Tensor) for leaf in batch])
 
 
 def tensors(batch: Any) -> list[Tensor]:

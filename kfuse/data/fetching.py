@@ -9,12 +9,10 @@ sample's transforms are keyed by (seed, epoch, index).
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -77,7 +75,7 @@ def micro_batch_sizes(count: int, micro: int) -> list[int]:
 
 
 def worker_range(
-    micro_batches: int, workers: int, rank: int, weights: Sequence[float] | None = None, aligned: bool = False
+    micro_batches: int, workers: int, rank: int, weights: Sequence[int] | None = None, aligned: bool = False
 ) -> range:
     """Returns the contiguous range of micro-batches of worker `rank`; together they cover each exactly once.
 
@@ -86,15 +84,13 @@ def worker_range(
     aligned: for reproducible sums. The ranges are those of `kfuse.comm.sum_tree`, which need little memory: the largest
     share is ceil(micro_batches / workers) where that is enough, and at most 1.25 of the mean share. Weighted shares
     keep their proportion instead, and may need more memory.
-    Exact arithmetic: all workers find the same boundaries.
     """
     if weights is None and aligned and micro_batches >= workers:
         return aligned_ranges(micro_batches, workers)[rank]
     if weights is None:
         return range(-(-micro_batches * rank // workers), -(-micro_batches * (rank + 1) // workers))
-    bounds = list(accumulate((Fraction(w) for w in weights), initial=Fraction(0)))
-    start, stop = (math.ceil(micro_batches * b / bounds[-1]) for b in bounds[rank : rank + 2])
-    return range(start, stop)
+    bounds = list(accumulate(weights, initial=0))
+    return range(-(-micro_batches * bounds[rank] // bounds[-1]), -(-micro_batches * bounds[rank + 1] // bounds[-1]))
 
 
 # In the keys of fetching: sets them apart from the keys of a micro-batch's forward, which have a step in its place.

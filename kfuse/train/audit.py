@@ -56,9 +56,9 @@ def choose(step: int, every: int, samples: StepSamples, seed: int) -> Chosen | N
     """
     if step % every:
         return None
-    owners = [rank for rank in range(samples.workers) if samples.range_of(rank)]
+    owners = [rank for rank in range(samples.workers) if samples.ranges[rank]]
     owner = owners[step // every % len(owners)]
-    mine, size = samples.range_of(owner), samples.workers
+    mine, size = samples.ranges[owner], samples.workers
     micro_batch = mine[random_key(seed, _AUDITING, step) % len(mine)]
     return Chosen(micro_batch, tuple((owner + place) % size for place in range(min(max(size, 2), 3))))
 

@@ -33,6 +33,7 @@ from kfuse.train.learning_rate import LearningRate
 from kfuse.train.progress import STOP_REASONS
 from kfuse.train.step import relative_throughput
 
+_SETTINGS, _MEASURED = ([each.name for each in fields(kind)] for kind in (StepSettings, Measured))
 _NUMBERS = itertools.count(1)  # of this process: a number is never used again, in another training neither
 _KEPT = 64  # more than the steps that any worker can be behind rank 0
 _KILLED_S = 5.0  # until then the supervisor, told of a policy's error, has ended this process
@@ -356,8 +357,8 @@ class PolicyCalls:
             link_throughputs=None if links is None else links.throughputs,
             base_batch_size=self._settings.batch_size,
             epoch_samples=at.epoch_samples,
-            **{each.name: getattr(context, each.name) for each in fields(StepSettings)},
-            **{each.name: getattr(stats, each.name) for each in fields(Measured)},
+            **{name: getattr(context, name) for name in _SETTINGS},
+            **{name: getattr(stats, name) for name in _MEASURED},
         )
 
     def request_within_bounds(self, decision: Decision) -> None:

@@ -31,8 +31,8 @@ class LearningRate:
 
     def set(self) -> None:
         """Sets the factor of the coming update, and `now` for reports (DistributedOptimizer.base_lr)."""
-        self._opt.lr_factor = self._factor(self._progress.step, self._progress.lr_scale)
-        self.now = self.scheduled()
+        factor = self._opt.lr_factor = self._factor(self._progress.step, self._progress.lr_scale)
+        self.now = self._opt.base_lr * factor
 
     def scheduled(self) -> float:
         return self._opt.base_lr * self._factor(self._progress.step, self._progress.lr_scale)
@@ -176,8 +176,12 @@ class LRSchedule:
 
     def done(self, steps: float, samples: float) -> float:
         """The part of the run that is over, in [0, 1]; 0 if its length is unknown. steps: with adascale progress."""
-        pairs = [(at, length) for at, length in ((steps, self.steps), (samples, self.samples)) if length is not None]
-        return min(1.0, max((at / length if length else 1.0 for at, length in pairs), default=0.0))
+        done = 0.0
+        if self.steps is not None:
+            done = steps / self.steps if self.steps else 1.0
+        if self.samples is not None:
+            done = max(done, samples / self.samples if self.samples else 1.0)
+        return min(1.0, done)
 
     def shape(self, progress: float, done: float) -> float:
         """Warm-up and decay in the step that starts at `progress`, when `done` of the run is over."""

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from kfuse.comm.sync import Sync
 from kfuse.statistics.figures import StepContext
 
 if TYPE_CHECKING:
@@ -72,12 +71,12 @@ class Progress:
     @property
     def is_local(self) -> bool:
         """Whether each worker updates with its own gradients, in the coming step."""
-        return self.drifted > 0 or Sync.parse(self.sync).mode != "ssgd"
+        return self.drifted > 0 or self.sync != "ssgd"
 
     @property
     def is_apart(self) -> bool:
         """Whether each worker of several makes steps of its own (pair averaging), in the coming step."""
-        return Sync.parse(self.sync).mode == "pair"
+        return self.sync == "pair"
 
     @property
     def means(self) -> tuple[float | None, float | None]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,13 +50,11 @@ class StepSamples:
         """Number of samples of each micro-batch of the step, over all workers."""
         return micro_batch_sizes(len(self.indices), self.micro_batch)
 
-    def range_of(self, rank: int) -> range:
-        """The micro-batches that worker `rank` is to run, as indices into `sizes`."""
-        return worker_range(len(self.sizes), self.workers, rank, self.shares, self.aligned)
-
-    @property
+    @cached_property
     def ranges(self) -> tuple[range, ...]:
-        return tuple(self.range_of(rank) for rank in range(self.workers))
+        """The micro-batches that each worker is to run, as indices into `sizes`."""
+        count, size = len(self.sizes), self.workers
+        return tuple([worker_range(count, size, rank, self.shares, self.aligned) for rank in range(size)])
 
     def of(self, j: int) -> np.ndarray:
         """Indices of micro-batch j's samples in the data set: int64 [sizes[j]]."""
@@ -81,7 +78,7 @@ class Step:
     def __init__(self, samples: StepSamples, fetcher: Fetcher, training: TrainContext) -> None:
         session, self._objective = training.session, training.objective
         self.number = training.progress.step  # steps completed before this one
-        self.samples, self.mine = samples, samples.range_of(session.group.rank)
+        self.samples, self.mine = samples, samples.ranges[session.group.rank]
         self.members = tuple(session.workers)  # the workers' numbers, by rank
         self.loss: Tensor | float | None = None
         self.figures: Sequence[Tensor | float] = ()  # averaged like the loss, in the order of `Statistics.figure_names`
@@ -197,12 +194,12 @@ def measured(known: Mapping[int, tuple[float, int]], workers: Sequence[int], sec
 
 def relative_throughput(known: Mapping[int, tuple[float, int]], workers: Sequence[int]) -> list[float | None]:
     """Each worker's throughput over the median of all; None while it is not known well enough."""
-    means = [known[worker][0] if known.get(worker, (0.0, 0))[1] >= WARM else None for worker in workers]
-    if len(workers) < 2 or any(mean is None for mean in means):
+    means = [known[worker][0] for worker in workers if worker in known and known[worker][1] >= WARM]
+    if len(workers) < 2 or len(means) < len(workers):
         return [None] * len(workers)
     # The upper median: with two workers the faster one is the reference, so that the slower one can be a straggler.
-    median = statistics.median_high(mean for mean in means if mean is not None)
-    return [None if mean is None else mean / median for mean in means]
+    median = sorted(means)[len(means) // 2]
+    return [mean / median for mean in means]
 
 
 def shares(relative: Sequence[float | None]) -> tuple[int, ...] | None:
@@ -231,12 +228,13 @@ def take_measured(training: TrainContext, stats: StepStats, context: StepContext
     unit = training.settings.batch_micro
     seconds = [each * (unit / (context.micro_batch or unit)) for each in stats.seconds]
     at.throughput = measured(at.throughput, workers, seconds)
-    relative = relative_throughput(at.throughput, session.workers)
-    for rank, (worker, ratio) in enumerate(zip(session.workers, relative, strict=True)):
+    now = session.workers
+    relative = relative_throughput(at.throughput, now)
+    for rank, (worker, ratio) in enumerate(zip(now, relative, strict=True)):
         if ratio is not None and ratio < SLOW and worker not in at.stragglers:
             training.reporter.event(at.step, "straggler", worker=worker, rank=rank, throughput=ratio)
-    at.stragglers = stragglers(session.workers, relative, at.stragglers)
-    found = measurement.verdict(stats.votes, relative) if session.workers == list(workers) else None
+    at.stragglers = stragglers(now, relative, at.stragglers)
+    found = measurement.verdict(stats.votes, relative) if now == list(workers) else None
     if found and not at.interference:
         votes = [rank for rank, vote in enumerate(stats.votes) if vote == measurement.SLOWER]
         training.reporter.event(at.step, "interference", ranks=votes)

@@ -178,7 +178,7 @@ class Trainer:
         """Chooses the coming step's samples, sets its learning rate, and gives the optimizer the step's plan."""
         at, rank = self.progress, self.session.group.rank
         samples = self._sampling.of_next_step()
-        own = samples.range_of(rank)
+        own = samples.ranges[rank]
         mine = sum(samples.sizes[j] for j in own)
         self.decisions.rate.set()
         self._synchronisation.before_step()
