@@ -21,6 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from kfuse.cli.check import prepare, validate
+from kfuse.cli.first import FirstWorker
 from kfuse.cli.output import survive_closed_output
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.settings.shell import explain, explain_flags
@@ -55,7 +56,7 @@ def main() -> int:
         return _tool(words[0], words[1:])
     if "WORLD_SIZE" not in os.environ:  # else torchrun has started this process
         return _main(words)
-    from kfuse.cli.run import follow  # not before it is needed: a wrong command line is refused without torch
+    from kfuse.cli.torchrun import follow  # not before it is needed: a wrong command line is refused without torch
     from kfuse.elastic.rendezvous import Rendezvous
 
     try:
@@ -77,25 +78,30 @@ def main() -> int:
 def _main(words: list[str], fixed: bool = False) -> int:
     """fixed: torchrun has started the workers, so there can be one run only, and no other launcher."""
     try:
-        if "--version" in words:  # Hydra's own prints Hydra's
-            print(f"kfuse {__version__}")
-            return 0
-        args, sweep = _parse(words), 0
-        if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
-            jobs = _jobs(args)
-            if args.multirun:
-                sweep = len(jobs)
-            if fixed and len(jobs) > 1:
-                raise ConfigError("-m: sweeps are not supported with launcher=torchrun")
-            for overrides in jobs:
-                _check(args, overrides, fixed)
-        # Hydra's own parser takes overrides in one piece only, not `seed=1 -m model=mlp,gpt`.
-        sys.argv[1:] = [*(word for word in words if word not in args.overrides), *args.overrides]
-        return _run_hydra(sweep)
+        with FirstWorker() as first:
+            return _command(words, fixed, first)
     except KeyboardInterrupt:
         return STOP_STATUS["interrupted"]
     except Exception as error:  # of Hydra: `_job` handles the errors of a run
         return _refuse(explain(error))
+
+
+def _command(words: list[str], fixed: bool, first: FirstWorker) -> int:
+    if "--version" in words:  # Hydra's own prints Hydra's
+        print(f"kfuse {__version__}")
+        return 0
+    args, sweep = _parse(words), 0
+    if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
+        jobs = _jobs(args)
+        if args.multirun:
+            sweep = len(jobs)
+        if fixed and len(jobs) > 1:
+            raise ConfigError("-m: sweeps are not supported with launcher=torchrun")
+        for overrides in jobs:  # the first worker of a sweep would have checked what other runs train
+            _check(args, overrides, fixed, None if args.multirun else first)
+    # Hydra's own parser takes overrides in one piece only, not `seed=1 -m model=mlp,gpt`.
+    sys.argv[1:] = [*(word for word in words if word not in args.overrides), *args.overrides]
+    return _run_hydra(sweep, first)
 
 
 def _tool(name: str, words: list[str]) -> int:
@@ -168,17 +174,17 @@ def _compose(args: argparse.Namespace, overrides: list[str]) -> DictConfig:
             raise ConfigError(f"{' '.join(overrides)}: {error}") from error
 
 
-def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> DictConfig:
+def _check(args: argparse.Namespace, overrides: list[str], fixed: bool, first: FirstWorker | None = None) -> DictConfig:
     """Composes and validates one run's configuration, before anything is written. Returns it."""
     cfg = _compose(args, overrides)
     prepare(cfg, overrides)
-    fixed_launcher = validate(cfg)
+    fixed_launcher = validate(cfg, first)
     if fixed and not fixed_launcher:
         raise ConfigError("launcher: torchrun started this process; must be launcher=torchrun")
     return cfg
 
 
-def _run_hydra(sweep: int) -> int:
+def _run_hydra(sweep: int, first: FirstWorker) -> int:
     """Runs the jobs of `sys.argv` through Hydra. Returns the exit status, the largest of a sweep's.
 
     sweep: how many jobs there are; 0: one, and no sweep.
@@ -193,7 +199,7 @@ def _run_hydra(sweep: int) -> int:
                 f"job {context.job.num} ({context.job.num + 1} of {sweep}): {' '.join(context.overrides.task)}",
                 flush=True,
             )
-        status = _job(cfg, Path(context.runtime.output_dir))
+        status = _job(cfg, Path(context.runtime.output_dir), first)
         statuses.append(status)
         if status in STOP_STATUS.values():  # by Ctrl-C or SIGTERM, which mean the rest of a sweep too
             raise KeyboardInterrupt
@@ -208,7 +214,7 @@ def _run_hydra(sweep: int) -> int:
     return max(statuses, default=0)
 
 
-def _job(cfg: DictConfig, run_dir: Path) -> int:
+def _job(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
     """One run, in the directory that Hydra made for it; returns its exit status."""
     prepare(cfg, list(HydraConfig.get().overrides.task))
     OmegaConf.resolve(cfg)
@@ -216,7 +222,7 @@ def _job(cfg: DictConfig, run_dir: Path) -> int:
         _claim(run_dir, cfg)
         from kfuse.cli.run import run  # not before it is needed: `--help` is quick
 
-        return run(cfg, run_dir)
+        return run(cfg, run_dir, first)
     except ConfigError as error:
         return _refuse(str(error))
     except Exception as error:

@@ -10,6 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from kfuse.cli.first import FirstWorker
 from kfuse.settings import rules, shell
 from kfuse.settings.instantiate import CLASS_GROUPS, LOADING
 from kfuse.settings.tree import AT_SHELL, BATCH_MAX, SECTIONS, ConfigError, by_key, did_you_mean, flat
@@ -48,11 +49,12 @@ def _drop_replaced_arguments(cfg: DictConfig, overrides: Sequence[str]) -> None:
                 cfg[group] = {name: cfg[group][name] for name in cfg[group] if name in kept}
 
 
-def validate(cfg: DictConfig) -> bool:
+def validate(cfg: DictConfig, first: FirstWorker | None = None) -> bool:
     """Raises ConfigError, which names the key, its value and what it must be, if the configuration cannot run.
 
     Imports the classes named by `_target_`, loads the data, and builds the model and the policy once, so that
-    the errors of all of these come before a worker starts. Returns whether the launcher's workers are torchrun's.
+    the errors of all of these come before training starts. Returns whether the launcher's workers are torchrun's.
+    first: does this, where it fits.
     """
     try:
         config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -63,7 +65,10 @@ def validate(cfg: DictConfig) -> bool:
     facts = by_key(settings)
     rules.check(facts, shell=True)
     _check_resume(settings["checkpoint_resume"])
-    from kfuse.cli import classes  # imports torch, which takes a second: what needs no class was checked before
+    if first is not None and first.fits(config):
+        first.check(config)
+        return False
+    from kfuse.cli import classes  # imports torch, which takes seconds: what needs no class was checked before
 
     return classes.check(config, settings, facts)
 

@@ -7,6 +7,7 @@ import sys
 import traceback
 
 from kfuse import session
+from kfuse.cli.first import ENV_FIRST, become_worker
 from kfuse.comm.settings import CommOptions
 from kfuse.elastic.client import ControlClient
 from kfuse.elastic.protocol import ControlError
@@ -20,6 +21,8 @@ def main() -> int:
     # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    if ENV_FIRST in os.environ:
+        become_worker()
     client = ControlClient()
     config = client.job
     timeout_s = config["comm"]["timeout_s"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import re
 import signal
 from collections import deque
@@ -154,6 +155,12 @@ class Processes:
                 task = self._job.run(self._watch(self.workers[number]))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+            if len(self.alive()) > 1:
+                self._job.run(self._import_store())
+
+    async def _import_store(self) -> None:
+        """Imports what a view of several workers needs of torch in this process, while they import theirs."""
+        await asyncio.to_thread(importlib.import_module, "torch.distributed")
 
     async def _watch(self, worker: Worker) -> None:
         """Passes on what a worker prints until it ends."""

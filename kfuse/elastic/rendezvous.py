@@ -117,17 +117,6 @@ class Rendezvous:
         return message["job"] if "job" in message else int(message["status"])
 
 
-class TorchrunLauncher:
-    """Starts nothing: torchrun has started the workers, a fixed number of them, and this process is one."""
-
-    def __init__(self) -> None:
-        """Raises ValueError where torchrun did not start this process."""
-        if (rendezvous := Rendezvous.of_environment()) is None:
-            raise ValueError("torchrun did not start this process: torchrun ... -m kfuse launcher=torchrun ...")
-        self.rendezvous = rendezvous
-        self.gpus = rendezvous.size if devices.count() else 0  # each worker has one
-
-
 @functools.cache
 def _connect(rendezvous: Rendezvous) -> Store:
     """One connection per process. Where rank 0 hosts the store, torch can open it too (multi_tenant)."""

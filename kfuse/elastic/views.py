@@ -11,13 +11,14 @@ import logging
 import os
 import socket
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING, Any
 
 from kfuse.elastic.job import Job, JobFailed, Records
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker
 from kfuse.elastic.protocol import Member, View
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _log = logging.getLogger("kfuse")
 
@@ -145,7 +146,7 @@ class Views:
         generation = self._job.view.generation + 1
         leaving = [worker for worker in self._processes.members() if worker not in workers]
         members = tuple(Member(worker.number, worker.pid or 0, worker.host) for worker in workers)
-        view = self._job.view = View(generation, members, self._open_store(), reason, recovers)
+        view = self._job.view = View(generation, members, self._open_store(len(members)), reason, recovers)
         for worker in workers:
             worker.state = State.PROPOSED
         for worker in workers + leaving:
@@ -153,8 +154,16 @@ class Views:
         numbers = [worker.number for worker in workers]
         _log.info("view %d formed (%s): workers %s on store %s:%d", generation, reason, numbers, *view.store)
 
-    def _open_store(self) -> tuple[str, int]:
-        """Opens a store for the next view; closes the one before: workers that still wait there get an error."""
+    def _open_store(self, workers: int) -> tuple[str, int]:
+        """Opens a store for the next view, of so many workers: for one alone none is needed.
+
+        Closes the one before: workers that still wait there get an error.
+        """
+        if workers == 1:
+            self.store = None
+            return self.host, 0
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # `Processes` has begun to import it
+
         # Else the store prints a line for each connection that it does not know.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # Our own socket: by itself the store listens on all interfaces, whatever host it is given.

@@ -8,7 +8,7 @@ from typing import Protocol
 from kfuse.elastic.launchers.hosts import HostsLauncher
 from kfuse.elastic.launchers.local import LocalLauncher
 from kfuse.elastic.launchers.ray import RayLauncher
-from kfuse.elastic.rendezvous import TorchrunLauncher
+from kfuse.elastic.launchers.torchrun import TorchrunLauncher
 
 __all__ = ["HostsLauncher", "Launcher", "LocalLauncher", "RayLauncher", "TorchrunLauncher", "WorkerProcess"]
 

@@ -8,7 +8,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from itertools import count
 
 _PR_SET_PDEATHSIG = 1
@@ -69,6 +69,12 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
         if not self.ended:
             self._kill_group()
 
+    async def end(self) -> None:
+        """Kills it; returns when nothing of it is left in the event loop."""
+        self.kill()
+        await self.wait()
+        self._process.close()
+
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.get_pid(), signal.SIGKILL)
@@ -106,6 +112,10 @@ class LocalLauncher:
 
     async def start(self, env: Mapping[str, str]) -> LocalProcess:
         """Starts one worker, with `env` and the lowest free slot as LOCAL_RANK in its environment. Raises OSError."""
+        return await self._start(env)
+
+    async def _start(self, env: Mapping[str, str], inherited: Collection[int] = ()) -> LocalProcess:
+        """inherited: file descriptors that it has too."""
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self._processes = [process for process in self._processes if not process.ended]
         taken = {process.slot for process in self._processes}
@@ -127,6 +137,7 @@ class LocalLauncher:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=inherited,
             preexec_fn=signal_at_parent_end(self._parent_end_signal),
         )
         self._processes.append(process)
