@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import kfuse.cli.run
 from kfuse.cli.check import prepare, validate
+from kfuse.cli.first import FirstWorker
 from kfuse.settings import instantiate
 from kfuse.settings.tree import AT_SHELL, ConfigError
 from kfuse.train.build import _optimizer
@@ -68,7 +69,7 @@ def runs(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[DictCon
     (workplace / "users_own.py").write_text(USER_MODULE)
     (workplace / "book.txt").write_text("What is written here is enough for a block or two. " * 40)
     seen: list[tuple[DictConfig, Path]] = []
-    monkeypatch.setattr(kfuse.cli.run, "run", lambda cfg, run_dir: seen.append((cfg, run_dir)) or 0)
+    monkeypatch.setattr(kfuse.cli.run, "run", lambda cfg, run_dir, first: seen.append((cfg, run_dir)) or 0)
     return seen
 
 
@@ -202,7 +203,7 @@ def test_sweep_runs_each_job_in_its_own_directory_and_flags_may_stand_between_ov
 def test_sweep_says_what_each_job_is_and_goes_on_after_a_failure(
     workplace: Path, command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(cfg: DictConfig, run_dir: Path) -> int:
+    def run(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
         if cfg.seed == 1:
             raise RuntimeError("a mistake of ours")
         return 0
@@ -219,7 +220,7 @@ def test_sweep_says_what_each_job_is_and_goes_on_after_a_failure(
 def test_interrupt_ends_the_whole_sweep(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = []
 
-    def run(cfg: DictConfig, run_dir: Path) -> int:
+    def run(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
         seeds.append(cfg.seed)
         return 130 if cfg.seed == 2 else 0
 

@@ -20,7 +20,7 @@ from kfuse.comm import devices
 from kfuse.comm.devices import Device, DeviceError
 from kfuse.elastic import protocol
 from kfuse.elastic.job import Elasticity
-from kfuse.elastic.rendezvous import TorchrunLauncher
+from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.settings.tree import ConfigError
 
 # -- the worker's side: its session chooses the device --------------------------------------------------------------

@@ -39,20 +39,26 @@ class FirstWorker(LocalLauncher):
         super().__init__()
         self._runner = asyncio.Runner()
         self.process: LocalProcess | None = None  # once it has been started
+        self._taken = False
 
     def __enter__(self) -> FirstWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process is not None and not self.process.ended:
-            self._runner.run(self.process.end())
+        process, self.process = self.process, None
+        if process is not None:
+            self._runner.run(process.end())
         self._runner.close()
 
     @staticmethod
     def fits(config: Mapping[str, Any]) -> bool:
-        """Whether this launcher does what the configured one would, and saves this process the import of torch."""
+        """Whether this launcher does what the configured one would, and saves this process the import of torch.
+
+        Of several workers it would not: their view needs a store of torch's, which this process hosts.
+        """
         local = {"_target_": f"{LocalLauncher.__module__.rpartition('.')[0]}.{LocalLauncher.__name__}"}
-        return config["launcher"] == local and sys.platform == "linux" and "torch" not in sys.modules
+        alone = config["launcher"] == local and config["workers"]["count"] == 1
+        return alone and sys.platform == "linux" and "torch" not in sys.modules
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """As asyncio.run. Afterwards the process has ended, whether `work` has used it or not."""
@@ -64,11 +70,9 @@ class FirstWorker(LocalLauncher):
         self._runner.run(self._check(config))
 
     async def _check(self, config: Mapping[str, Any]) -> None:
-        read, write = os.pipe()
-        answers, answer = socket.socketpair()
-        self._requests = os.fdopen(write, "w")
-        with os.fdopen(read), answer:  # the process alone is to hold these two, so that its end is noticed
-            ends = read, answer.fileno()
+        (self._requests, read), (answers, answer) = socket.socketpair(), socket.socketpair()
+        with read, answer:  # the process alone is to hold these two, so that its end is noticed
+            ends = read.fileno(), answer.fileno()
             self.process = await self._start({ENV_FIRST: "{} {}".format(*ends)}, ends)
         self._send(config)
         showing = asyncio.create_task(self._show(self.process))
@@ -87,13 +91,13 @@ class FirstWorker(LocalLauncher):
             print(line, flush=True)
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the process has ended, which is noticed elsewhere
-            print(json.dumps(message), file=self._requests, flush=True)
+        with contextlib.suppress(OSError):  # the process has ended, which is noticed elsewhere
+            self._requests.sendall(json.dumps(message).encode() + b"\n")
 
     async def start(self, env: Mapping[str, str]) -> LocalProcess:
-        if self._requests.closed:
+        if self.process is None or self._taken:
             return await super().start(env)
-        assert self.process is not None
+        self._taken = True
         self._send(env)
         self._requests.close()
         return self.process

@@ -31,7 +31,8 @@ def run(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
     """
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     observe = config["observe"]
-    launcher = first if first.process is not None else instantiate.build(config["launcher"])
+    early = first.process is not None
+    launcher = first if early else instantiate.build(config["launcher"])
     job = {**config, "run_dir": str(run_dir.absolute())}
     directory = RunDirectory(run_dir, tensorboard=observe["tensorboard"], ledger=observe["ledger"])
     recorder = Recorder(directory, Display(progress=observe["progress"] is not False))
@@ -42,7 +43,7 @@ def run(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
         return lead(launcher.rendezvous, job, recorder)
     set_up_logging(observe["log_level"], "supervisor", recorder.line)
     elasticity = Elasticity.of(flat(config), restart=config["checkpoint"]["every_steps"] is not None)
-    return supervise(launcher, job, recorder, elasticity, first.run)
+    return supervise(launcher, job, recorder, elasticity, first.run if early else asyncio.run)
 
 
 def supervise(

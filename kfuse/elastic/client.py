@@ -226,8 +226,8 @@ class ControlClient:
             self._changed.notify_all()
         # The main thread notices at its next wait. If it is stuck elsewhere, the process must not stay behind.
         if not self._closing.wait(_SUPERVISOR_LOST_GRACE_S):
-            sys.stderr.write(f"kfuse: worker {self.worker} ends: {self._lost}\n")
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # the supervisor was the reader
+                print(f"kfuse: worker {self.worker} ends: {self._lost}", file=sys.stderr, flush=True)
             os._exit(70)
 
     def _send_heartbeats(self) -> None:
