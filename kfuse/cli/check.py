@@ -1,4 +1,4 @@
-"""Checks a composed configuration before a worker starts or anything is written."""
+"""Checks a composed configuration before training starts or anything is written."""
 
 from __future__ import annotations
 
