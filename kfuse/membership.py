@@ -71,7 +71,7 @@ class Session:
     @property
     def workers(self) -> list[int]:
         """The numbers of the view's workers, in rank order."""
-        return list(range(self.group.size)) if self.view is None else [member.worker for member in self.view.members]
+        return list(range(self.group.size)) if self.view is None else self.view.workers
 
     @property
     def elastic(self) -> bool:

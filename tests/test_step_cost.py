@@ -6,17 +6,25 @@ raises it, and says why.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import json
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from distributed import run_workers
+from elastic_job import run_script
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +32,11 @@ import kfuse as kf
 from kfuse.comm import buckets
 from kfuse.comm.gloo import GlooPending
 from kfuse.comm.group import Group
+from kfuse.elastic import protocol
+from kfuse.elastic.processes import Worker
+from kfuse.elastic.supervisor import Elasticity, Supervisor
+from kfuse.observe.recorder import Display, Recorder
+from kfuse.observe.run_dir import RunDirectory
 from kfuse.statistics.noise_scale import NoiseScale
 
 ROOT = str(Path(kf.__file__).parent)
@@ -185,19 +198,24 @@ def test_a_large_gradient_is_packed_as_it_comes(monkeypatch: pytest.MonkeyPatch)
     assert seen == seen_there and all(map(torch.equal, params, others))
 
 
-def messages(**options: Any) -> tuple[Counts, float]:
-    """On one of two workers: what a step of the bare loop costs, and how often it calls gloo."""
-    kf.init(**options)
-    sent = 0
+def calls_of_gloo() -> list[str]:
+    """What the messages of steps are called, from now on, in this process, which ends."""
+    sent: list[str] = []
     begin = GlooPending.__init__
 
     def counting(self: GlooPending, group: Group, what: str, works: Any, *more: Any) -> None:
-        nonlocal sent
-        sent += len(works) * what.startswith("step")
+        sent.extend([what] * len(works) * what.startswith("step"))
         begin(self, group, what, works, *more)
 
-    GlooPending.__init__ = counting  # type: ignore[method-assign]  # in this process, which ends
-    return bare(kf.FusedAdamW, 3), sent / (3 * STEPS)
+    GlooPending.__init__ = counting  # type: ignore[method-assign]
+    return sent
+
+
+def messages(**options: Any) -> tuple[Counts, float]:
+    """On one of two workers: what a step of the bare loop costs, and how often it calls gloo."""
+    kf.init(**options)
+    sent = calls_of_gloo()
+    return bare(kf.FusedAdamW, 3), len(sent) / (3 * STEPS)
 
 
 def replicated() -> tuple[Counts, float]:
@@ -214,3 +232,97 @@ def test_workers_send_few_messages_a_step(job: Callable[[], Any], sends: int, mo
     for (calls, operators), sent in run_workers(2, job):
         assert sent == sends
         assert calls <= most[0] and operators <= most[1]
+
+
+class Counted(kf.BasePolicy):
+    """Notes what each step of this worker's main thread costs: kfuse's calls, then operators, and messages."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, list[int]] = {"calls": [], "operators": [], "messages": []}
+        self._total, self._sent, self._operators = 0, calls_of_gloo(), Operators()
+
+    def _called(self, frame: FrameType, event: str, _: object) -> None:
+        self._total += event == "call" and frame.f_code.co_filename.startswith(ROOT)
+
+    def after_step(self) -> None:
+        so_far = self._total, self._operators.count, len(self._sent)
+        for counts, count in zip(self.counts.values(), so_far, strict=True):
+            counts.append(count)
+        if len(self.counts["calls"]) == STEPS:
+            sys.setprofile(self._called)
+        elif len(self.counts["calls"]) == 3 * STEPS:
+            sys.setprofile(None)
+            self._operators.__enter__()
+        elif len(self.counts["calls"]) == 5 * STEPS:
+            self._operators.__exit__(None, None, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # each worker counts its own
+
+    def of_a_step(self, name: str, since: int) -> float:
+        """The median: waits, of which each that is long has calls of its own, come in few steps."""
+        counts = self.counts[name][since : since + 2 * STEPS + 1]
+        return median(later - earlier for earlier, later in itertools.pairwise(counts))
+
+
+def train_in_a_job(folder: str) -> None:
+    kf.init(comm_schedule="allreduce")  # no links are measured
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    opt, policy = kf.FusedAdamW(model.parameters(), lr=0.01), Counted()
+    plan: dict[str, Any] = {"train_epochs": None, "train_steps": 5 * STEPS + 2, "batch_size": 64, "batch_micro": 32}
+    data = torch.randn(64, 8), torch.arange(64) % 3
+    kf.fit(model, data, opt, kf.Hook(policy), workers_balance=False, **plan)
+    of_a_step = {"calls": STEPS - 1, "operators": 3 * STEPS - 1, "messages": STEPS}
+    found = {name: policy.of_a_step(name, since) for name, since in of_a_step.items()}
+    (Path(folder) / f"rank-{kf.rank()}.json").write_text(json.dumps(found))
+
+
+def test_a_step_of_an_elastic_job(tmp_path: Path) -> None:
+    """Two workers under a supervisor, which records each step."""
+    job = run_script(tmp_path / "run", Elasticity(2, 1, 2, script=True), __file__, str(tmp_path))
+    assert job.error is None, job.told()
+    leader, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert leader["calls"] <= 510 and leader["calls"] - other["calls"] <= 20
+    assert leader["operators"] <= 60 and other["operators"] <= leader["operators"]
+    assert leader["messages"] == other["messages"] == 1
+
+
+def test_the_supervisors_calls_for_a_steps_metrics(tmp_path: Path) -> None:
+    """Of both its threads, with TensorBoard's file; a batch's own calls are shared by its records."""
+    calls, record = 0, {"samples": 5, "loss": 0.5, "lr": 0.1, "noise_scale": None}
+    message = {"type": "record", "kind": "metrics"}
+    sent = [protocol.encode({**message, "data": {"step": step, **record}}) for step in range(300)]
+
+    def called(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(ROOT)
+
+    async def keep(steps: int) -> None:
+        recorder = Recorder(RunDirectory(tmp_path / str(steps)), Display(False, Console(quiet=True)))
+        supervisor = Supervisor(Mock(gpus=0), {}, recorder, Elasticity(1, 1, 1))
+        supervisor.processes.workers[0] = Worker(0, Mock(), connections=[Mock()])
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"".join(sent[:steps]))
+        reader.feed_eof()
+        supervisor.records.open()
+        hello = {"worker": 0, "pid": 1, "host": "", "messages": True}
+        await supervisor._serve(hello, reader, Mock(is_closing=lambda: False))
+        await supervisor.records.close()
+        recorder.close(None)
+
+    totals = []
+    for steps in (100, 300):
+        calls, before = 0, sys.getprofile()
+        threading.setprofile(called)
+        sys.setprofile(called)
+        try:
+            asyncio.run(keep(steps))
+        finally:
+            sys.setprofile(before)
+            threading.setprofile(None)  # type: ignore[arg-type]
+        totals.append(calls)
+    assert (totals[1] - totals[0]) / 200 <= 13
+
+
+if __name__ == "__main__":  # as a worker of test_a_step_of_an_elastic_job
+    train_in_a_job(sys.argv[1])

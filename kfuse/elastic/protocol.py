@@ -12,6 +12,7 @@ import json
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import orjson
@@ -74,6 +75,11 @@ class View:
     @property
     def size(self) -> int:
         return len(self.members)
+
+    @cached_property
+    def workers(self) -> list[int]:
+        """The workers' numbers, in rank order."""
+        return [member.worker for member in self.members]
 
     def rank_of(self, worker: int) -> int | None:
         """The rank of worker number `worker`; None if it is not in this view."""
