@@ -194,9 +194,10 @@ class Step:
         if self.done == self._audited and engine.audited is not None:
             engine.audited.take(bucket)
         for number, which in enumerate(bucket.calls):
-            grads = bucket.grads if len(bucket.calls) == 1 else [bucket.grads[k] for k in which]
-            if grads[0] is not PACKED:
+            if bucket.grads[which[0]] is not PACKED:
+                grads = bucket.grads if len(bucket.calls) == 1 else [bucket.grads[k] for k in which]
                 self._pack(bucket, number, grads, not bucket.missing)
+                del grads  # they go before the bucket's messages begin
         bucket.grads = []
         bucket.packed = True
         if bucket is not engine.buckets[-1]:
