@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from comm_variants import covered
 from machine import parser_of, write
 from torch import Tensor, nn
 
@@ -41,6 +40,15 @@ WITHOUT_ORDER = {
     "sharded": CommOptions(state="sharded"),
 }
 REPRODUCIBLE = CommOptions(reproducible=True)
+
+
+def covered(places: Iterable[tuple[int, int]]) -> int:
+    """Bytes that lie in at least one of the places: a parameter's storage may be a part of a flat buffer's."""
+    total = reached = 0
+    for start, end in sorted(places):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 class Slow(Pending):
