@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_MOST = 3.4e38  # of fp32, in which TensorBoard keeps numbers
-
 
 class Board:
     """An event file. TensorBoard is imported when it is made.
@@ -35,16 +33,15 @@ class Board:
         self._file: BinaryIO = (path / name).open("ab", buffering=0)
         self._waiting: list[bytes] = []
         self._crc: Callable[[bytes], int] = value
-        # Of each group its latest keys and types, and how such an event's bytes are packed: messages take most time.
+        # Of each group its latest keys, the event with them, and that event's values: to make them takes most time.
         self._newest: dict[str, Any] = {}
-        self._add(file_version="brain.Event:2")
+        self._add(event_pb2.Event(file_version="brain.Event:2"))
 
-    def _add(self, **content: Any) -> None:
-        self._append(self._event.Event(wall_time=time.time(), **content).SerializeToString())
-
-    def _append(self, event: bytes) -> None:
-        length = struct.pack("<Q", len(event))
-        self._waiting += length, self._checksum(length), event, self._checksum(event)
+    def _add(self, event: Any) -> None:
+        event.wall_time = time.time()
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        self._waiting += length, self._checksum(length), data, self._checksum(data)
 
     def _checksum(self, data: bytes) -> bytes:
         """The masked CRC-32C of TensorFlow's records, four bytes."""
@@ -54,31 +51,28 @@ class Board:
     def rewind(self, step: int) -> None:
         """TensorBoard drops what the files have of `step` and later steps: it comes again."""
         log = self._event.SessionLog(status=self._event.SessionLog.START)
-        self._add(step=step, session_log=log)
+        self._add(self._event.Event(step=step, session_log=log))
 
     def scalars(self, group: str, record: Mapping[str, Any], step: int) -> None:
-        """Adds an event with the record's numbers, but for those that fp32 does not hold."""
-        event = self._event.Event(wall_time=time.time(), step=step)
-        shape = (*record, *map(type, record.values()))
-        known, keys, packed, parts = self._newest.get(group, (None, [], None, []))
-        if shape == known:
-            parts[1::2] = numbers = [record[key] for key in keys]
-            if math.hypot(*numbers) < _MOST:  # then each of them is
-                self._append(event.SerializeToString() + packed.pack(*parts))
-                return
-        keys = [key for key, value in record.items() if key != "step" and _is_number(value)]
-        kind = self._summary.Summary
-        values = [kind.Value(tag=f"{group}/{key}", simple_value=record[key]) for key in keys]
-        # The bytes of such an event: each value ends with its number, in four bytes.
-        parts = [kind(value=[value]).SerializeToString()[:-4] for value in values]
-        summary = self._event.Event(summary=kind(value=values)).SerializeToString()
-        parts[:1] = [summary[: len(summary) - sum(len(part) + 4 for part in parts)] + part for part in parts[:1]]
-        packed = struct.Struct("<" + "".join(f"{len(part)}sf" for part in parts))
-        self._newest[group] = shape, keys, packed, [each for part in parts for each in (part, 0.0)]
-        for value in values:
-            value.metadata.CopyFrom(self._scalar)
-        event.summary.value.extend(values)
-        self._append(event.SerializeToString())
+        numbers = {
+            key: value
+            for key, value in record.items()
+            if (type(value) is int or (isinstance(value, float) and math.isfinite(value))) and key != "step"
+        }
+        keys, event, values = self._newest.get(group, (None, None, []))
+        if is_new := keys != (*numbers,):
+            tags = [f"{group}/{key}" for key in numbers]
+            values = [self._summary.Summary.Value(tag=tag, metadata=self._scalar) for tag in tags]
+            event = self._event.Event(summary=self._summary.Summary(value=values))
+            values = list(event.summary.value)
+            self._newest[group] = (*numbers,), event, values
+        for value, number in zip(values, numbers.values(), strict=True):
+            value.simple_value = number
+        event.step = step
+        self._add(event)
+        if is_new:
+            for value in values:
+                value.ClearField("metadata")
 
     def write(self) -> None:
         """Writes the waiting events. Raises OSError."""
@@ -88,7 +82,3 @@ class Board:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _is_number(value: object) -> bool:
-    return (type(value) is int or isinstance(value, float)) and -_MOST < value < _MOST
