@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,10 @@ import chaos
 
 import kfuse as kf
 from kfuse import session
+from kfuse.comm.group import CommError
 from kfuse.comm.sync.averaging import CentralModel
 from kfuse.elastic import protocol
+from kfuse.observe.recorder import Recorder
 from kfuse.optim.updates import Updates
 
 
@@ -33,6 +36,20 @@ class PairLater(kf.BasePolicy):
     """Says that it will ask for pair averaging."""
 
     modes = ("ssgd", "pair")
+
+
+class LostThenTerminated(kf.BasePolicy):
+    """A worker is lost in the first step, and SIGTERM arrives while the failure is being recorded."""
+
+    def after_step(self) -> None:
+        failed = Recorder.failed
+
+        def terminated(self: Recorder, why: str) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            failed(self, why)
+
+        Recorder.failed = terminated  # type: ignore[method-assign]
+        raise CommError("lost contact with rank 1")
 
 
 _CALLS = {

@@ -81,6 +81,15 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.log"]
 
 
+def test_a_signal_while_the_failure_is_recorded(tmp_path: Path) -> None:
+    """torchrun terminates what is left of a job as soon as it has seen a loss."""
+    settings = [*TRAINING, "launcher=torchrun", "policy._target_=sync_policies.LostThenTerminated"]
+    with command_line(tmp_path / "run", settings, [*TORCHRUN[:-1], "1"]) as (process, job):
+        assert process.wait(DEADLINE_S) == 1
+    assert job.summary["exit_reason"] == "failed"
+    assert [failure["why"] for failure in job.of_kind("failure")] == ["lost contact with rank 1"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

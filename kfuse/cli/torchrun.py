@@ -36,7 +36,8 @@ def lead(rendezvous: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int
             recorder.keep([(kind, data)])
 
     rendezvous.announce(job)
-    return to_its_end(recorder, lambda: _train(rendezvous, job, record), _FAILURES)
+    with contextlib.ExitStack() as until_recorded:
+        return to_its_end(recorder, lambda: _train(rendezvous, job, until_recorded, record), _FAILURES)
 
 
 def follow(rendezvous: Rendezvous) -> int:
@@ -46,20 +47,26 @@ def follow(rendezvous: Rendezvous) -> int:
         if isinstance(job, int):
             return job
         set_up_logging(job["observe"]["log_level"], f"worker {rendezvous.rank}")
-        return STOP_STATUS.get(_train(rendezvous, job) or "", 0)
+        with contextlib.ExitStack() as until_over:
+            return STOP_STATUS.get(_train(rendezvous, job, until_over) or "", 0)
     except _FAILURES as error:
         print(f"kfuse: rank {rendezvous.rank} ends: {error}", file=sys.stderr)
         return 1
 
 
-def _train(rendezvous: Rendezvous, job: dict[str, Any], record: Record | None = None) -> str | None:
-    """Returns why training ended. Raises CommError if a worker is lost."""
+def _train(
+    rendezvous: Rendezvous, job: dict[str, Any], to_the_end: contextlib.ExitStack, record: Record | None = None
+) -> str | None:
+    """Returns why training ended. Raises CommError if a worker is lost.
+
+    to_the_end: how long signals are requests to stop. torchrun sends one as soon as it has seen that a worker is lost.
+    """
     set_threads(job)
     session.join_fixed_group(rendezvous, CommOptions.of(flat(job)), job["comm"]["timeout_s"], record)
-    with _stop_signals() as reasons:
-        trainer = build_trainer(job)
-        trainer.decisions.stop_requests = reasons
-        summary = trainer.run()
+    reasons = to_the_end.enter_context(_stop_signals())
+    trainer = build_trainer(job)
+    trainer.decisions.stop_requests = reasons
+    summary = trainer.run()
     return None if summary is None else summary["exit_reason"]
 
 
