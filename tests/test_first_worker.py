@@ -40,7 +40,8 @@ class Net(torch.nn.Linear):
         return super().forward(x.flatten(1))
 """
 MAIN = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run where it is ignored: in the background
 from kfuse.cli.app import main
 
 status = main()
