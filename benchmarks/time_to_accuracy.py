@@ -1,217 +1,279 @@
-"""Does an adaptive policy reach the same quality sooner? Against a fixed small batch, and against DDP at its best.
+"""Is an adaptive policy as quick as the best fixed batch, without the sweep that finds it?
 
     python benchmarks/time_to_accuracy.py --json benchmarks/results/time_to_accuracy.json \\
-        --plot benchmarks/results/time_to_accuracy.png              # five seeds: 25 minutes on a quiet machine
+        --plot benchmarks/results/time_to_accuracy.png              # five seeds, on two cores: HOURS
+    python benchmarks/time_to_accuracy.py --link 100mbit --problems text --json benchmarks/results/tta_link.json
 
 Three problems (tta_problems.py): digits by a convolutional network and text by a GPT, both with AdamW, and the noisy
-quadratic model with SGD. Two worker processes of one thread each (gloo); they run everything, one run after another.
+quadratic model with SGD. Quality is measured on held-out data at 20 equal intervals of a problem's samples; a
+measurement counts as the median of it and its two neighbours. The target is the median over the seeds of the quality
+that the small batch has after 60 % of these samples. A run may take twice these samples to it.
 
-1. A sweep, with a seed of its own: DDP at 1, 2, 4 and 8 times the small batch, each at every rate of the problem, and
-   at rates beyond these where a size's best one is the first or last. The small batch's rate is the one with the best
-   quality at TARGET_AT. That quality is the sweep's target, and `ddp-best` is the batch size and rate that reaches it
-   first, in seconds.
-2. For each seed, all systems (tta_systems.py) in an order that is shuffled anew, so that the pairs share the machine's
-   state. For a seed all have the same initial model and order of samples.
+**Computed cost** (the default): a step costs r samples, and its own: steps x r + samples, for r = 16, 64 and 256. One
+process a run, as many at a time as there are cores: no time is measured. goodput gets (r + B) / 1000 as its step times.
 
-       ddp-small    DDP, the small batch, its tuned rate
-       ddp-best     DDP, the best batch size and rate of the sweep
-       fixed        kfuse, the small batch, the same rate: the base of the first ratios
-       cosine       the same with a cosine decay over the run, which seesaw replaces
-       linear       kfuse, 8 times the batch from the start, lr.scaling=linear
-       adascale     the same with lr.scaling=adascale
-       gns, goodput, seesaw     kfuse's policies from the small batch on, up to 8 times of it
+1. A sweep, with a seed of its own: 1, 2, 4 and 8 times the small batch, each at every rate of the problem, and at rates
+   beyond these where a size's best one is the first or last. The small batch's rate is the one with the best quality
+   after 60 %. For each r, `best` is the batch size and rate of the least cost: a plain loop, no policy.
+2. For each seed, with the same initial model and order of samples: the small batch; `best`; policies from the small
+   batch on, at its rate, up to 8 times of it, with their defaults and lr.scaling as documented; `oracle`, the batch
+   sqrt(r x the true noise scale), measured on 2,048 samples every 20 steps; and `ramp`, the batch sizes that goodput
+   (r = 64) chose for the seed before, in a plain loop.
+3. Within a cosine decay, at equal samples: policies, beside the best of fixed batches and rates.
 
-   The policies are not tuned: they have the small batch's rate, their own defaults, and lr.scaling as documented (sqrt
-   for AdamW; for SGD adascale, and linear with seesaw; adascale for goodput). All runs use the same number of samples;
-   the rate rises over the first 5 % of them, and is then constant but for the batch size, except for cosine and seesaw.
-   kfuse's micro-batches grow with the batch (max_micro_batch): no pass has more samples than DDP's largest.
+**Real seconds** (`--link`): two workers of one thread, in network namespaces joined by links of this rate; DDP with the
+small and the best batch (the least seconds, from the sweep's steps and step times measured on this link), and policies.
+Runs of a seed come in an order that is shuffled anew. The clock stands while quality is measured.
 
-Quality is measured on held-out data at 20 equal intervals of samples, the same for all, at the first step that reaches
-each. The clock stands meanwhile; it starts with the first step and so counts neither the start of processes nor the
-loading of data. A measurement counts as the median of it and its two neighbours.
-
-The target is the median over the seeds of the quality that `fixed` has at TARGET_AT = 60 % of its samples. This rule
-was set before the recorded runs, and looks at no other system. So larger batches may take up to 1.67 times the samples.
-Steps, samples and seconds to the target are those at which the line through the measurements first comes to it.
-Worker-seconds are seconds times workers; there are two workers in every run. Ratios are formed within a seed; reported
-are their median and the 95 % bootstrap interval of the median. A run that never comes to the target is infinitely slow.
-
-On the quadratic model the loss of each run is compared with its exact distribution (`tta_problems.Recursion`) under the
-batch sizes and rates that the run had; this ends with an error where they disagree.
+Ratios are formed within a seed; reported are their median and the 95 % bootstrap interval of the median. A run that
+never comes to the target is infinitely slow.
 """
 
 from __future__ import annotations
 
+import os
 import random
-import sys
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from functools import lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from links import join, links
 from machine import parser_of, warn_if_busy
 from rich.progress import Progress
-from tta_problems import LARGEST, PROBLEMS, Problem
-from tta_report import at_samples, disagreement, reached, report, target_of
-from tta_systems import KFUSE, Job, run
-from workers import leave, messages_from, set_torchrun_variables
+from tta_problems import LARGEST, PROBLEMS
+from tta_report import FIXED_COSTS, at_samples, best_of, cost, final, reached, report
+from tta_systems import POLICIES, Job, run
+from workers import leave, messages_from
 
-WORKERS = 2
 TARGET_AT = 0.6
-"""Part of the samples of a run after which its quality is the target."""
+"""Part of a problem's samples after which the small batch's quality is the target."""
 TUNING_SEED = 1000  # none of those compared
-_MOST_BEYOND = 4
+_MOST_BEYOND = 2
 """Times that the sweep tries rates beyond those that it has."""
-SYSTEMS = ("ddp-small", "ddp-best", *KFUSE)
+Run = dict[str, Any]
+Train = Callable[[Sequence[Job]], list[Run]]
 
 
-def work(rank: int, port: int, jobs: Any, messages: Any) -> None:
-    """One worker: runs the jobs of its queue until there comes None. Rank 0 sends the records."""
+def in_this_process(job: Job) -> Run:
+    """One run, of one worker."""
     torch.set_num_threads(1)
-    set_torchrun_variables(rank, WORKERS, port)
-    dist.init_process_group("gloo")
-    problems: dict[tuple[str, float], Problem] = {}
+    os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
+    return run(job, _problem(job.problem, job.part))
+
+
+_problem = lru_cache(lambda name, part: PROBLEMS[name](part))
+
+
+@contextmanager
+def processes() -> Iterator[Train]:
+    """Context: a function that makes runs, as many at a time as there are cores."""
+    with ProcessPoolExecutor(os.cpu_count(), mp.get_context("spawn")) as pool:
+        yield lambda jobs: list(pool.map(in_this_process, jobs))
+
+
+def work(rank: int, places: Any, port: int, jobs: Any, messages: Any) -> None:
+    """One of several workers: runs the jobs of its queue until there comes None. Rank 0 sends the records."""
+    store = join(places, rank, port)  # noqa: F841  # it is needed as long as the workers are there
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     while (job := jobs[rank].get()) is not None:
-        problem = problems.setdefault((job.problem, job.part), PROBLEMS[job.problem](job.part))
-        record = run(job, problem)
+        record = run(job, _problem(job.problem, job.part))
         if rank == 0:
             messages.put(("record", record))
-    dist.barrier()
     leave(messages)
 
 
 @contextmanager
-def workers() -> Iterator[Any]:
-    """Context: a function that has the workers run a job, and returns its record."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+def linked(link: str) -> Iterator[Train]:
+    """Context: a function that makes runs of two workers on such a link, one after the other."""
     context = mp.get_context("spawn")
-    jobs, messages = [context.Queue() for _ in range(WORKERS)], context.Queue()
-    processes = mp.spawn(work, (store.port, jobs, messages), nprocs=WORKERS, join=False)
-    records = messages_from(processes, messages)
+    jobs, messages = [context.Queue() for _ in range(2)], context.Queue()
+    with links(2, link) as places, socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        both = mp.spawn(work, (places, port, jobs, messages), nprocs=2, join=False)
+        records = messages_from(both, messages)
 
-    def send(job: Job | None) -> None:
-        for queue in jobs:
-            queue.put(job)
+        def train(asked: Sequence[Job]) -> list[Run]:
+            found = []
+            for job in asked:
+                for queue in jobs:
+                    queue.put(job)
+                found.append(next(records)[1])
+            return found
 
-    def train(job: Job) -> dict[str, Any]:
-        send(job)
-        record: dict[str, Any] = next(records)[1]
-        return record
-
-    try:
-        yield train
-        send(None)
-        list(records)
-    finally:
-        records.close()  # type: ignore[attr-defined]  # no worker is left alive
+        try:
+            yield train
+        finally:
+            records.close()  # type: ignore[attr-defined]  # no worker is left alive
 
 
-def sweep(name: str, part: float, train: Any, advance: Any) -> dict[str, Any]:
-    """DDP at each batch size and rate, and beyond: `rates_beyond`. Returns what `choose` picks.
+# -- the sweep -------------------------------------------------------------------------------------------------------
 
-    A run before them, with the largest batch, warms up the processes and is not recorded.
-    """
+
+def sweep(name: str, part: float, train: Train) -> Run:
+    """Each batch size and rate, and rates beyond. Returns the small batch's rate, its target, and all runs."""
     setting = PROBLEMS[name].setting
-
-    def tried(size: int, lr: float) -> dict[str, Any]:
-        record: dict[str, Any] = train(Job(name, "ddp", size, lr, TUNING_SEED, part))
-        return record
-
-    train(Job(name, "ddp-small", LARGEST * setting.batch_size, setting.rates[0], TUNING_SEED, part))
-    records = []
-    for size in (setting.batch_size * 2**k for k in range(LARGEST.bit_length())):
-        for lr in setting.rates:
-            records.append(tried(size, lr))
-            advance()
+    small, rates = setting.batch_size, setting.rates
+    base = Job(name, "fixed", small, rates[0], TUNING_SEED, part)
+    records = train([replace(base, lr=lr) for lr in rates])
     for _ in range(_MOST_BEYOND):
-        records += [tried(size, lr) for size, lr in rates_beyond(records, setting.batch_size)]
-    return choose(records, setting.batch_size)
+        records += train([replace(base, lr=lr) for _, lr in rates_beyond(records, lambda each: _quality(each))])
+    tuned = min(records, key=_quality)
+    target = _quality(tuned)
+    larger = [
+        replace(base, batch_size=small * 2**k, lr=lr, times=2, target=target)
+        for k in range(1, LARGEST.bit_length())
+        for lr in rates
+    ]
+    records += train(larger)
+    for _ in range(_MOST_BEYOND):
+        others = [each for each in records if each["batch_size"] > small]
+        beyond = rates_beyond(others, lambda each: cost(each["curve"], target, FIXED_COSTS[1]))
+        records += train([replace(larger[0], batch_size=size, lr=lr) for size, lr in beyond])
+    return {"lr": tuned["lr"], "sweep_target": target, "sweep": records}
 
 
-def rates_beyond(records: list[dict[str, Any]], small: int) -> list[tuple[int, float]]:
-    """Batch sizes and rates that remain to be tried: where a size's best rate is the lowest one half of it, where it is
-    the highest one twice of it.
-
-    The best rate is that of the best quality for the small batch, as `choose` has it, and else the quickest one; where
-    none comes to the target that of the best quality.
-    """
-    found, chosen = list[tuple[int, float]](), choose(records, small)
+def rates_beyond(records: Sequence[Run], by: Callable[[Run], float]) -> list[tuple[int, float]]:
+    """Batch sizes and rates to try besides: where a size's best rate is the lowest, half of it; the highest, twice."""
+    found = []
     for size in sorted({each["batch_size"] for each in records}):
         runs = [each for each in records if each["batch_size"] == size]
-        rates = [each["lr"] for each in runs]
-        best = chosen["lr"] if size == small else min(runs, key=lambda each: _order(each, chosen["sweep_target"]))["lr"]
-        if best == min(rates):
-            found.append((size, best / 2))
-        if best == max(rates):
-            found.append((size, best * 2))
+        rates, best = [each["lr"] for each in runs], min(runs, key=by)["lr"]
+        found += [(size, best / 2)] * (best == min(rates)) + [(size, best * 2)] * (best == max(rates))
     return found
 
 
-def _order(record: dict[str, Any], target: float) -> tuple[float, float]:
-    """What records are compared by: seconds to the target, then the quality. The lowest is the best."""
-    found = reached(record["curve"], target)
-    return float("inf") if found is None else found["seconds"], at_samples(record["curve"], TARGET_AT)
+def _quality(record: Run) -> float:
+    return at_samples(record["curve"], TARGET_AT)
 
 
-def choose(records: list[dict[str, Any]], small: int) -> dict[str, Any]:
-    """From a sweep: the small batch's rate, and the batch size and rate that reaches its target first."""
-    tuned = min(
-        (each for each in records if each["batch_size"] == small), key=lambda each: at_samples(each["curve"], TARGET_AT)
+# -- the comparisons -------------------------------------------------------------------------------------------------
+
+
+def computed(name: str, part: float, seeds: int, train: Train, advance: Callable[[str], None]) -> Run:
+    """The sweep and the runs of all seeds by computed cost, and those within a decay."""
+    advance(f"{name}: sweep")
+    tuned = sweep(name, part, train)
+    setting, lr = PROBLEMS[name].setting, tuned["lr"]
+    small = [Job(name, "fixed", setting.batch_size, lr, seed, part) for seed in range(seeds)]
+    advance(f"{name}: small batch")
+    runs = train([replace(job, truth=0 if name == "quadratic" else 600) for job in small])
+    target = tuned["target"] = median(map(_quality, runs))
+    jobs = []
+    for job in (replace(each, times=2, target=target) for each in small):
+        for size, rate in sorted({best_of(tuned, r) for r in FIXED_COSTS}):
+            jobs.append(replace(job, batch_size=size, lr=rate))
+        jobs.append(replace(job, system="gns"))
+        jobs += [replace(job, system="goodput", r=r) for r in FIXED_COSTS]
+        if name != "quadratic":
+            jobs += [replace(job, system="oracle", r=r, truth=1 << 30) for r in FIXED_COSTS]
+    advance(f"{name}: policies")
+    runs += train(jobs)
+    ramps = {each["seed"]: each["batch_sizes"] for each in runs if each["system"] == "goodput" and each["r"] == 64}
+    advance(f"{name}: ramps, decays")
+    if name != "quadratic":
+        runs += train(
+            [
+                replace(job, system="ramp", ramp=samples_of(ramps[(job.seed + 1) % seeds]), times=2, target=target)
+                for job in small
+            ]
+        )
+        tuned["decay"] = within_decay(name, part, seeds, tuned, train)
+    return {"tuned": tuned, "runs": runs}
+
+
+def samples_of(batch_sizes: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """A run's changes of the batch size, by samples in place of steps."""
+    found, samples, before = [], 0, (0, batch_sizes[0][1])
+    for step, size in batch_sizes:
+        samples += (step - before[0]) * before[1]
+        found.append((samples, size))
+        before = step, size
+    return tuple(found)
+
+
+def within_decay(name: str, part: float, seeds: int, tuned: Run, train: Train) -> list[Run]:
+    """Runs within a cosine decay at equal samples: the best fixed batch and rate, found by a sweep, and policies."""
+    setting, lr = PROBLEMS[name].setting, tuned["lr"]
+    base = Job(name, "fixed", setting.batch_size, lr, TUNING_SEED, part, decay="cosine")
+    swept = train(
+        [replace(base, batch_size=setting.batch_size * 2**k, lr=lr * 2**power) for k in range(3) for power in (0, 1, 2)]
     )
-    target = at_samples(tuned["curve"], TARGET_AT)
-    best = min(records, key=lambda each: _order(each, target))
-    rows = [
-        {
-            **{of: each[of] for of in ("batch_size", "lr")},
-            "quality": at_samples(each["curve"], TARGET_AT),
-            "reached": reached(each["curve"], target),
-        }
-        for each in records
-    ]
-    chosen = {"lr": tuned["lr"], "sweep_target": target, "best_batch_size": best["batch_size"], "best_lr": best["lr"]}
-    return {**chosen, "sweep": rows}
+    best = min(swept, key=lambda each: final(each["curve"]) or float("inf"))
+    jobs = [replace(base, seed=seed, lr=best["lr"]) for seed in range(seeds)]
+    fixed = [replace(job, batch_size=best["batch_size"]) for job in jobs]
+    return train([*fixed, *(replace(job, system=system, r=64) for job in jobs for system in POLICIES)])
+
+
+def on_a_link(name: str, part: float, seeds: int, train: Train, advance: Callable[[str], None]) -> Run:
+    """The sweep by one process, and then seconds on the link."""
+    advance(f"{name}: sweep")
+    with processes() as alone:
+        tuned = sweep(name, part, alone)
+    small, lr = PROBLEMS[name].setting.batch_size, tuned["lr"]
+    base = Job(name, "fixed", small, lr, 0, part)
+    advance(f"{name}: step times")
+    sizes = sorted({each["batch_size"] for each in tuned["sweep"]})
+    tuned["step_s"] = {size: step_seconds(train([replace(base, batch_size=size, part=part / 10)])[0]) for size in sizes}
+    best = min(tuned["sweep"], key=lambda each: _seconds(each, tuned))
+    tuned["best"] = best["batch_size"], best["lr"]
+    starts = train([replace(base, seed=seed) for seed in range(seeds)])
+    target = tuned["target"] = median(map(_quality, starts))
+    runs = []
+    for seed in range(seeds):
+        advance(f"{name}: seed {seed}")
+        job = replace(base, seed=seed, times=2, target=target)
+        others = [replace(job, batch_size=best["batch_size"], lr=best["lr"])]
+        others += [replace(job, system=system) for system in POLICIES]
+        runs += train(random.Random(f"{seed} {name}").sample(others, len(others)))
+    return {"tuned": tuned, "runs": starts + runs}
+
+
+def step_seconds(record: Run) -> float:
+    """The median step's seconds, from one evaluation to the next."""
+    rows = record["curve"]
+    return median((b[2] - a[2]) / (b[1] - a[1]) for a, b in pairwise(rows) if b[1] > a[1])
+
+
+def _seconds(record: Run, tuned: Run) -> float:
+    found = reached(record["curve"], tuned["sweep_target"])
+    return float("inf") if found is None else found["steps"] * float(tuned["step_s"][record["batch_size"]])
 
 
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
-    parser.add_argument(
-        "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="fixed and ddp-best always"
-    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--part", type=float, default=1.0, help="of each run's samples; for a quick look")
+    parser.add_argument("--link", help="measure seconds on such a link, as 100mbit")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     if args.seeds < 1 or not 0 < args.part <= 1:
         parser.error(f"--seeds {args.seeds} --part {args.part}: at least one seed, and a part above 0, at most 1")
-    warn_if_busy()
-    systems = [name for name in SYSTEMS if name in {"fixed", "ddp-best", *args.systems}]
-    tuned, runs = {}, []
-    swept = sum(len(PROBLEMS[name].setting.rates) * LARGEST.bit_length() for name in args.problems)
-    with Progress(transient=True) as bar, workers() as train:
-        task = bar.add_task("sweep", total=swept + args.seeds * len(systems) * len(args.problems))
+    found: dict[str, Run] = {}
+    with Progress(transient=True) as bar, linked(args.link) if args.link else processes() as train:
+        task = bar.add_task("", total=None)
+        say = partial(bar.update, task)
         for name in args.problems:
-            bar.update(task, description=f"{name}: sweep")
-            tuned[name] = sweep(name, args.part, train, lambda: bar.advance(task))
-        for seed in range(args.seeds):
-            for name in args.problems:
-                bar.update(task, description=f"{name}: seed {seed}")
-                for system in random.Random(f"{seed} {name}").sample(systems, len(systems)):
-                    chosen, small = tuned[name], PROBLEMS[name].setting.batch_size
-                    best = system == "ddp-best"
-                    size, lr = (chosen["best_batch_size"], chosen["best_lr"]) if best else (small, chosen["lr"])
-                    runs.append(train(Job(name, system, size, lr, seed, args.part)))
-                    bar.advance(task)
-    for name in args.problems:
-        tuned[name]["target"] = target_of(runs, name, TARGET_AT)
-    report(tuned, runs, args.json, args.plot)
-    if message := disagreement(runs):
-        print(f"ERROR: {message}", file=sys.stderr)
-        return 1
+            given = (name, args.part, args.seeds)
+            if args.link:
+                warn_if_busy()
+                found[name] = on_a_link(*given, train, lambda what: say(description=what))
+            else:
+                found[name] = computed(*given, train, lambda what: say(description=what))
+    report(found, args.json, args.plot)
     return 0
 
 

@@ -1,6 +1,4 @@
-"""time_to_accuracy.py's targets, ratios, tables, result file and picture.
-
-    python benchmarks/tta_report.py RESULTS.json PICTURE.png      # the tables and the picture of results that are there
+"""time_to_accuracy.py's costs, ratios, tables, result file and picture.
 
 A run is a record as `tta_systems.run` makes it. Its `curve` has rows of samples, steps, seconds and quality, of which
 lower is better; the quality is None where it is no number.
@@ -21,16 +19,10 @@ from machine import command, machine, versions
 from rich.console import Console
 from rich.table import Table
 from tta_problems import PROBLEMS
-from tta_systems import FIXED
 
-BASE, PEER = "fixed", "ddp-best"
-"""What the ratios are to: kfuse's fixed small batch, and DDP at its best."""
-MOST_STEPS, MOST_SECONDS = 0.5, 1.1
-"""What an adaptive policy shall reach: so many steps over the base's, so many seconds over the best fixed setting's."""
+FIXED_COSTS = (16, 64, 256)
+"""r: what a step costs beside its samples, in samples."""
 RESAMPLES = 2000
-LARGEST_DEVIATION, LARGEST_MEAN = 8.0, 4.0
-"""Of a loss on the quadratic model, in standard deviations: of one, and of the mean of a few seeds' last ones over its
-own standard deviation. The loss is a sum of squares, so single ones are far out now and then."""
 
 Run = Mapping[str, Any]
 Curve = Sequence[Sequence[Any]]
@@ -60,11 +52,6 @@ def final(curve: Curve) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def target_of(runs: Sequence[Run], problem: str, part: float) -> float:
-    """The median over the seeds of the base's quality after this part of its samples."""
-    return median(at_samples(each["curve"], part) for each in _of(runs, problem, BASE))
-
-
 def reached(curve: Curve, target: float) -> dict[str, float] | None:
     """Samples, steps and seconds at which the smoothed curve first comes to the target; None where it never does.
 
@@ -82,15 +69,21 @@ def reached(curve: Curve, target: float) -> dict[str, float] | None:
     return None
 
 
-def ratio(value: float | None, base: float | None) -> float:
-    """Of a pair; infinite where `value` was not reached, 0 where only `base` was not. 0 over 0 is 1."""
-    if value is None:
-        return math.inf
-    if base is None:
-        return 0.0
-    if base == 0:
-        return math.inf if value else 1.0
-    return value / base
+def cost(curve: Curve, target: float, r: float) -> float:
+    """steps x r + samples to the target; infinite where it is not reached."""
+    found = reached(curve, target)
+    return math.inf if found is None else found["steps"] * r + found["samples"]
+
+
+def seconds(curve: Curve, target: float) -> float:
+    """To the target; infinite where it is not reached."""
+    found = reached(curve, target)
+    return math.inf if found is None else found["seconds"]
+
+
+def ratio(value: float, base: float) -> float:
+    """Of a pair; infinite where `value` was not reached, 0 where only `base` was not."""
+    return math.inf if math.isinf(value) else 0.0 if math.isinf(base) else value / base
 
 
 def interval(values: Sequence[float]) -> dict[str, float | None]:
@@ -102,116 +95,162 @@ def interval(values: Sequence[float]) -> dict[str, float | None]:
     return {name: round(value, 4) if math.isfinite(value) else None for name, value in found.items()}
 
 
-def summarize(runs: Sequence[Run], problem: str, target: float) -> dict[str, dict[str, Any]]:
-    """By system, from its runs on one problem: how it came to the target, and its ratios to the base and to DDP."""
-    systems = list(dict.fromkeys(each["system"] for each in sorted(runs, key=_rank) if each["problem"] == problem))
-    found = {name: [reached(each["curve"], target) for each in _of(runs, problem, name)] for name in systems}
-    seconds = {name: [each["seconds"] if each else math.inf for each in found[name]] for name in systems}
-    best = min((name for name in systems if name in FIXED), key=lambda name: median(seconds[name]))
+# -- the runs of a row -----------------------------------------------------------------------------------------------
 
-    def ratios(name: str, of: str, base: str) -> dict[str, float | None]:
-        pairs = zip(found[name], found[base], strict=True)
-        return interval([ratio(a and a[of], b and b[of]) for a, b in pairs])
 
-    summary: dict[str, dict[str, Any]] = {}
-    for name in systems:
-        here = _of(runs, problem, name)
-        finals = [final(each["curve"]) for each in here]
-        base = [final(each["curve"]) for each in _of(runs, problem, BASE)]
-        summary[name] = {
-            "batch": [[each["batch_sizes"][0][1] for each in here], [each["batch_sizes"][-1][1] for each in here]],
-            "lr": here[0]["lr"],
-            "reached": sum(each is not None for each in found[name]),
-            "runs": len(here),
-            **{of: interval([each[of] if each else math.inf for each in found[name]]) for of in _MEASURES},
-            "worker_seconds": interval([s * each["workers"] for s, each in zip(seconds[name], here, strict=True)]),
-            "final": interval([math.inf if each is None else each for each in finals]),
-            **{f"{of} / {BASE}": ratios(name, of, BASE) for of in _MEASURES},
-            f"seconds / {PEER}": ratios(name, "seconds", PEER),
-            "best_fixed": best,
-            "seconds / best fixed": ratios(name, "seconds", best),
-            f"final / {BASE}": interval([ratio(a, b) for a, b in zip(finals, base, strict=True)]),
+def best_of(tuned: Run, r: float) -> tuple[int, float]:
+    """The batch size and rate of the sweep with the least cost."""
+    best = min(tuned["sweep"], key=lambda each: cost(each["curve"], tuned["sweep_target"], r))
+    return best["batch_size"], best["lr"]
+
+
+def runs_of(found: Run, row: str, r: float | None) -> list[Run]:
+    """The runs of a row, by seed. row: `small`, `best` or a system's name. r: None: by seconds."""
+    tuned, runs = found["tuned"], [each for each in found["runs"] if each["r"] in (None, r)]
+    if row == "small":
+        picked = [each for each in runs if each["system"] == "fixed" and each["target"] is None]
+    elif row == "best":
+        of_best = tuned["best"] if r is None else best_of(tuned, r)
+        fixed = [each for each in runs if each["system"] == "fixed" and each["target"] is not None]
+        picked = [each for each in fixed if (each["batch_size"], each["lr"]) == tuple(of_best)]
+    else:
+        picked = [each for each in runs if each["system"] == row]
+    return sorted(picked, key=lambda each: each["seed"])
+
+
+def rows_of(found: Run) -> list[str]:
+    systems = dict.fromkeys(each["system"] for each in found["runs"])
+    return ["small", "best", *(each for each in systems if each != "fixed")]
+
+
+def summarize(found: Run) -> dict[str, Any]:
+    """By r (`s`: in seconds) and row: what it took, over the best fixed batch and over the small one."""
+    tuned, summary = found["tuned"], dict[str, Any]()
+    for r in (None,) if "step_s" in tuned else FIXED_COSTS:
+        costs = {row: [_cost(each, tuned["target"], r) for each in runs_of(found, row, r)] for row in rows_of(found)}
+        summary["s" if r is None else str(r)] = {
+            row: {
+                "cost": interval(values),
+                **{f"/ {base}": interval(list(map(ratio, values, costs[base]))) for base in ("best", "small")},
+                "reached": sum(map(math.isfinite, values)),
+                "runs": len(values),
+                "batches": sorted({size for each in runs_of(found, row, r) for _, size in each["batch_sizes"]}),
+                "steps": _median_of("steps", runs_of(found, row, r), tuned["target"]),
+                "samples": _median_of("samples", runs_of(found, row, r), tuned["target"]),
+            }
+            for row, values in costs.items()
         }
+        if r is not None:
+            swept = sum(_whole_cost(each, r) for each in tuned["sweep"])
+            summary[str(r)]["sweep over one goodput run"] = round(swept / median(costs["goodput"]), 1)
+    if growths := first_growths(found):
+        summary["first growth / truth passes the batch"] = growths
+    if ramps := runs_of(found, "ramp", None):
+        own = runs_of(found, "goodput", 64)
+        pairs = [[_steps(each, tuned["target"]) for each in pair] for pair in zip(ramps, own, strict=True)]
+        summary["steps, ramp / goodput"] = interval([ratio(a, b) for a, b in pairs])
+    if "decay" in tuned:
+        summary["within a decay"] = _within_decay(tuned["decay"])
     return summary
 
 
-_MEASURES = ("steps", "samples", "seconds")
+def _cost(run: Run, target: float, r: float | None) -> float:
+    return seconds(run["curve"], target) if r is None else cost(run["curve"], target, r)
 
 
-def holds(figures: Mapping[str, Any]) -> bool:
-    """Whether the 95 % bounds are within MOST_STEPS and MOST_SECONDS."""
-    steps, seconds = figures[f"steps / {BASE}"]["high"], figures["seconds / best fixed"]["high"]
-    return steps is not None and seconds is not None and steps <= MOST_STEPS and seconds <= MOST_SECONDS
+def _whole_cost(run: Run, r: float) -> float:
+    samples, steps = run["curve"][-1][:2]
+    return float(steps * r + samples)
 
 
-def disagreement(runs: Sequence[Run]) -> str:
-    """Whether the losses on the quadratic model are far from their exact distribution: what is wrong, or "".
-
-    Only of systems whose rate and batch size do not depend on the gradients: for these the distribution is exact.
-    """
-    lasts: dict[int, list[float]] = {}
-    for each in runs:
-        if each["system"] not in FIXED or not each.get("deviations"):
-            continue
-        worst = max(map(abs, each["deviations"]))
-        if worst > LARGEST_DEVIATION:
-            said = f"a loss is {worst:.1f} standard deviations from its expectation"
-            return f"{each['problem']}, {each['system']}, seed {each['seed']}: {said}"
-        lasts.setdefault(each["seed"], []).append(each["deviations"][-1])
-    means = [sum(found) / len(found) for found in lasts.values()]  # a seed's runs have the same noise
-    mean = abs(sum(means)) / math.sqrt(len(means)) if means else 0.0
-    return f"the last losses are {mean:.1f} standard deviations from their expectation" if mean > LARGEST_MEAN else ""
+def _steps(run: Run, target: float) -> float:
+    found = reached(run["curve"], target)
+    return math.inf if found is None else found["steps"]
 
 
-def report(
-    tuned: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], file: Path | None, picture: Path | None
-) -> None:
+def _median_of(what: str, runs: Sequence[Run], target: float) -> float | None:
+    found = [math.inf if (each := reached(run["curve"], target)) is None else each[what] for run in runs]
+    middle = median(found) if found else math.inf
+    return round(middle) if math.isfinite(middle) else None
+
+
+def first_growths(found: Run) -> list[float | None]:
+    """By seed: the step of gns' first growth, over the first one at which the true noise scale is above the batch."""
+    grown = {each["seed"]: each["batch_sizes"] for each in runs_of(found, "gns", None)}
+    out = list[float | None]()
+    for each in runs_of(found, "small", None):
+        passed = next((step for step, noise in each["truth"] if noise > each["batch_size"]), None)
+        changes = grown.get(each["seed"], [])
+        out.append(round(changes[1][0] / max(1, passed), 2) if passed is not None and len(changes) > 1 else None)
+    return out if any(each is not None for each in out) else []
+
+
+def _within_decay(runs: Sequence[Run]) -> dict[str, Any]:
+    """By policy: final quality and steps over those of the best fixed batch."""
+    by = {(each["system"], each["seed"]): each for each in runs}
+    seeds, systems = sorted({seed for _, seed in by}), dict.fromkeys(system for system, _ in by)
+    out = {}
+    for system in systems:
+        finals = [(final(by[system, seed]["curve"]), final(by["fixed", seed]["curve"])) for seed in seeds]
+        steps = [by[system, seed]["curve"][-1][1] / by["fixed", seed]["curve"][-1][1] for seed in seeds]
+        out[system] = {
+            "quality": interval([math.inf if a is None else a for a, _ in finals]),
+            "/ fixed": interval([ratio(a or math.inf, b or math.inf) for a, b in finals]),
+            "steps / fixed": interval(steps),
+            "batch": by[system, seeds[0]]["batch_size"],
+            "lr": by[system, seeds[0]]["lr"],
+        }
+    return out
+
+
+# -- tables, file, picture -------------------------------------------------------------------------------------------
+
+
+def report(found: Mapping[str, Run], file: Path | None, picture: Path | None) -> None:
     """Prints the tables; writes the record and the picture where they are asked for."""
-    figures = {name: summarize(runs, name, each["target"]) for name, each in tuned.items()}
-    console = Console(width=None if sys.stdout.isatty() else 190)
-    for name, each in tuned.items():
-        console.print(_table(name, each, figures[name]))
-        adaptive = {system: found for system, found in figures[name].items() if system not in FIXED}
-        good = [system for system, found in adaptive.items() if holds(found)]
-        said = f"steps <= {MOST_STEPS:g} of {BASE}'s, seconds <= {MOST_SECONDS:g} of the best fixed setting's"
-        console.print(f"{name}: {said}, at the 95 % bound: {', '.join(good) or 'no policy'}\n", highlight=False)
+    console, figures = Console(width=None if sys.stdout.isatty() else 160), {}
+    for name, each in found.items():
+        figures[name] = summarize(each)
+        for r, rows in figures[name].items():
+            if isinstance(rows, dict) and "small" in rows:
+                console.print(_table(name, each["tuned"], r, rows))
+            else:
+                console.print(f"{name}: {r}: {json.dumps(rows)}", highlight=False)
     if file is not None:
         origin = {"command": command(), "machine": machine(), "versions": versions(["torch", "numpy", "scikit-learn"])}
-        head = json.dumps({**origin, "figures": figures, "tuned": tuned}, indent=1, allow_nan=False)
+        rows = {name: [*each["tuned"].pop("sweep"), *each["runs"]] for name, each in found.items()}
+        head = json.dumps({**origin, "figures": figures}, indent=1, allow_nan=False)
         # A run is a line: with one number a line the file would have a hundred thousand.
-        rows = ",\n".join(json.dumps(each, allow_nan=False) for each in runs)
+        lines = ",\n".join(json.dumps(each, allow_nan=False) for runs in rows.values() for each in runs)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f'{head[:-2]},\n "runs": [\n{rows}\n ]\n}}\n')
+        file.write_text(f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n')
     if picture is not None:
-        plot(tuned, runs, picture)
+        plot(found, picture)
 
 
-def _table(name: str, tuned: Mapping[str, Any], figures: Mapping[str, Any]) -> Table:
-    first = next(iter(figures.values()))
-    said = f"{PROBLEMS[name].quality} {tuned['target']:.4g}; {first['runs']} seeds; best fixed: {first['best_fixed']}"
-    table = Table(title=f"{name}: to a {said}; median (95 %)")
-    for heading in ("system", "batch", "reached", "steps"):
-        table.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
-    for heading in (f"/ {BASE}", f"samples / {BASE}", "s", f"/ {BASE}", f"/ {PEER}", "worker-s", "final"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for system, found in figures.items():
-        sizes = sorted({*found["batch"][0], *found["batch"][1]})
+def _table(name: str, tuned: Run, r: str, rows: Mapping[str, Any]) -> Table:
+    what = "seconds" if r == "s" else f"steps x {r} + samples"
+    table = Table(title=f"{name}: {what} to a {PROBLEMS[name].quality} of {tuned['target']:.4g}; median (95 %)")
+    for heading in ("", "batch", "reached", "steps", "samples", what, "/ best", "/ small"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for row, found in rows.items():
+        if not isinstance(found, dict):
+            table.caption = f"{row}: {found}"
+            continue
+        sizes, counts = found["batches"], (found["steps"], found["samples"])
         table.add_row(
-            system,
+            row,
             f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}",
             f"{found['reached']} of {found['runs']}",
-            "-" if found["steps"]["median"] is None else f"{found['steps']['median']:.0f}",
-            *(_spread(found[f"{of} / {BASE}"]) for of in ("steps", "samples")),
-            _number(found["seconds"]["median"]),
-            *(_spread(found[f"seconds / {base}"]) for base in (BASE, PEER)),
-            _number(found["worker_seconds"]["median"]),
-            _spread(found["final"]),
+            *("-" if each is None else f"{each:,}" for each in counts),
+            _number(found["cost"]["median"]),
+            *(_spread(found[f"/ {base}"]) for base in ("best", "small")),
         )
     return table
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    return "-" if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _spread(found: Mapping[str, float | None]) -> str:
@@ -219,56 +258,28 @@ def _spread(found: Mapping[str, float | None]) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def plot(tuned: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], picture: Path) -> None:
-    """By problem: quality over seconds and over steps, a line a run, in the system's colour; and the batch sizes."""
+def plot(found: Mapping[str, Run], picture: Path) -> None:
+    """By problem: quality over computed cost (r = 64; on a link seconds), a line a run, and the batch sizes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 4 * len(tuned)), layout="constrained")
-    axes = figure.subplots(len(tuned), 3, squeeze=False)
-    systems = list(dict.fromkeys(each["system"] for each in sorted(runs, key=_rank)))
-    colours = {name: f"C{k}" for k, name in enumerate(systems)}
-    for row, (name, each) in zip(axes, tuned.items(), strict=True):
-        for run in (run for run in runs if run["problem"] == name):
-            colour, style = colours[run["system"]], "--" if run["system"] in FIXED else "-"
-            label = run["system"] if run["seed"] == 0 else None
-            quality = [math.nan if point[-1] is None else point[-1] for point in run["curve"]]
-            for axis, of in ((row[0], 2), (row[1], 1)):
-                axis.plot([point[of] for point in run["curve"]], quality, style, color=colour, label=label, linewidth=1)
-            samples = [point[0] for point in run["curve"]]
-            sizes = np.interp([point[1] for point in run["curve"]], *zip(*_stairs(run), strict=True))
-            row[2].plot(samples, sizes, style, color=colour, linewidth=1)
-        start = median(run["curve"][1][-1] or math.inf for run in runs if run["problem"] == name)
-        for axis, unit in ((row[0], "seconds"), (row[1], "steps")):
-            axis.axhline(each["target"], color="black", linestyle=":", linewidth=1)
-            axis.set(xlabel=unit, ylabel=f"{name}: {PROBLEMS[name].quality}", xscale="log", yscale="log")
-            axis.set_ylim(top=1.2 * start)
-            axis.grid(alpha=0.3)
-        row[2].set(xlabel="samples", ylabel="batch size", yscale="log")
-        row[2].grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
+    figure = Figure(figsize=(12, 4 * len(found)), layout="constrained")
+    axes = figure.subplots(len(found), 2, squeeze=False)
+    for (left, right), (name, each) in zip(axes, found.items(), strict=True):
+        r = None if "step_s" in each["tuned"] else 64
+        for colour, row in enumerate(rows_of(each)):
+            for number, run in enumerate(runs_of(each, row, r)):
+                curve = [point for point in run["curve"] if point[-1] is not None and point[1]]
+                label = row if number == 0 else None
+                costs = [point[2] if r is None else point[1] * r + point[0] for point in curve]
+                left.plot(costs, [point[-1] for point in curve], color=f"C{colour}", label=label, linewidth=1)
+                steps, sizes = zip(*run["batch_sizes"], strict=True)
+                ends = (*steps, run["curve"][-1][1]), (*sizes, sizes[-1])
+                right.plot(*ends, drawstyle="steps-post", color=f"C{colour}", linewidth=1)
+        left.axhline(each["tuned"]["target"], color="black", linestyle=":", linewidth=1)
+        what = "seconds" if r is None else f"steps x {r} + samples"
+        left.set(xlabel=what, ylabel=f"{name}: {PROBLEMS[name].quality}", xscale="log", yscale="log")
+        right.set(xlabel="steps", ylabel="batch size", yscale="log")
+        left.grid(alpha=0.3)
+        right.grid(alpha=0.3)
+        left.legend(fontsize=8)
     figure.savefig(picture, dpi=100)
-
-
-def _stairs(run: Run) -> list[tuple[float, float]]:
-    """The batch size over the steps, as points of a line."""
-    changes, points = run["batch_sizes"], []
-    ends = [*(step for step, _ in changes[1:]), math.inf]
-    for (step, size), end in zip(changes, ends, strict=True):
-        points += [(step, size), (min(end, 1e12) - 0.5, size)]
-    return points
-
-
-def _rank(run: Run) -> int:
-    """Fixed systems first, in their order; then the others, as they are."""
-    return FIXED.index(run["system"]) if run["system"] in FIXED else len(FIXED)
-
-
-def _of(runs: Sequence[Run], problem: str, system: str) -> list[Run]:
-    """The runs of one system on one problem, by seed."""
-    found = [each for each in runs if each["problem"] == problem and each["system"] == system]
-    return sorted(found, key=lambda each: each["seed"])
-
-
-if __name__ == "__main__":
-    record = json.loads(Path(sys.argv[1]).read_text())
-    report(record["tuned"], record["runs"], None, Path(sys.argv[2]))

@@ -1,43 +1,56 @@
 """The systems of time_to_accuracy.py: how each trains a problem, by the interface that its users call.
 
-Those of kfuse run by `kf.fit`. DDP is a loop as its users write it: DistributedDataParallel, gradients as bucket views,
-torch's fused optimizer, each worker's share of the batch in one forward. All have the same initial model, the same
-order of samples and a linear warm-up. Then the learning rate changes with the batch size only: a decay would tie the
-time to the target to the length of the run. Only seesaw and `cosine`, whose decay seesaw replaces, lower it.
+Policies run by `kf.fit`. All else is a loop as its users write it: DistributedDataParallel where there are several
+workers, gradients as bucket views, torch's fused optimizer, each worker's share of the batch in one forward. All have
+the same initial model, the same order of samples and a linear warm-up; the rate then stays, but for the batch size and
+a decay that is asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from step_variants import new_session
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from tta_problems import LARGEST, Problem, deviations
+from tta_problems import LARGEST, Problem
 
 import kfuse as kf
 from kfuse import policies
 from kfuse.comm.settings import CommOptions
 from kfuse.data import EpochSampler
+from kfuse.statistics.noise_scale import moments
 from kfuse.train.learning_rate import LRSchedule
 
 EVALUATIONS = 20
-"""In a run, at equal intervals of samples."""
+"""In the samples of a problem, at equal intervals."""
 WARM_UP = 0.05
-"""Part of the samples over which the learning rate rises."""
-FIXED = ("ddp-small", "ddp-best", "fixed", "cosine", "linear")
-"""The systems whose batch size never changes and whose learning rate does not depend on the gradients."""
+"""Part of these over which the learning rate rises."""
+TRUTH_SAMPLES, TRUTH_EVERY = 2048, 20
+"""What the true noise scale is taken from, and in which steps."""
+POLICIES: dict[str, Callable[[], kf.BasePolicy]] = {"goodput": policies.GoodputPolicy, "gns": policies.GNSPolicy}
+"""With their defaults."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run. Of DDP `batch_size` is its fixed batch size; kfuse's systems start from the problem's."""
+    """One run.
+
+    system: a policy's name; else `fixed` (one batch size), `ramp` (those of `ramp`) or `oracle` (sqrt(r x the true
+    noise scale)). Policies start from the problem's small batch.
+    r: the fixed cost of a step in samples, which stands for measured times; None: these are taken.
+    ramp: pairs (samples, batch size) from where on. truth: the true noise scale is measured too, of so many steps.
+    target: the run ends once its quality is there, or after `times` the problem's samples.
+    """
 
     problem: str
     system: str
@@ -45,100 +58,167 @@ class Job:
     lr: float
     seed: int
     part: float = 1.0
+    times: int = 1
+    decay: str = "none"
+    r: float | None = None
+    ramp: tuple[tuple[int, int], ...] = ()
+    truth: int = 0
+    target: float | None = None
+
+
+class Reached(Exception):
+    """The quality is there: the run ends."""
 
 
 class Course:
-    """What a run did: each step's settings, and the quality at equal intervals of samples.
+    """What a run did: each step's settings, and the quality at equal intervals of samples, whose time does not count.
 
-    The time of evaluations does not count.
-
-    An evaluation is due at the first step with which the run has used k / EVALUATIONS of its samples. Every worker
-    evaluates by itself, at the same time; none goes on before all have ended.
+    An evaluation is due at the first step with which the run has used k / EVALUATIONS of the problem's samples. Every
+    worker evaluates by itself, at the same time; none goes on before all have ended.
     """
 
-    def __init__(self, problem: Problem, model: nn.Module, barrier: Callable[[], object]) -> None:
-        self._problem, self._model, self._barrier = problem, model, barrier
+    def __init__(self, job: Job, problem: Problem, model: nn.Module, barrier: Callable[[], object]) -> None:
+        self._job, self._problem, self._model, self._barrier = job, problem, model, barrier
         self.steps: dict[int, tuple[int, int, float]] = {}
         """By step: samples used until then, batch size, learning rate."""
         self.finished = 0
         """Steps made."""
         self.evaluations: list[tuple[int, float, float]] = []
         """Steps made, seconds of training, quality."""
-        self._due, self._spent, self._resumed = 0, 0.0, 0.0
-        self._seconds = 0.0
-        """Of training, up to the end of the newest step."""
+        self.truth: list[tuple[int, float]] = []
+        """Step, noise scale."""
+        self._due, self._below, self._seconds, self._resumed = 0, 0, 0.0, 0.0
 
-    def start(self) -> None:
-        """Evaluates the untrained model; then the clock starts."""
-        self.evaluate()
+    def begin_step(self) -> None:
+        """Evaluates before the first step, and measures the truth where that is due; the clock stands meanwhile."""
+        if self.finished == 0:
+            self._evaluate()
+        if self.finished < self._job.truth and self.finished % TRUTH_EVERY == 0:
+            self.truth.append((self.finished, true_noise_scale(self._problem, self._model, self.finished)))
+            self._go_on()
 
     def end_step(self) -> None:
-        """A step has ended."""
         self.finished += 1
-        self._seconds = self._spent + time.perf_counter() - self._resumed
+        now = time.perf_counter()
+        self._seconds, self._resumed = self._seconds + now - self._resumed, now
 
-    def evaluate_when_due(self, samples: int) -> None:
-        """samples: those of the steps made."""
+    def known(self, step: int, samples: int, batch_size: int, lr: float) -> None:
+        """The settings of a step that is made, and the samples with it. Raises Reached where the quality is there."""
+        self.steps[step] = (samples, batch_size, lr)
+        samples += (self.finished - step - 1) * batch_size  # the steps since are as large, but for a change
         if samples * EVALUATIONS >= self._due * self._problem.samples:
-            self.evaluate()
+            self._evaluate()
             self._due = math.floor(samples * EVALUATIONS / self._problem.samples) + 1
 
-    def evaluate(self) -> None:
-        """Its time does not count."""
-        self._spent = self._spent + time.perf_counter() - self._resumed if self.finished else 0.0
+    def _evaluate(self) -> None:
         self._model.eval()
         with torch.no_grad():
             quality = self._problem.measure(self._model)
         self._model.train()
         self.evaluations.append((self.finished, self._seconds, quality))
         self._due = max(self._due, 1)
+        at_target = self._job.target is not None and self._problem.stops and quality <= self._job.target
+        self._below = self._below + 1 if at_target else 0
+        if self._below == 3:  # a measurement counts as the median of it and its two neighbours
+            raise Reached
+        self._go_on()
+
+    def _go_on(self) -> None:
         self._barrier()
         self._resumed = time.perf_counter()
 
     def record(self) -> dict[str, Any]:
         """As JSON: `curve` has rows of samples, steps, seconds and quality, None where that is no number."""
         used = {0: 0} | {step + 1: samples for step, (samples, _, _) in self.steps.items()}
+        made = [self.steps[step][1:] for step in sorted(self.steps)]
+        expected = self._problem.expected(made)
         curve = [
-            (used[steps], steps, round(seconds, 4), float(f"{quality:.6g}") if math.isfinite(quality) else None)
+            (used[steps], steps, round(seconds, 4), _rounded(quality if expected is None else expected[steps]))
             for steps, seconds, quality in self.evaluations
+            if steps in used
         ]
-        sizes = [self.steps[step][1] for step in sorted(self.steps)]
-        changes = [(step, size) for step, size in enumerate(sizes) if step == 0 or size != sizes[step - 1]]
-        return {"curve": curve, "batch_sizes": changes}
+        changes = [(step, size) for step, (size, _) in enumerate(made) if step == 0 or size != made[step - 1][0]]
+        return {**vars(self._job), "curve": curve, "batch_sizes": changes, "truth": self.truth}
 
 
-class Timed(kf.BasePolicy):
-    """Calls a policy, and records the steps and evaluations of the run in a `Course`."""
+def _rounded(quality: float) -> float | None:
+    return float(f"{quality:.6g}") if math.isfinite(quality) else None
 
-    def __init__(self, policy: kf.BasePolicy, course: Course) -> None:
-        self._policy, self._course = policy, course
+
+class Followed(kf.BasePolicy):
+    """A policy, whose run is followed by a `Course`, with computed step times where the job has them."""
+
+    def __init__(self, policy: kf.BasePolicy, course: Course, r: float | None) -> None:
+        self._policy, self._course, self._r = policy, course, r
         self.lr_settings = policy.lr_settings
 
     def before_step(self) -> None:
-        if self._course.finished == 0:
-            self._course.start()
+        self._course.begin_step()
 
     def after_step(self) -> None:
         self._course.end_step()
 
-    def initial(self) -> kf.Decision | None:
-        return self._policy.initial()
-
     def decide(self, signals: kf.Signals) -> kf.Decision | None:
         """Called when a step's statistics are there: after the next step, or at the end."""
-        course = self._course
-        course.steps[signals.step] = (signals.samples, signals.batch_size, signals.lr)
-        since = course.finished - signals.step - 1
+        if self._r is not None and signals.previous_step_time_s is not None:
+            signals = replace(signals, previous_step_time_s=(self._r + signals.batch_size) / 1000)
         decision = self._policy.decide(signals)
-        # The steps since then are as large as this one, except by a change; `record` has their true samples.
-        course.evaluate_when_due(signals.samples + since * signals.batch_size)
+        self._course.known(signals.step, signals.samples, signals.batch_size, signals.lr)
         return decision
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._policy.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._policy.load_state_dict(state)
+def true_noise_scale(problem: Problem, model: nn.Module, seed: int) -> float:
+    """tr(Sigma) / |G|^2 from TRUTH_SAMPLES samples, unbiased, as the model in training computes its micro-batches."""
+    model, size = copy.deepcopy(model), problem.setting.micro_batch
+    data = problem.data(seed)
+    rows = np.random.default_rng(seed).choice(problem.samples, TRUTH_SAMPLES, replace=False)
+    total, squares = 0.0 * torch.nn.utils.parameters_to_vector(model.parameters()).detach().double(), 0.0
+    for chunk in rows.reshape(-1, size):
+        x, y = data.fetch(chunk)
+        found = torch.autograd.grad(problem.loss(model(x), y), list(model.parameters()))
+        gradient = torch.cat([each.flatten() for each in found]).double()
+        total += gradient
+        squares += size * float(gradient @ gradient)
+    count = TRUTH_SAMPLES // size
+    variance, grad_sq = moments(squares, float((total / count).square().sum()), TRUTH_SAMPLES, count)
+    return variance / grad_sq if variance is not None and grad_sq and grad_sq > 0 else math.inf
+
+
+def run(job: Job, problem: Problem) -> dict[str, Any]:
+    """Trains on this worker; its record. All workers call it together."""
+    return (train_kfuse if job.system in POLICIES else train_plain)(job, problem).record()
+
+
+def by_optimizer(problem: Problem) -> str:
+    """The scaling that docs/learning_rate.md names for the problem's optimizer."""
+    return "sqrt" if problem.setting.optimizer == "adamw" else "adascale"
+
+
+def train_kfuse(job: Job, problem: Problem) -> Course:
+    """By kf.fit."""
+    new_session(CommOptions("allreduce"))  # what `auto` takes would depend on the machine's load
+    setting, model = problem.setting, problem.model(job.seed)
+    made = kf.FusedAdamW if setting.optimizer == "adamw" else kf.FusedSGD
+    course = Course(job, problem, model, kf.barrier)
+    with contextlib.suppress(Reached):
+        kf.fit(
+            model,
+            problem.data(job.seed),
+            made(model.parameters(), lr=job.lr),
+            kf.Hook(Followed(POLICIES[job.system](), course, job.r)),
+            train_epochs=job.times,
+            batch_size=setting.batch_size,
+            batch_micro=setting.micro_batch,
+            batch_micro_max=LARGEST * setting.micro_batch,  # no more in one pass than DDP has
+            batch_max=LARGEST * setting.batch_size,
+            seed=job.seed,
+            lr_scaling=by_optimizer(problem),
+            lr_warmup_steps=warm_up_steps(problem),
+            lr_decay=job.decay,
+            loss_fn=problem.loss,
+            observe_progress=False,
+        )
+    return course
 
 
 def warm_up_steps(problem: Problem) -> int:
@@ -146,90 +226,49 @@ def warm_up_steps(problem: Problem) -> int:
     return round(WARM_UP * problem.samples / problem.setting.batch_size)
 
 
-def largest(problem: Problem) -> kf.BasePolicy:
-    """The largest batch size, from the first step on."""
-    return policies.SchedulePolicy([{"step": 0, "batch_size": LARGEST * problem.setting.batch_size}])
-
-
-def by_optimizer(problem: Problem, of_sgd: str) -> str:
-    """The scaling that docs/learning_rate.md names for the problem's optimizer."""
-    return "sqrt" if problem.setting.optimizer == "adamw" else of_sgd
-
-
-KFUSE: dict[str, Callable[[Problem], tuple[kf.BasePolicy, str, str]]] = {
-    "fixed": lambda problem: (kf.NoPolicy(), "none", "none"),
-    "cosine": lambda problem: (kf.NoPolicy(), "none", "cosine"),
-    "linear": lambda problem: (largest(problem), "linear", "none"),
-    "gns": lambda problem: (policies.GNSPolicy(), by_optimizer(problem, "adascale"), "none"),
-    "adascale": lambda problem: (largest(problem), "adascale", "none"),
-    "goodput": lambda problem: (policies.GoodputPolicy(), "adascale", "none"),
-    "seesaw": lambda problem: (policies.SeesawPolicy(), by_optimizer(problem, "linear"), "none"),
-}
-"""The policy with its defaults, lr.scaling and lr.decay."""
-
-
-def run(job: Job, problem: Problem) -> dict[str, Any]:
-    """Trains on this worker; its record. All workers call it together."""
-    course = (train_ddp if job.system.startswith("ddp") else train_kfuse)(job, problem)
-    made = [course.steps[step] for step in sorted(course.steps)]
-    if len(made) != course.finished:
-        raise RuntimeError(f"{job}: {course.finished} steps were made, and {len(made)} are known")
-    record = {**vars(job), "workers": dist.get_world_size(), **course.record()}
-    if job.problem == "quadratic":
-        losses = [(steps, quality) for steps, _, quality in course.evaluations]
-        record["deviations"] = deviations([(size, lr) for _, size, lr in made], losses)
-    return record
-
-
-def train_kfuse(job: Job, problem: Problem) -> Course:
-    """By kf.fit."""
-    new_session(CommOptions("allreduce"))  # what `auto` takes would depend on the machine's load
-    policy, scaling, decay = KFUSE[job.system](problem)
-    setting, model = problem.setting, problem.model(job.seed)
-    made = kf.FusedAdamW if setting.optimizer == "adamw" else kf.FusedSGD
-    course = Course(problem, model, kf.barrier)
-    kf.fit(
-        model,
-        problem.data(job.seed),
-        made(model.parameters(), lr=job.lr),
-        kf.Hook(Timed(policy, course)),
-        train_epochs=1,
-        batch_size=setting.batch_size,
-        batch_micro=setting.micro_batch,
-        batch_micro_max=LARGEST * setting.micro_batch,  # no more in one pass than DDP has
-        batch_max=LARGEST * setting.batch_size,
-        seed=job.seed,
-        lr_scaling=scaling,
-        lr_warmup_steps=warm_up_steps(problem),
-        lr_decay=decay,
-        loss_fn=problem.loss,
-        observe_progress=False,
-    )
-    return course
-
-
-def train_ddp(job: Job, problem: Problem) -> Course:
-    """By DistributedDataParallel."""
-    rank, workers = dist.get_rank(), dist.get_world_size()
-    data, model = problem.data(job.seed), problem.model(job.seed)
-    # Buffers are not broadcast in each forward: that is faster, and rank 0's are those of the model that is measured.
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
+def train_plain(job: Job, problem: Problem) -> Course:
+    """A plain loop; its batch size is the job's, the ramp's or the oracle's."""
+    workers = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if workers > 1 else 0
+    data, bare, base = problem.data(job.seed), problem.model(job.seed), problem.setting.batch_size
+    model: nn.Module = bare
+    if workers > 1:
+        # Buffers are not broadcast in each forward: that is faster, and rank 0's model is the one that is measured.
+        model = DistributedDataParallel(bare, gradient_as_bucket_view=True, forward_sync_buffers=False)
     made: Any = torch.optim.AdamW if problem.setting.optimizer == "adamw" else torch.optim.SGD
-    opt = made(ddp.parameters(), lr=job.lr, fused=True)
-    count, samples = job.batch_size, problem.samples
-    warm_up = warm_up_steps(problem) * problem.setting.batch_size / count
-    schedule = LRSchedule(warmup_steps=warm_up, base_batch_size=count, samples=samples)
-    order = EpochSampler(samples, job.seed).indices(0, 0, samples)
-    course = Course(problem, model, dist.barrier)
-    course.start()
-    for step in range(samples // count):
-        x, y = data.fetch(order[step * count : (step + 1) * count][rank * count // workers :][: count // workers])
-        lr = job.lr * schedule.shape(step, schedule.done(step, step * count))
-        opt.param_groups[0]["lr"] = lr
-        problem.loss(ddp(x), y).backward()
-        opt.step()
-        opt.zero_grad()
-        course.end_step()
-        course.steps[step] = ((step + 1) * count, count, lr)
-        course.evaluate_when_due((step + 1) * count)
+    opt = made(model.parameters(), lr=job.lr, fused=True)
+    epoch, total = problem.samples, job.times * problem.samples
+    shape = LRSchedule(warmup_steps=warm_up_steps(problem), decay=job.decay, base_batch_size=base, samples=total)
+    sampler = EpochSampler(epoch, job.seed)
+    course = Course(job, problem, bare, dist.barrier if workers > 1 else lambda: None)
+    samples, step, count = 0, 0, job.batch_size
+    with contextlib.suppress(Reached):
+        while samples < total:
+            course.begin_step()
+            if job.system == "oracle" and step % TRUTH_EVERY == 0:
+                count = oracle(job, problem, course)
+            count = next((size for begin, size in reversed(job.ramp) if begin <= samples), count)
+            first = samples % epoch
+            taken = min(count, epoch - first)
+            mine = sampler.indices(samples // epoch, first, first + taken)[rank * taken // workers :][
+                : taken // workers
+            ]
+            x, y = data.fetch(mine)
+            gain = 1.0 if job.system == "fixed" else math.sqrt(count / base)
+            lr = job.lr * gain * shape.shape(samples / base, shape.done(0, samples))
+            opt.param_groups[0]["lr"] = lr
+            problem.loss(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            samples, step = samples + taken, step + 1
+            course.end_step()
+            course.known(step - 1, samples, count, lr)
     return course
+
+
+def oracle(job: Job, problem: Problem, course: Course) -> int:
+    """sqrt(r N) by the true noise scale N of this step, in the problem's bounds; it at most doubles."""
+    least, (_, noise) = problem.setting.batch_size, course.truth[-1]
+    now = course.steps[len(course.steps) - 1][1] if course.steps else least
+    wanted = math.sqrt((job.r or noise) * noise) if math.isfinite(noise) else LARGEST * least
+    return int(min(max(round(wanted / least), 1) * least, 2 * now, LARGEST * least))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+from kfuse.policies.evidence import NoiseInterval, NoisePolicy
 from kfuse.policies.signals import Bounds, Signals
 
 BOUNDS = Bounds(batch_min=8, batch_max=1024, workers_min=1, workers_max=8)
@@ -23,8 +24,15 @@ STEP = Signals(
 )
 
 
-def signals(batch_size: int = 64, noise: tuple[float, float, float] | None = None, **changes: Any) -> Signals:
-    """A step with micro-batches of 8; `noise` is (low, noise scale, high)."""
-    low, middle, high = noise or (None, None, None)
-    known = {"noise_scale": middle, "noise_scale_low": low, "noise_scale_high": high}
-    return replace(STEP, batch_size=batch_size, micro_batches=math.ceil(batch_size / 8), **(known | changes))
+Policy = TypeVar("Policy", bound=NoisePolicy)
+
+
+def signals(batch_size: int = 64, **changes: Any) -> Signals:
+    """A step with micro-batches of 8."""
+    return replace(STEP, batch_size=batch_size, micro_batches=math.ceil(batch_size / 8), **changes)
+
+
+def knowing(policy: Policy, low: float = math.nan, middle: float = math.nan, high: float = math.nan) -> Policy:
+    """The policy, whose newest steps have this interval of the noise scale."""
+    policy.noise_interval = lambda: NoiseInterval(low, middle, high)  # type: ignore[method-assign]
+    return policy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
-from policy_signals import BOUNDS, signals
+from policy_signals import BOUNDS, knowing, signals
 from problems import Seen, network, problem
 from torch import nn
 
@@ -37,27 +38,28 @@ Rows = Iterator[tuple[kf.BasePolicy, Signals, Decision | None]]
 
 
 def by_noise_scale() -> Rows:
-    """gns: its batch size is the noise scale times `factor`, a micro-batch is 8, and a worker has four of them."""
-    plain, shrinks = GNSPolicy(), GNSPolicy(allow_shrink=True)
-    unbounded = {"noise_scale_low": 100.0}  # it may be anything above
-    yield plain, signals(64, (90, 100, 120)), Decision(batch_size=96, workers=3)  # all of the interval is above
-    yield plain, signals(64, (900, 1000, 1100)), Decision(batch_size=128, workers=4)  # at most twice as much
-    yield GNSPolicy(factor=0.1), signals(64, (900, 1000, 1100), workers=4), Decision(batch_size=96)
-    for each in (plain, shrinks):
-        yield each, signals(64, (60, 100, 1000), workers=2), None  # inside of the interval
-        yield each, signals(64, (10, 20, 70), workers=2), None
-    yield plain, signals(64, (10, 20, 30), workers=2), None
-    yield shrinks, signals(64, (10, 20, 30), workers=2), Decision(batch_size=32, workers=1)
-    # Rounding to whole micro-batches must not turn growth into shrinking, or shrinking into growth.
-    yield plain, signals(60, (61, 62, 63), workers=2), None
-    yield shrinks, signals(60, (1, 2, 3), workers=2, bounds=replace(BOUNDS, batch_min=58)), None
-    yield plain, signals(64, workers=2, **unbounded), Decision(batch_size=96, workers=3)
-    yield GNSPolicy(factor=8), signals(64, workers=2, **unbounded), Decision(batch_size=128, workers=4)
-    yield plain, signals(104, workers=4, **unbounded), None
-    yield GNSPolicy(factor=0.5, allow_shrink=True), signals(104, workers=4, **unbounded), None
-    yield plain, signals(64, (60, 64, 70), workers=1), Decision(workers=2)  # those that are missing
-    yield shrinks, signals(104, (70, 80, 83.3), workers=4), None  # the dead band of 104 is 20.8
-    yield shrinks, signals(104, (70, 80, 83.1), workers=4), Decision(batch_size=80, workers=3)
+    """gns: the batch doubles above sqrt(2) times it; 64 sqrt(2) is 90.51, 64 / sqrt(2) is 45.25.
+
+    A micro-batch is 8, and a worker has four of them.
+    """
+    plain, shrinks = GNSPolicy, partial(GNSPolicy, allow_shrink=True)
+    two, doubled = signals(64, workers=2), Decision(batch_size=128, workers=4)
+    for noise, expected in [((90.4, 200, 300), None), ((90.6, 100, 120), doubled), ((90.6,), doubled)]:
+        yield knowing(plain(), *noise), two, expected
+    yield knowing(plain(factor=0.1), 906, 1000, 1100), two, doubled
+    yield knowing(plain(factor=0.1), 904, 1000, 1100), two, None
+    yield knowing(plain(), 10, 20, 30), two, None
+    yield knowing(shrinks(), 10, 20, 45.3), two, None
+    yield knowing(shrinks(), 10, 20, 45.2), two, Decision(batch_size=32, workers=1)
+    yield knowing(shrinks(), 10), two, None
+    yield knowing(shrinks(factor=0.5), 20, 40, 90.4), two, Decision(batch_size=32, workers=1)
+    yield knowing(plain()), signals(64, workers=1), None  # nothing is known
+    yield knowing(plain(), 60, 64, 70), signals(64, workers=1), Decision(workers=2)  # those that are missing
+    # Whole micro-batches, and the bounds.
+    yield knowing(plain(), 900), signals(60, workers=4), Decision(batch_size=120)
+    yield knowing(plain(), 900), signals(64, workers=4, bounds=replace(BOUNDS, batch_max=100)), Decision(batch_size=96)
+    yield knowing(plain(), 9000), signals(1024, workers=8), None
+    yield knowing(shrinks(), 1, 2, 3), signals(60, workers=2, bounds=replace(BOUNDS, batch_min=58)), None
 
 
 def by_critical_batch() -> Rows:
@@ -73,10 +75,10 @@ def by_critical_batch() -> Rows:
         (1.0, 512, 5000.0, 1024),
         (1.0, 520, 5000.0, None),
         (1.0, 512, 1.0, None),
-        *((1.0, 64, unknown, None) for unknown in (None, math.nan, math.inf)),
+        (1.0, 64, math.nan, None),
     ):
         decision = None if expected is None else Decision(batch_size=expected)
-        yield CriticalBatchPolicy(factor), signals(batch_size, noise_scale_low=low), decision
+        yield knowing(CriticalBatchPolicy(factor), low), signals(batch_size), decision
 
 
 def by_norm_test() -> Rows:

@@ -34,6 +34,7 @@ _TOOLS = {
     "cbs": "kfuse.tools.cbs.command",
     "doctor": "kfuse.tools.doctor.command",
     "plan": "kfuse.tools.plan.command",
+    "ramp": "kfuse.tools.ramp",
     "replay": "kfuse.tools.replay.command",
     "schedule": "kfuse.tools.step_programs",
 }
@@ -123,7 +124,7 @@ def _tool_arguments(name: str, words: list[str]) -> tuple[Any, ...]:
     `replay` has overrides of the policy alone. It gets them, and the function that composes a configuration from some.
     Raises ConfigError.
     """
-    if name in ("cbs", "plan"):
+    if name in ("cbs", "plan", "ramp"):
         return (words,)
     try:
         args = _parse(words)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kfuse.policies.signals import ConfiguredPolicy, Decision, Signals, check_number, check_whole
+from kfuse.policies.evidence import NoisePolicy
+from kfuse.policies.signals import DECISION_LAG, Decision, Signals, check_number, check_whole
 
 Array = NDArray[np.float64]
 Point = tuple[int, int, float]  # Micro-batches of the worker that has most, workers, seconds of a step
@@ -20,6 +21,7 @@ Point = tuple[int, int, float]  # Micro-batches of the worker that has most, wor
 _KEPT_TIMES = 20  # the newest ones of each setting
 _LEAST_TIMES = 5  # with fewer a setting is not measured yet
 _KEPT_SETTINGS = 64
+_LEAST_MICRO_BATCHES = 2  # of a smaller batch: with one the noise scale is unknown from then on
 _CANDIDATES = 64  # batch sizes that are compared for a number of workers
 _GAMMAS = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 _PREFER_NO_OVERLAP = 1e-6  # of (gamma - 1)^2 beside the mean squared error: where any gamma fits, it is 1
@@ -129,7 +131,7 @@ def efficiency(batch_size: ArrayLike, base_batch_size: float, noise_scale: Array
     return (noise + base_batch_size) / (noise + np.asarray(batch_size, np.float64))
 
 
-class GoodputPolicy(ConfiguredPolicy):
+class GoodputPolicy(NoisePolicy):
     """Maximises goodput = throughput x efficiency over batch size and workers (Pollux: Qiao et al., OSDI 2021).
 
         throughput(B, n) = B / t(k, n)      samples a second; k = ceil(micro-batches / n) is what a worker has at most
@@ -138,12 +140,15 @@ class GoodputPolicy(ConfiguredPolicy):
     t is Pollux' model of a step's time, fitted to the steps so far. Measured settings count with their own median time,
     and the model says how others compare with the present one.
 
-    - A larger batch is judged by the low end of the noise scale's interval, a smaller one by the high end. If that end
-      is unknown, the change is not considered.
+    - A larger batch is judged by the low end of the newest steps' noise scale (`NoisePolicy`), a smaller one by the
+      high end. If that end is unknown, the change is not considered.
+    - Steps of one batch size do not tell what of a step's time grows with the batch. So a few steps are made with twice
+      the batch (half, where that is too large), once; then it decides.
     - The batch size is the best one for the present workers, and the worker count that of the best pair. So a batch
       size never relies on workers that have not come.
     - As in Pollux more workers are assumed to scale until they are tried. The planned worker count is at most twice the
-      largest count tried so far. The batch size changes by at most a factor of two at a time, in whole micro-batches.
+      largest count tried so far. It is planned with the batch size that suits it, however far that is; the batch size
+      itself changes by at most a factor of two at a time, in whole micro-batches.
     - The efficiency is that of a learning rate that follows the batch size: choose lr.scaling=adascale, as Pollux does.
 
     It decides by measured times, so its decisions differ from run to run, and with them the bits of the result.
@@ -155,34 +160,54 @@ class GoodputPolicy(ConfiguredPolicy):
 
     owned_fields = ("batch_size", "workers")
 
-    def __init__(self, every: int = 50, margin: float = 0.05) -> None:
+    def __init__(self, every: int = 20, margin: float = 0.05) -> None:
+        super().__init__()
         check_whole("policy.every", every, 1)
         check_number("policy.margin", margin)
         self.every, self.margin = every, margin
-        self.last_step = -1
         # k, n and the newest step times in seconds, of each setting that was measured; the newest setting last.
         self.measured: list[list[Any]] = []
+        self.tried = 0  # The batch size that is being tried, from the decision on to `tried_until`; 0: none
+        self.tried_until = self.tried_from = 0  # The step that ends it, and the batch size before it
+        self.compared_with = 0  # The batch size that this step's decision is compared with; 0: the present one
 
     def decide(self, signals: Signals) -> Decision | None:
-        self._observe(signals)
-        if signals.step % self.every:
+        due = signals.step % self.every == 0
+        if signals.step > self.last_step:  # else it is decided on again, after a failure
+            self._observe_time(signals)
+            if due:
+                self._follow_trial(signals)
+        self.observe(signals)
+        if not due:
             return None
+        if self.tried:
+            return Decision(batch_size=self.tried).changes(signals)
+        now = replace(signals, batch_size=self.compared_with) if self.compared_with else signals
         points = self.points
         measured = {(k, n): seconds for k, n, seconds in points}
-        if (_share(signals, signals.batch_size, signals.workers), signals.workers) not in measured:
+        if (_share(now, now.batch_size, now.workers), now.workers) not in measured:
             return None
         model, bounds = fit(points), signals.bounds
         most = min(bounds.workers_max, 2 * max(n for _, n, _ in points))
-        batch_size, _ = self._best(signals, [signals.workers], measured, model)
-        _, workers = self._best(signals, _spread(bounds.workers_min, most), measured, model)
+        batch_size, _ = self._best(now, [now.workers], measured, model)
+        _, workers = self._best(now, _spread(bounds.workers_min, most), measured, model, reach=math.inf)
         return Decision(batch_size=batch_size, workers=workers).changes(signals)
 
-    def _observe(self, signals: Signals) -> None:
-        """Keeps the step time, once: a step may be decided on again after a failure."""
+    def _follow_trial(self, signals: Signals) -> None:
+        """Begins to try another batch size, where one alone was measured, or ends that."""
+        step, self.compared_with = signals.step, 0
+        if self.tried and step >= self.tried_until:
+            self.compared_with = self.tried_from if signals.batch_size == self.tried else 0
+            self.tried = 0
+        elif not self.tried_from and len(self.points) == 1 and self.points[0][1] == signals.workers:
+            self.tried = _to_try(signals)
+            self.tried_from = signals.batch_size
+            self.tried_until = step + max(self.every, DECISION_LAG + 2 * _LEAST_TIMES)
+
+    def _observe_time(self, signals: Signals) -> None:
         took = signals.previous_step_time_s
-        if signals.step <= self.last_step or took is None or not took > 0:
+        if took is None or not took > 0:
             return
-        self.last_step = signals.step
         setting = [_share(signals, signals.batch_size, signals.workers), signals.workers]
         times: list[float] = next((each[2] for each in self.measured if each[:2] == setting), [])
         others = [each for each in self.measured if each[:2] != setting]
@@ -194,21 +219,26 @@ class GoodputPolicy(ConfiguredPolicy):
         return [(k, n, statistics.median(times)) for k, n, times in self.measured if len(times) >= _LEAST_TIMES]
 
     def _best(
-        self, signals: Signals, workers: Sequence[int], measured: Mapping[tuple[int, int], float], model: StepTime
+        self,
+        signals: Signals,
+        workers: Sequence[int],
+        measured: Mapping[tuple[int, int], float],
+        model: StepTime,
+        reach: float = 2.0,
     ) -> tuple[int, int]:
         """Returns batch size and workers of the best goodput; the present ones, unless others gain the margin.
 
-        measured: seconds of a step by (k, n), those of the present setting among them.
+        measured: seconds of a step by (k, n), those of the present setting among them. reach: the largest factor on the
+        batch size.
         """
         pairs = [(signals.batch_size, signals.workers)]
-        pairs += [(size, n) for n in workers for size in _batch_sizes(signals, n)]
+        pairs += [(size, n) for n in workers for size in _batch_sizes(signals, n, reach)]
         settings = [(_share(signals, size, n), n) for size, n in pairs]
         predicted = model.seconds(*np.array(settings).T)
         predicted *= measured[settings[0]] / predicted[0]
         seconds = np.array([measured.get(each, other) for each, other in zip(settings, predicted, strict=True)])
         sizes = np.array([size for size, _ in pairs], np.float64)
-        ends = (signals.noise_scale_low, None if signals.noise_scale is None else signals.noise_scale_high)
-        low, high = (math.nan if end is None or not 0 <= end < math.inf else end for end in ends)  # NaN: unknown
+        low, _, high = self.noise_interval()
         noise = np.where(sizes > sizes[0], low, np.where(sizes < sizes[0], high, 1.0))
         goodput = sizes / seconds * efficiency(sizes, signals.batch_size, noise)
         goodput = np.where(np.isnan(goodput), 0.0, goodput)
@@ -221,11 +251,22 @@ def _share(signals: Signals, batch_size: int, workers: int) -> int:
     return -(-batch_size // (signals.micro_batch * workers))
 
 
-def _batch_sizes(signals: Signals, workers: int) -> list[int]:
-    """Returns sizes to compare, within the bounds and a factor of two: equal shares are best, as none waits then."""
+def _to_try(signals: Signals) -> int:
+    """Returns another batch size within the bounds, twice the present one or half of it; 0 where there is none."""
+    batch_size, micro, bounds = signals.batch_size, signals.micro_batch, signals.bounds
+    now = _share(signals, batch_size, signals.workers)
+    least = max(bounds.batch_min, _LEAST_MICRO_BATCHES * micro)
+    for size in (2 * batch_size // micro * micro, batch_size // 2 // micro * micro):
+        if least <= size <= bounds.batch_max and _share(signals, size, signals.workers) != now:
+            return size
+    return 0
+
+
+def _batch_sizes(signals: Signals, workers: int, reach: float) -> list[int]:
+    """Returns sizes to compare, within the bounds and this factor: equal shares are best, as none waits then."""
     bounds, batch_size, micro = signals.bounds, signals.batch_size, signals.micro_batch
-    least = max(math.ceil(bounds.batch_min / micro), math.ceil(batch_size / 2 / micro))
-    most = min(bounds.batch_max, 2 * batch_size) // micro
+    least = max(math.ceil(bounds.batch_min / micro), math.ceil(batch_size / reach / micro), _LEAST_MICRO_BATCHES)
+    most = int(min(bounds.batch_max, reach * batch_size)) // micro
     if least > most:
         return [batch_size]
     shares = _spread(-(-least // workers), most // workers)

@@ -4,77 +4,61 @@ from __future__ import annotations
 
 import math
 
+from kfuse.policies.evidence import NoisePolicy
 from kfuse.policies.signals import ConfiguredPolicy, Decision, Signals, check_number, check_whole
 
 
-class GNSPolicy(ConfiguredPolicy):
-    """Keeps the batch size at `factor` times the gradient noise scale, and the worker count in proportion to it.
+class GNSPolicy(NoisePolicy):
+    """Keeps the batch size within a factor of sqrt(2) of `factor` times the gradient noise scale.
 
-        batch = factor * noise scale,    noise scale B_simple = S / G2, in samples
+        double the batch where factor * low > sqrt(2) * batch,    noise scale B_simple = S / G2, in samples
 
     Batches larger than B_simple save few steps (McCandlish et al. 2018). `factor` is the critical batch size over
-    B_simple; `kfuse cbs` measures it. B_simple is an estimate, with a confidence interval [low, high]. So there is
-    hysteresis:
+    B_simple; `kfuse cbs` measures it. [low, high] is the interval of B_simple over the newest steps (`NoisePolicy`).
+    sqrt(2) batch lies halfway, by ratio, from the batch to its double. So a batch size that is right stays: else the
+    interval of a noise scale that stands still would exclude it now and then. `benchmarks/growth_evidence.py` counts
+    how often it grows by chance.
 
-    - It grows only where factor * low is above the batch size, and shrinks only where factor * high is below
-      (1 - dead_band) of it. It goes to factor * noise scale, which lies inside the interval.
-    - By at most a factor of two at a time, in whole micro-batches.
-    - The dead band is for shrinking alone: the interval of a noise scale that stands still excludes the batch size now
-      and then. In 40 runs of 200 decisions each on simulated gradients the batch size turned around 134 times without a
-      dead band, 11 times with one of 0.1, never with 0.2.
-    - Where only `low` is known, the noise scale may be any number above it: it grows to factor * low, never shrinks.
-
-    The learning rate follows the batch size as lr.scaling says.
+    With allow_shrink the batch is halved where factor * high < batch / sqrt(2). Batch sizes are whole micro-batches.
+    The worker count follows the batch size; the learning rate follows it as lr.scaling says.
 
     factor: the batch size to have, over the noise scale; finite, above 0. 1: the noise scale itself.
-    every: it decides at steps divisible by this number; at least 1. 20: an interval needs 20 steps after a change.
+    every: it decides at steps divisible by this number; at least 1.
     micro_batches_per_worker: micro-batches of a step that are the work of one worker; at least 1.
     allow_shrink: whether batch size and worker count may also fall; otherwise they only grow.
-    dead_band: part of the batch size by which factor * high must lie below it before it shrinks; at least 0, below 1.
     """
 
     owned_fields = ("batch_size", "workers")
 
     def __init__(
-        self,
-        factor: float = 1.0,
-        every: int = 20,
-        micro_batches_per_worker: int = 4,
-        allow_shrink: bool = False,
-        dead_band: float = 0.2,
+        self, factor: float = 1.0, every: int = 10, micro_batches_per_worker: int = 4, allow_shrink: bool = False
     ) -> None:
+        super().__init__()
         check_number("policy.factor", factor)
         check_whole("policy.every", every, 1)
         check_whole("policy.micro_batches_per_worker", micro_batches_per_worker, 1)
         if not isinstance(allow_shrink, bool):
             raise ValueError(f"policy.allow_shrink={allow_shrink!r}: must be true or false")
-        if not isinstance(dead_band, int | float) or isinstance(dead_band, bool) or not 0 <= dead_band < 1:
-            raise ValueError(f"policy.dead_band={dead_band!r}: must be a number, at least 0 and below 1")
         self.factor, self.every = factor, every
         self.micro_batches_per_worker, self.allow_shrink = micro_batches_per_worker, allow_shrink
-        self.dead_band = dead_band
 
     def decide(self, signals: Signals) -> Decision | None:
-        if signals.step % self.every or (batch_size := self._batch_size(signals)) is None:
+        self.observe(signals)
+        if signals.step % self.every:
             return None
+        low, _, high = self.noise_interval()
+        if math.isnan(low):
+            return None
+        batch_size = self._batch_size(signals, self.factor * low, self.factor * high)
         return Decision(batch_size=batch_size, workers=self._workers(signals, batch_size)).changes(signals)
 
-    def _batch_size(self, signals: Signals) -> int | None:
-        """Returns the batch size to have, which may be the present one; None while the noise scale is unknown."""
-        noise, low, high = signals.noise_scale, signals.noise_scale_low, signals.noise_scale_high
-        known = [value for value in (noise, low, high) if value is not None]
-        if low is None or len(known) == 2 or not all(map(math.isfinite, known)):
-            return None
-        batch, micro = signals.batch_size, signals.micro_batch
-        target = math.floor(self.factor * (low if noise is None else noise) / micro)
-        least = math.ceil(signals.bounds.batch_min / micro)
-        most = signals.bounds.batch_max // micro
-        if self.factor * low > batch:
-            grown = min(target, 2 * batch // micro, most) * micro
-            return max(grown, batch)
-        if self.allow_shrink and high is not None and self.factor * high < (1 - self.dead_band) * batch:
-            shrunk = max(target, math.ceil(batch / 2 / micro), least) * micro
-            return min(shrunk, batch)
+    def _batch_size(self, signals: Signals, low: float, high: float) -> int:
+        """Returns the batch size to have. low, high: the ends of what it should be, NaN where unknown."""
+        batch, micro, bounds = signals.batch_size, signals.micro_batch, signals.bounds
+        if low > math.sqrt(2) * batch:
+            return max(min(2 * batch, bounds.batch_max) // micro * micro, batch)
+        if self.allow_shrink and high < batch / math.sqrt(2):
+            return min(math.ceil(max(batch / 2, bounds.batch_min) / micro) * micro, batch)
         return batch
 
     def _workers(self, signals: Signals, batch_size: int) -> int:
@@ -84,37 +68,38 @@ class GNSPolicy(ConfiguredPolicy):
         return min(max(wanted, least, signals.bounds.workers_min), signals.bounds.workers_max)
 
 
-class CriticalBatchPolicy(ConfiguredPolicy):
+class CriticalBatchPolicy(NoisePolicy):
     """Doubles the batch size whenever the critical batch size exceeds twice of it (Merrill et al. 2025, section 4.1).
 
         B* > 2 B:    B <- 2 B,    learning rate <- sqrt(2) learning rate,    B* = factor * noise scale
 
     B* is the largest batch size with which the loss still falls as fast by samples. Merrill et al. measure it in
     branches of the run, at a few checkpoints; the noise scale is measured in each step, and `factor` is the ratio of
-    both. So that noise does not double the batch size, the low end of the noise scale's interval must exceed
-    2 B / factor. It never shrinks. A batch size whose double is above batch.max stays as it is.
+    both. So that noise does not double the batch size, the low end of the newest steps' noise scale must exceed
+    2 B / factor (`NoisePolicy`). It never shrinks. A batch size whose double is above batch.max stays as it is.
 
     The learning rate is lr.scaling's: sqrt (the default), Merrill et al.'s choice, suits Adam, linear and adascale suit
     SGD. lr.scaling=none is refused: without it this is not their method.
 
     factor: critical batch size over noise scale; finite, above 0. 1 until it is measured.
-    every: it decides at steps divisible by this number; at least 1. 20: an interval needs 20 steps after a change.
+    every: it decides at steps divisible by this number; at least 1.
     """
 
     owned_fields = ("batch_size",)
 
-    def __init__(self, factor: float = 1.0, every: int = 20) -> None:
+    def __init__(self, factor: float = 1.0, every: int = 10) -> None:
+        super().__init__()
         check_number("policy.factor", factor)
         check_whole("policy.every", every, 1)
         self.factor, self.every = factor, every
         self.lr_settings = {"scaling": ("sqrt", "linear", "adascale")}
 
     def decide(self, signals: Signals) -> Decision | None:
-        low, double = signals.noise_scale_low, 2 * signals.batch_size
-        if signals.step % self.every or low is None or not math.isfinite(low):
+        self.observe(signals)
+        double = 2 * signals.batch_size
+        if signals.step % self.every or double > signals.bounds.batch_max:
             return None
-        due = self.factor * low > double and double <= signals.bounds.batch_max
-        return Decision(batch_size=double) if due else None
+        return Decision(batch_size=double) if self.factor * self.noise_interval().low > double else None
 
 
 class NormTestPolicy(ConfiguredPolicy):
