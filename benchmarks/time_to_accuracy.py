@@ -50,6 +50,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from links import join, links
 from machine import parser_of, warn_if_busy
+from rich.console import Console
 from rich.progress import Progress
 from tta_problems import LARGEST, PROBLEMS
 from tta_report import FIXED_COSTS, at_samples, best_of, cost, final, reached, report
@@ -263,7 +264,8 @@ def main() -> int:
     if args.seeds < 1 or not 0 < args.part <= 1:
         parser.error(f"--seeds {args.seeds} --part {args.part}: at least one seed, and a part above 0, at most 1")
     found: dict[str, Run] = {}
-    with Progress(transient=True) as bar, linked(args.link) if args.link else processes() as train:
+    runs = linked(args.link) if args.link else processes()
+    with Progress(transient=True, console=Console(stderr=True)) as bar, runs as train:
         task = bar.add_task("", total=None)
         say = partial(bar.update, task)
         for name in args.problems:

@@ -116,7 +116,8 @@ def test_a_wrong_kernel_is_seen(script: Script, monkeypatch: pytest.MonkeyPatch)
         ("kernels", "--device cpu --sizes 1 --kernels reduce4,clip+adamw,sgd --peers eager,torch --rounds 3", ""),
         ("noise_quality", "--problems digits --runs 1 --steps 21 --every 20", ""),
         ("seesaw", "--samples 8192 --batch-sizes 64", ""),
-        ("time_to_accuracy", "--problems quadratic --systems fixed adascale --seeds 1 --part 0.03", ""),
+        ("time_to_accuracy", "--problems quadratic --seeds 1 --part 0.03", ""),
+        ("growth_evidence", "--runs 1", "runs grew"),
         ("synchronisation", "--seeds 1 --steps 8 --variants local:8", ""),
     ],
 )

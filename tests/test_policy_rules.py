@@ -132,6 +132,42 @@ def test_decisions_by_hand(rows: Any) -> None:
         assert policy.decide(seen) == expected, f"row {number}: {seen}"
 
 
+# -- the noise scale that decisions rest on --------------------------------------------------------------------------
+
+
+def after(pairs: Any) -> CriticalBatchPolicy:
+    """A policy that has seen steps with these pairs of S and G2, each twice, as after a failure."""
+    policy = CriticalBatchPolicy()
+    for step, (variance, grad_sq) in enumerate(pairs):
+        for _ in range(2):
+            policy.decide(signals(step=step, grad_variance=variance, grad_sq=grad_sq))
+    return policy
+
+
+def test_the_ends_are_two_standard_errors_from_the_newest_steps() -> None:
+    """At an end r the mean of S - r G2 is two of its own standard errors from zero."""
+    rng = np.random.default_rng(0)
+    pairs = np.column_stack([rng.gamma(4, 25, 300), rng.normal(1, 2, 300)])
+    low, middle, high = after(pairs).noise_interval()
+    newest = pairs[-60:]
+    assert middle == pytest.approx(newest[:, 0].mean() / newest[:, 1].mean()) and low < middle < high
+    for end, sign in ((low, 1), (high, -1)):
+        differences = newest @ [1, -end]
+        assert differences.mean() == pytest.approx(sign * 2 * differences.std(ddof=1) / math.sqrt(60), rel=1e-6)
+    unclear = pairs * [1, 0.2]  # G2 may be zero: the noise scale has no upper end
+    unclear[:, 1] -= unclear[-60:, 1].mean()
+    low, *others = after(unclear).noise_interval()
+    assert low > 0 and all(map(math.isnan, others))
+
+
+def test_the_interval_is_unknown_before_twenty_known_steps() -> None:
+    known, unknown = [(100.0, 1.0), (90.0, 2.0)] * 10, [(None, None), (math.nan, 1.0), (1.0, math.inf)]
+    assert math.isnan(after(known[:19] + unknown).noise_interval().low)
+    assert after(unknown + known).noise_interval() == after(known).noise_interval()
+    assert after(known).noise_interval().low > 0
+    assert math.isnan(after([(-a, b) for a, b in known]).noise_interval().low)
+
+
 # -- seesaw ----------------------------------------------------------------------------------------------------------
 
 

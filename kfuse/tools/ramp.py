@@ -14,7 +14,7 @@ USAGE = """\
 kfuse ramp RUN_DIR [TOKENS_PER_SAMPLE]
 
 Prints the batch sizes that a policy chose in the run recorded in RUN_DIR, smoothed to doublings, as
-  - a list of SAMPLES:BATCH_SIZE, which policy=schedule and a loop of your own take (docs/schedules.md)
+  - a list of SAMPLES:BATCH_SIZE, which policy=schedule and a loop of your own take (docs/policies.md)
   - the argument of Megatron-LM's --step-batch-size-schedule
   - OLMo-core's BatchSizeSchedulerCallback, in tokens, where TOKENS_PER_SAMPLE is given
 and the rule by which the run's learning rate followed.
@@ -34,11 +34,15 @@ Ramp = list[tuple[int, int]]
 def main(words: Sequence[str]) -> int:
     """Prints the ramp. Returns the exit status. Raises ConfigError for what has none."""
     if not 1 <= len(words) <= 2 or (len(words) == 2 and not (words[1].isdecimal() and int(words[1]) > 0)):
-        raise ConfigError("kfuse ramp: must be given a run's directory, and tokens per sample as a whole number or none")
+        raise ConfigError(
+            "kfuse ramp: must be given a run's directory, and tokens per sample as a whole number or none"
+        )
     run_dir = Path(words[0])
     lines = read_metrics(run_dir)
     if lines[0]["step"] != 0:
         raise ConfigError(f"{run_dir}: its first step is {lines[0]['step']}: must be a run from step 0 on")
+    known = config_path(run_dir).exists()
+    scaling = read_config(run_dir, ("lr.scaling",))["lr"]["scaling"] if known else None
     ramp = ramp_of([(line["samples"], line["batch_size"]) for line in lines])
     text = " ".join(f"{samples}:{size}" for samples, size in ramp)
     print(f'kfuse:        policy=schedule policy.phases="{text}"')
@@ -48,8 +52,7 @@ def main(words: Sequence[str]) -> int:
         sizes = ", ".join(str(size * tokens) for _, size in ramp)
         starts = ", ".join(f"Duration.tokens({samples * tokens})" for samples, _ in ramp)
         print(f"OLMo-core:    BatchSizeSchedulerCallback(batch_sizes=[{sizes}], schedule=[{starts}])")
-    if config_path(run_dir).exists():
-        scaling = read_config(run_dir, ("lr.scaling",))["lr"]["scaling"]
+    if scaling is not None:
         print(f"lr.scaling={scaling}: {_RULES[scaling]}")
     return 0
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from omegaconf import OmegaConf
 import kfuse as kf
 from kfuse.cli.app import main
 from kfuse.policies import SchedulePolicy
+from kfuse.tools.ramp import ramp_of
 from kfuse.tools.run_files import read_metrics
 
 Capsys = pytest.CaptureFixture[str]
@@ -64,6 +66,7 @@ def commands(run: Path, tmp_path: Path) -> dict[str, list[object]]:
         "replay": ["replay", run],
         "replay another policy": ["replay", run, "policy=gns"],
         "plan": ["plan", tmp_path / "jobs.yaml", "workers=2"],
+        "ramp": ["ramp", run],
         "cbs": ["cbs", f"run={run}", "factors=[1,2]", "samples=128"],
     }
 
@@ -90,6 +93,27 @@ def test_the_valid_run_is_taken(run: Path, tmp_path: Path, capsys: Capsys) -> No
     assert read_metrics(run) == read_lines(run / "metrics.jsonl")
 
 
+def test_a_ramp_is_the_doublings_that_stayed(run: Path, capsys: Capsys) -> None:
+    """The run has gone from 8 to 16 samples a step and back to 8."""
+    assert kfuse("ramp", run) == 0
+    assert capsys.readouterr().out.splitlines()[::2] == [
+        'kfuse:        policy=schedule policy.phases="0:8"',
+        "lr.scaling=linear: multiply the learning rate by batch size / the first one",
+    ]
+    change_lines(run / "metrics.jsonl", lambda lines: lines.__delitem__(slice(80, None)))  # it is 16 then
+    assert kfuse("ramp", run, 4) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == 'Megatron-LM:  --step-batch-size-schedule "0:8 480:16"'
+    assert said[2].endswith("(batch_sizes=[32, 64], schedule=[Duration.tokens(0), Duration.tokens(1920)])")
+    sizes = [16, 16, 32, 32, 16, 24, 24, 40, 64, 72]  # 32 was tried; 24 / 16 is nearer to 2, by ratio, and 72 / 16 to 4
+    steps = list(zip(accumulate(sizes), sizes, strict=True))
+    assert ramp_of(steps) == [(0, 16), (112, 32), (200, 64)]
+    for words, told in ((["ramp"], "must be given"), (["ramp", run, "x"], "whole number")):
+        refused(words, told, capsys)
+    change_lines(run / "metrics.jsonl", lambda lines: lines.__delitem__(0))
+    refused(["ramp", run], "its first step is 1: must be a run from step 0 on", capsys)
+
+
 def test_damaged_lines_are_refused_with_their_number(run: Path, tmp_path: Path, capsys: Capsys) -> None:
     given = commands(run, tmp_path)
     file = run / "metrics.jsonl"
@@ -109,7 +133,12 @@ def test_damaged_configurations_are_refused(run: Path, tmp_path: Path, capsys: C
     file = run / ".hydra" / "config.yaml"
     text, given = file.read_text(), commands(run, tmp_path)
     for old, new, said, names in (
-        ("  scaling: linear", "  scaling: abc", "lr.scaling=abc: must be one of none, linear, sqrt", ("replay", "cbs")),
+        (
+            "  scaling: linear",
+            "  scaling: abc",
+            "lr.scaling=abc: must be one of none, linear, sqrt",
+            ("replay", "cbs", "ramp"),
+        ),
         ("policy:", "policy: null\nwas:", "policy._target_: missing: another version of kfuse", ("replay", "cbs")),
         ("batch:", "batch: 3\nwas:", "batch.size: missing: another version", ("plan",)),
         ("seed: 0", "seed: 0\nseed: 1", "cannot be read: ", given),
