@@ -116,7 +116,10 @@ class Chaos(BasePolicy):
         return None if decision.is_empty else decision
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return self._adapts.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._adapts.load_state_dict(state)
 
     def before_step(self) -> None:
         while self._step < self._paced and time.monotonic() - self._began < self._pace_s:

@@ -27,9 +27,11 @@ STEP = Signals(
 Policy = TypeVar("Policy", bound=NoisePolicy)
 
 
-def signals(batch_size: int = 64, **changes: Any) -> Signals:
-    """A step with micro-batches of 8."""
-    return replace(STEP, batch_size=batch_size, micro_batches=math.ceil(batch_size / 8), **changes)
+def signals(batch_size: int = 64, noise: tuple[float, float, float] | None = None, **changes: Any) -> Signals:
+    """A step with micro-batches of 8; `noise` is (low, noise scale, high) as it is shown."""
+    low, middle, high = noise or (None, None, None)
+    known = {"noise_scale": middle, "noise_scale_low": low, "noise_scale_high": high}
+    return replace(STEP, batch_size=batch_size, micro_batches=math.ceil(batch_size / 8), **(known | changes))
 
 
 def knowing(policy: Policy, low: float = math.nan, middle: float = math.nan, high: float = math.nan) -> Policy:

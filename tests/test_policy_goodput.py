@@ -152,6 +152,22 @@ def test_workers_that_do_not_pay_are_given_back_and_not_tried_again() -> None:
         assert decided(policy, seen(policy, 8, 1, 0.09)) is None
 
 
+def test_a_further_worker_must_pay_as_with_autoscale() -> None:
+    """A batch of 64 takes 90 ms with one worker; its goodput is that over the time with two, which is measured too."""
+    bounds = Bounds(64, 64, 1, 2)
+    for seconds, threshold, before, expected in [
+        (0.082, 0.1, 2, None),  # 9.8 % more, and half of the threshold keeps what is there
+        (0.087, 0.1, 2, Decision(workers=1)),  # 3.4 %
+        (0.082, 0.1, 1, None),
+        (0.081, 0.1, 1, Decision(workers=2)),  # 11.1 %
+        (0.081, 0.2, 1, None),
+    ]:
+        policy = GoodputPolicy(every=10, threshold=threshold)
+        settings = {1: (8, 1, 0.09), 2: (4, 2, seconds)}
+        seen(policy, *settings[3 - before], bounds=bounds)
+        assert decided(policy, seen(policy, *settings[before], bounds=bounds), bounds=bounds) == expected
+
+
 def simulate(
     policy: GoodputPolicy, true: StepTime, noise: float, steps: int, bounds: Bounds = BOUNDS
 ) -> list[tuple[int, int]]:
@@ -178,7 +194,7 @@ def simulate(
     ],
 )
 def test_it_settles_near_the_best_setting(true: StepTime, noise: float) -> None:
-    run = simulate(GoodputPolicy(every=10), true, noise, 300)
+    run = simulate(GoodputPolicy(every=10, threshold=0.001), true, noise, 300)
     assert len(set(run[-60:])) == 1
 
     def goodput(batch_size: int, workers: int) -> float:

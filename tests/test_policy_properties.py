@@ -110,7 +110,9 @@ RECIPES: dict[str, Recipe] = {
             least=st.floats(0.01, 0.9),
         )
     ),
-    "GoodputPolicy": Recipe(made(every=st.integers(20, 60), margin=st.floats(0.01, 0.5)), turns=None),
+    "GoodputPolicy": Recipe(
+        made(every=st.integers(20, 60), margin=st.floats(0.01, 0.5), threshold=st.floats(0.01, 2)), turns=None
+    ),
     "SyncSwitchPolicy": Recipe(made(step=st.integers(1, 200))),
 }
 

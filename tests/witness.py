@@ -42,6 +42,12 @@ class Witness(BasePolicy):
                 pickle.dump(signals, file)
         return self._rule.decide(signals)
 
+    def state_dict(self) -> dict[str, Any]:
+        return self._rule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._rule.load_state_dict(state)
+
 
 def seen(directory: Path) -> list[Signals]:
     """All signals that all workers had."""

@@ -32,9 +32,8 @@ class NoisePolicy(ConfiguredPolicy):
 
     It computes that itself from each step's S and G2 (`signals.grad_variance`, `signals.grad_sq`), which are per-sample
     quantities, unbiased with any batch size. `signals.noise_scale` and its interval are made to be shown: they rest on
-    about 200 steps, and are unknown while a step stands out (on text, in half of all steps). A decision must come in
-    time, and must not be made by chance: the interval is Fieller's (1954), by the variance that S and G2 had from step
-    to step, so a step that stands out widens it.
+    about 200 steps. A decision must come in time, and must not be made by chance: the interval is Fieller's (1954), by
+    the variance that S and G2 had from step to step, so a step that stands out widens it.
     """
 
     def __init__(self) -> None:

@@ -156,15 +156,18 @@ class GoodputPolicy(NoisePolicy):
     every: steps between decisions; at least 1. A fit takes some milliseconds.
     margin: the predicted gain in goodput, as a fraction, below which nothing changes; above 0. 0.05 is above the noise
     of the median of twenty step times on a machine that has little else to do.
+    threshold: the least scaling efficiency of a further worker, in goodput; above 0. As policy=autoscale's, and as
+    there the price of a worker: with 0.1 one is not kept for less than a tenth of what each of the others adds.
     """
 
     owned_fields = ("batch_size", "workers")
 
-    def __init__(self, every: int = 20, margin: float = 0.05) -> None:
+    def __init__(self, every: int = 20, margin: float = 0.05, threshold: float = 0.1) -> None:
         super().__init__()
         check_whole("policy.every", every, 1)
         check_number("policy.margin", margin)
-        self.every, self.margin = every, margin
+        check_number("policy.threshold", threshold)
+        self.every, self.margin, self.threshold = every, margin, threshold
         # k, n and the newest step times in seconds, of each setting that was measured; the newest setting last.
         self.measured: list[list[Any]] = []
         self.tried = 0  # The batch size that is being tried, from the decision on to `tried_until`; 0: none
@@ -242,8 +245,25 @@ class GoodputPolicy(NoisePolicy):
         noise = np.where(sizes > sizes[0], low, np.where(sizes < sizes[0], high, 1.0))
         goodput = sizes / seconds * efficiency(sizes, signals.batch_size, noise)
         goodput = np.where(np.isnan(goodput), 0.0, goodput)
-        best = int(goodput.argmax())
-        return pairs[best] if goodput[best] > (1 + self.margin) * goodput[0] else pairs[0]
+        paying = self._paying(pairs, goodput)
+        best = int(np.where([n in paying for _, n in pairs], goodput, 0.0).argmax())
+        stays = signals.workers in paying and goodput[best] <= (1 + self.margin) * goodput[0]
+        return pairs[0] if stays else pairs[best]
+
+    def _paying(self, pairs: Sequence[tuple[int, int]], goodput: Array) -> set[int]:
+        """Returns the worker counts that pay beside every smaller one, each with its best batch size.
+
+        The present one with half the threshold: a worker that was added by a small gain is not given back at once.
+        """
+        best: dict[int, float] = {}
+        for (_, n), value in zip(pairs, goodput.tolist(), strict=True):
+            best[n] = max(value, best.get(n, 0.0))
+
+        def pays(n: int, fewer: int) -> bool:
+            least = self.threshold / (2 if n == pairs[0][1] else 1)
+            return (best[n] / best[fewer] - 1) / (n / fewer - 1) > least
+
+        return {n for n in best if all(pays(n, fewer) for fewer in best if fewer < n)}
 
 
 def _share(signals: Signals, batch_size: int, workers: int) -> int:

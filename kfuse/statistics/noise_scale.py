@@ -183,10 +183,10 @@ class NoiseScale:
         noise_scale, low and high are None
         - before 20 known steps, and before 20 since the batch changed;
         - where the mean of S is not above four times its rounding error;
-        - where one step's S stands out: the gradients' tails are too heavy for any interval;
         - where no line fits S or G2 over the latest 20 steps;
         - after more unknown steps in a row than one block has (10 by default): no recent values.
-        noise_scale and high are None too where G2 is not significantly above zero.
+        noise_scale and high are None too where G2 is not significantly above zero, and where one step's S stands out:
+        the gradients' tails are too heavy for an interval. The low end holds all the same: such a step lowers it.
         """
         if self._estimate is None:
             self._estimate = self._compute()
@@ -251,20 +251,25 @@ class NoiseScale:
         if low is None:
             return unknown
         low *= 1 - rounding / variance
-        if high is None or grad_sq <= 0:
+        if high is None or grad_sq <= 0 or self._has_outlier():
             return Estimate(None, low or None, None, variance, grad_sq)
         ratio = variance / grad_sq
         return Estimate(ratio, min(low, ratio), max(high * (1 + rounding / variance), ratio), variance, grad_sq)
 
+    def _has_outlier(self) -> bool:
+        """Whether the window's largest S fails Grubbs's test: its share of the squared deviations is too large."""
+        values = self._values[0, max(0, self._end - self._window) : self._end]
+        steps, deviations = len(values), values - values.mean()
+        share = (steps - 1) / steps * _OUTLIER**2 / (steps - 2 + _OUTLIER**2)
+        return float(deviations.max()) ** 2 > share * float(deviations @ deviations)
+
     def _now(self) -> tuple[float, float, Covariance] | None:
         """S and G2 at the end of the window, with the variance of S, the covariance and the variance of G2."""
-        block = longest = min(self._end // _BLOCKS, self._max_block)
+        block = min(self._end // _BLOCKS, self._max_block)
         while block:
             latest = self._values[:, self._end - block * _BLOCKS : self._end]
             fit = np.add.reduce(latest.reshape(2, _BLOCKS, block), axis=2) @ _FIT  # of block sums
             (mean_s, rise_s, curve_s, last_s), (mean_g, rise_g, curve_g, last_g) = fit[:, :4].tolist()
-            if block == longest and _has_outlier(latest[0], mean_s / block):
-                return None
             residuals = fit[:, 3:]
             (ss, sg), (_, gg) = (residuals @ residuals.T).tolist()
             straight = _is_straight(mean_s, rise_s, curve_s, last_s, ss)
@@ -283,14 +288,6 @@ class NoiseScale:
 def _similar(one: Batch, other: Batch) -> bool:
     samples, freedom = one[0] / other[0], (one[1] - 1) / (other[1] - 1)
     return max(samples, 1 / samples, freedom, 1 / freedom) <= _SAME_BATCH
-
-
-def _has_outlier(values: NDArray[np.float64], mean: float) -> bool:
-    """Whether the largest value fails Grubbs's test: its share of the sum of squared deviations is too large."""
-    steps = len(values)
-    deviations = values - mean
-    share = (steps - 1) / steps * _OUTLIER**2 / (steps - 2 + _OUTLIER**2)
-    return float(deviations.max()) ** 2 > share * float(deviations @ deviations)
 
 
 def _is_straight(mean: float, rise: float, curve: float, last: float, block_variance: float) -> bool:
