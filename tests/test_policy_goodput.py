@@ -9,8 +9,9 @@ import pytest
 from policy_signals import BOUNDS, knowing, signals
 
 from kfuse.policies import GoodputPolicy
-from kfuse.policies.goodput import StepTime, efficiency, fit
+from kfuse.policies.goodput import efficiency
 from kfuse.policies.signals import Bounds, Decision, Signals
+from kfuse.policies.step_time import StepTime, fit
 
 # -- the model, and its fit ------------------------------------------------------------------------------------------
 

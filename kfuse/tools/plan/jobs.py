@@ -26,7 +26,7 @@ def share(workers: int, batch: int, micro: int) -> int:
 class LinearStepTime:
     """Seconds of a step on n workers, the busiest with `share` samples: fixed + sample * share + worker * (n - 1).
 
-    Pollux's model (kfuse.policies.goodput) is not used: it assumes what was not measured, since a policy can try it.
+    Pollux's model (kfuse.policies.step_time) is not used: it assumes what was not measured, since a policy can try it.
     The planner only plans: `fit` is None where three constants stay open.
     """
 
