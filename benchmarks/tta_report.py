@@ -218,7 +218,10 @@ def report(found: Mapping[str, Run], file: Path | None, picture: Path | None) ->
                 console.print(f"{name}: {r}: {json.dumps(rows)}", highlight=False)
     if file is not None:
         origin = {"command": command(), "machine": machine(), "versions": versions(["torch", "numpy", "scikit-learn"])}
-        rows = {name: [*each["tuned"].pop("sweep"), *each["runs"]] for name, each in found.items()}
+        rows = {
+            name: [*each["tuned"]["sweep"], *each["runs"], *each["tuned"].get("decay", [])]
+            for name, each in found.items()
+        }
         head = json.dumps({**origin, "figures": figures}, indent=1, allow_nan=False)
         # A run is a line: with one number a line the file would have a hundred thousand.
         lines = ",\n".join(json.dumps(each, allow_nan=False) for runs in rows.values() for each in runs)
