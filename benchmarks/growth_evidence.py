@@ -1,6 +1,6 @@
 """How often policy=gns grows by chance, and how soon it grows where it should: simulated gradients.
 
-    python benchmarks/growth_evidence.py --json benchmarks/results/growth_evidence.json        # MINUTES
+    python benchmarks/growth_evidence.py --json FILE        # ten minutes
 
 The policy sees S and G2 of each step as training computes them from M micro-batches, of a gradient whose true value G
 and covariance Sigma stay the same. Gradients are normal, or Student's t with three degrees of freedom (a factor for
