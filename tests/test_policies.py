@@ -91,7 +91,7 @@ def test_policy_state_carries_over() -> None:
             super().__init__(factor=0.5)
             self.least, self.count = least, 3
 
-    assert Derived().state_dict() == {"count": 3}, "arguments are no state"
+    assert Derived().state_dict() == {"count": 3, **GNSPolicy().state_dict()}, "arguments are no state"
 
 
 # SchedulePolicy

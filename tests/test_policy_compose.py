@@ -76,7 +76,7 @@ def test_compose_calls_all_hooks_in_order() -> None:
 def test_compose_keeps_the_state_of_its_parts() -> None:
     parts = Fixed(every=2), GNSPolicy(), Fixed(every=3)
     state = ComposePolicy(*parts).state_dict()
-    assert state == {"first": parts[0].state_dict(), "second": {}, "third": parts[2].state_dict()}
+    assert state == dict(zip(("first", "second", "third"), (part.state_dict() for part in parts), strict=True))
     joiner = Fixed()
     ComposePolicy(NoPolicy(), GNSPolicy(), joiner).load_state_dict(state)
     ComposePolicy(joiner, NoPolicy()).load_state_dict({})  # of a run with another policy
@@ -102,7 +102,9 @@ def test_compose_is_built_of_the_options_of_its_parts() -> None:
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
         cfg = hydra.compose("config", [*overrides, "policy@policy.third=schedule", "policy.third.phases=0:8"])
     policy = make_policy(OmegaConf.to_container(cfg.policy))
-    decided = policy.decide(signals(32, (900, 1000, 1100), done=0.5, base_batch_size=32))
+    for step in range(21):
+        at = signals(32, step=step, grad_variance=1000.0, grad_sq=1.0, done=0.5, base_batch_size=32)
+        decided = policy.decide(at)
     # Seesaw has cut by 1.1 seven times, to 0.5132: 62.4 samples, seven micro-batches of 8. gns would have 64 samples,
     # and asks for the two workers of these.
     assert decided == Decision(batch_size=56, lr_scale=1.1**-7, workers=2)
