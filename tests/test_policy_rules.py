@@ -165,6 +165,8 @@ def test_the_interval_is_unknown_before_twenty_known_steps() -> None:
     assert math.isnan(after(known[:19] + unknown).noise_interval().low)
     assert after(unknown + known).noise_interval() == after(known).noise_interval()
     assert after(known).noise_interval().low > 0
+    assert after(known * 3 + unknown * 13).noise_interval().low > 0  # 39 steps: 21 of 60 are left
+    assert math.isnan(after(known * 3 + unknown * 14).noise_interval().low)
     assert math.isnan(after([(-a, b) for a, b in known]).noise_interval().low)
 
 

@@ -42,13 +42,18 @@ class NoisePolicy(ConfiguredPolicy):
         """S and G2 of the newest steps, the latest last."""
 
     def observe(self, signals: Signals) -> None:
-        """Takes in a step, once: it may be decided on again after a failure."""
+        """Takes in a step, once: it may be decided on again after a failure.
+
+        One whose S and G2 are unknown takes the oldest one away, so that old steps do not count for ever.
+        """
         variance, grad_sq = signals.grad_variance, signals.grad_sq
         if signals.step <= self.last_step:
             return
         self.last_step = signals.step
         if variance is not None and grad_sq is not None and math.isfinite(variance + grad_sq):
             self.newest = [*self.newest[1 - MOST_STEPS :], (variance, grad_sq)]
+        else:
+            self.newest = self.newest[1:]
 
     def noise_interval(self) -> NoiseInterval:
         """Returns the interval now."""
