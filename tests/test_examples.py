@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import runpy
@@ -108,6 +109,7 @@ def run_example(script: str, arguments: list[str]) -> tuple[str, list[str]]:
     sys.argv = [script, *arguments]
     with warnings.catch_warnings(record=True) as warned, contextlib.redirect_stdout(io.StringIO()) as printed:
         KEPT.append(runpy.run_path(script, run_name="__main__"))
+        atexit._run_exitfuncs()  # as at a script's end, which a worker of tests does not reach
     return printed.getvalue(), [str(warning.message) for warning in warned]
 
 
