@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ import torch
 from torch.distributed import TCPStore
 from workers import set_torchrun_variables
 
-_CLONE_NEWNET = 0x40000000  # linux/sched.h
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000  # linux/sched.h
 _PACKET = 16384  # bytes that TCP hands over at once, in place of 64 KB: else a burst is as large as a small message
 _BURST_S = 0.001  # what a link may send at once after a pause; shorter ones need a host that is never busy
 _LATENCY = "20ms"  # how long a packet may wait in a link's queue before it is dropped
@@ -42,12 +43,18 @@ class Place:
     interface: str
 
     def enter(self) -> None:
-        """Moves the calling thread, and those that it starts from now on, into the namespace. Raises OSError."""
+        """Moves the calling thread, and those that it starts from now on, into the namespace. Raises OSError.
+
+        Where each worker has a link, each is a host of its own, with a name of its own.
+        """
         if self.namespace is None:
             return
+        libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.namespace}") as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+            if libc.setns(file.fileno(), _CLONE_NEWNET) != 0 or libc.unshare(_CLONE_NEWUTS) != 0:
                 raise OSError(ctypes.get_errno(), f"entering {self.namespace}")
+        if self.interface != "lo":
+            socket.sethostname(self.namespace)
 
 
 def join(places: Sequence[Place], rank: int, port: int) -> TCPStore | None:

@@ -13,15 +13,18 @@ process a run, as many at a time as there are cores: no time is measured. goodpu
 
 1. A sweep, with a seed of its own: 1, 2, 4 and 8 times the small batch, each at every rate of the problem, and at rates
    beyond these where a size's best one is the first or last. The small batch's rate is the one with the best quality
-   after 60 %. For each r, `best` is the batch size and rate of the least cost: a plain loop, no policy.
-2. For each seed, with the same initial model and order of samples: the small batch; `best`; policies from the small
-   batch on, at its rate, up to 8 times of it, with their defaults and lr.scaling as documented; `oracle`, the batch
-   sqrt(r x the true noise scale), measured on 2,048 samples every 20 steps; and `ramp`, the batch sizes that goodput
-   (r = 64) chose for the seed before, in a plain loop.
-3. Within a cosine decay, at equal samples: policies, beside the best of fixed batches and rates.
+   after 60 %.
+2. For each seed, with the same initial model and order of samples: the small batch; for each r the three batch sizes
+   and rates of least cost in the sweep, of which `best` has the least cost over all seeds: a plain loop, no policy;
+   policies from the small batch on, at its rate, up to 8 times of it, with their defaults and lr.scaling as documented;
+   `oracle`, the batch sqrt(r x the true noise scale), measured on 2,048 samples every 20 steps; and `ramp`, what
+   `kfuse ramp` makes of the batch sizes that goodput (r = 64) chose for the next seed, in a plain loop.
+3. Text, within a cosine decay, at equal samples: policies, beside the best of fixed batches and rates; seesaw in place
+   of the decay; and within wsd.
 
 **Real seconds** (`--link`): two workers of one thread, in network namespaces joined by links of this rate; DDP with the
-small and the best batch (the least seconds, from the sweep's steps and step times measured on this link), and policies.
+small batch, and with the three settings of least seconds by the sweep's steps and step times measured on this link, of
+which `best` takes the least seconds over all seeds; and policies.
 Runs of a seed come in an order that is shuffled anew. The clock stands while quality is measured.
 
 Ratios are formed within a seed; reported are their median and the 95 % bootstrap interval of the median. A run that
@@ -52,13 +55,18 @@ from machine import parser_of, warn_if_busy
 from rich.console import Console
 from rich.progress import Progress
 from tta_problems import LARGEST, PROBLEMS
-from tta_report import FIXED_COSTS, at_samples, best_of, cost, final, reached, report
-from tta_systems import POLICIES, Job, run
-from workers import leave, messages_from
+from tta_report import FIXED_COSTS, at_samples, cost, final, reached, report
+from tta_systems import Job, run
+from workers import messages_from
+
+from kfuse.tools.ramp import ramp_of
 
 TARGET_AT = 0.6
 """Part of a problem's samples after which the small batch's quality is the target."""
 TUNING_SEED = 1000  # none of those compared
+CANDIDATES = 3
+"""Settings of the sweep that are compared over all seeds, to find the best: one run of each does not tell."""
+WITHIN_DECAY = ("goodput", "gns", "gns, factor 0.25", "critical_batch")
 _MOST_BEYOND = 2
 """Times that the sweep tries rates beyond those that it has."""
 Run = dict[str, Any]
@@ -83,14 +91,15 @@ def processes() -> Iterator[Train]:
 
 
 def work(rank: int, places: Any, port: int, jobs: Any, messages: Any) -> None:
-    """One of several workers: runs the jobs of its queue until there comes None. Rank 0 sends the records."""
+    """One of several workers: runs the jobs of its queue. Rank 0 sends the records."""
     store = join(places, rank, port)  # noqa: F841  # it is needed as long as the workers are there
+    os.environ["GLOO_SOCKET_IFNAME"] = places[rank].interface
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    while (job := jobs[rank].get()) is not None:
+    while True:  # until it is killed
+        job = jobs[rank].get()
         record = run(job, _problem(job.problem, job.part))
         if rank == 0:
             messages.put(("record", record))
-    leave(messages)
 
 
 @contextmanager
@@ -129,7 +138,7 @@ def sweep(name: str, part: float, train: Train) -> Run:
     base = Job(name, "fixed", small, rates[0], TUNING_SEED, part)
     records = train([replace(base, lr=lr) for lr in rates])
     for _ in range(_MOST_BEYOND):
-        records += train([replace(base, lr=lr) for _, lr in rates_beyond(records, lambda each: _quality(each))])
+        records += train([replace(base, lr=lr) for _, lr in rates_beyond(records, _quality)])
     tuned = min(records, key=_quality)
     target = _quality(tuned)
     larger = [
@@ -140,9 +149,15 @@ def sweep(name: str, part: float, train: Train) -> Run:
     records += train(larger)
     for _ in range(_MOST_BEYOND):
         others = [each for each in records if each["batch_size"] > small]
-        beyond = rates_beyond(others, lambda each: cost(each["curve"], target, FIXED_COSTS[1]))
+        beyond = rates_beyond(others, lambda each: cost(each, target, FIXED_COSTS[1]))
         records += train([replace(larger[0], batch_size=size, lr=lr) for size, lr in beyond])
     return {"lr": tuned["lr"], "sweep_target": target, "sweep": records}
+
+
+def cheapest(tuned: Run, r: float) -> list[tuple[int, float]]:
+    """The batch sizes and rates of the sweep that cost least."""
+    runs = sorted(tuned["sweep"], key=lambda each: cost(each, tuned["sweep_target"], r))
+    return [(each["batch_size"], each["lr"]) for each in runs[:CANDIDATES]]
 
 
 def rates_beyond(records: Sequence[Run], by: Callable[[Run], float]) -> list[tuple[int, float]]:
@@ -173,7 +188,7 @@ def computed(name: str, part: float, seeds: int, train: Train, advance: Callable
     target = tuned["target"] = median(map(_quality, runs))
     jobs = []
     for job in (replace(each, times=2, target=target) for each in small):
-        for size, rate in sorted({best_of(tuned, r) for r in FIXED_COSTS}):
+        for size, rate in sorted({each for r in FIXED_COSTS for each in cheapest(tuned, r)}):
             jobs.append(replace(job, batch_size=size, lr=rate))
         jobs.append(replace(job, system="gns"))
         jobs += [replace(job, system="goodput", r=r) for r in FIXED_COSTS]
@@ -181,40 +196,43 @@ def computed(name: str, part: float, seeds: int, train: Train, advance: Callable
             jobs += [replace(job, system="oracle", r=r, truth=1 << 30) for r in FIXED_COSTS]
     advance(f"{name}: policies")
     runs += train(jobs)
-    ramps = {each["seed"]: each["batch_sizes"] for each in runs if each["system"] == "goodput" and each["r"] == 64}
+    ramps = {each["seed"]: ramp(each) for each in runs if each["system"] == "goodput" and each["r"] == 64}
     advance(f"{name}: ramps, decays")
     if name != "quadratic":
-        runs += train(
-            [
-                replace(job, system="ramp", ramp=samples_of(ramps[(job.seed + 1) % seeds]), times=2, target=target)
-                for job in small
-            ]
-        )
+        of_another = [replace(job, system="ramp", ramp=ramps[(job.seed + 1) % seeds]) for job in small]
+        runs += train([replace(job, times=2, target=target) for job in of_another])
+    if name == "text":
         tuned["decay"] = within_decay(name, part, seeds, tuned, train)
     return {"tuned": tuned, "runs": runs}
 
 
-def samples_of(batch_sizes: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    """A run's changes of the batch size, by samples in place of steps."""
-    found, samples, before = [], 0, (0, batch_sizes[0][1])
-    for step, size in batch_sizes:
-        samples += (step - before[0]) * before[1]
-        found.append((samples, size))
-        before = step, size
-    return tuple(found)
+def ramp(record: Run) -> tuple[tuple[int, int], ...]:
+    """What `kfuse ramp` makes of a run."""
+    changes, steps, samples = dict(record["batch_sizes"]), [], 0
+    size = changes[0]
+    for step in range(record["curve"][-1][1]):
+        size = changes.get(step, size)
+        samples += size
+        steps.append((samples, size))
+    return tuple(ramp_of(steps))
 
 
 def within_decay(name: str, part: float, seeds: int, tuned: Run, train: Train) -> list[Run]:
-    """Runs within a cosine decay at equal samples: the best fixed batch and rate, found by a sweep, and policies."""
+    """Runs at equal samples: the best fixed batch and rate within a cosine decay, found by a sweep, and policies."""
     setting, lr = PROBLEMS[name].setting, tuned["lr"]
     base = Job(name, "fixed", setting.batch_size, lr, TUNING_SEED, part, decay="cosine")
     swept = train(
         [replace(base, batch_size=setting.batch_size * 2**k, lr=lr * 2**power) for k in range(3) for power in (0, 1, 2)]
     )
-    best = min(swept, key=lambda each: final(each["curve"]) or float("inf"))
-    jobs = [replace(base, seed=seed, lr=best["lr"]) for seed in range(seeds)]
-    fixed = [replace(job, batch_size=best["batch_size"]) for job in jobs]
-    return train([*fixed, *(replace(job, system=system, r=64) for job in jobs for system in POLICIES)])
+    best = min(swept, key=lambda each: final(each["curve"]))
+    jobs = []
+    for seed in range(seeds):
+        job = replace(base, seed=seed, lr=best["lr"])
+        for decay in ("cosine", "wsd"):
+            jobs.append(replace(job, batch_size=best["batch_size"], decay=decay))
+            jobs += [replace(job, system=system, r=64, decay=decay) for system in WITHIN_DECAY]
+        jobs.append(replace(job, system="seesaw", decay="none"))
+    return train(jobs)
 
 
 def on_a_link(name: str, part: float, seeds: int, train: Train, advance: Callable[[str], None]) -> Run:
@@ -227,16 +245,15 @@ def on_a_link(name: str, part: float, seeds: int, train: Train, advance: Callabl
     advance(f"{name}: step times")
     sizes = sorted({each["batch_size"] for each in tuned["sweep"]})
     tuned["step_s"] = {size: step_seconds(train([replace(base, batch_size=size, part=part / 10)])[0]) for size in sizes}
-    best = min(tuned["sweep"], key=lambda each: _seconds(each, tuned))
-    tuned["best"] = best["batch_size"], best["lr"]
+    quickest = sorted(tuned["sweep"], key=lambda each: _seconds(each, tuned))[:CANDIDATES]
     starts = train([replace(base, seed=seed) for seed in range(seeds)])
     target = tuned["target"] = median(map(_quality, starts))
     runs = []
     for seed in range(seeds):
         advance(f"{name}: seed {seed}")
         job = replace(base, seed=seed, times=2, target=target)
-        others = [replace(job, batch_size=best["batch_size"], lr=best["lr"])]
-        others += [replace(job, system=system) for system in POLICIES]
+        others = [replace(job, batch_size=each["batch_size"], lr=each["lr"]) for each in quickest]
+        others += [replace(job, system=system) for system in ("goodput", "gns")]
         runs += train(random.Random(f"{seed} {name}").sample(others, len(others)))
     return {"tuned": tuned, "runs": starts + runs}
 
@@ -248,8 +265,7 @@ def step_seconds(record: Run) -> float:
 
 
 def _seconds(record: Run, tuned: Run) -> float:
-    found = reached(record["curve"], tuned["sweep_target"])
-    return float("inf") if found is None else found["steps"] * float(tuned["step_s"][record["batch_size"]])
+    return reached(record["curve"], tuned["sweep_target"])["steps"] * float(tuned["step_s"][record["batch_size"]])
 
 
 def main() -> int:

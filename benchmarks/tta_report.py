@@ -46,39 +46,31 @@ def at_samples(curve: Curve, part: float) -> float:
     return float(np.interp(part * curve[-1][0], *zip(*rows, strict=True)))
 
 
-def final(curve: Curve) -> float | None:
-    """The median of the last three qualities; None where that is no number."""
-    value = sorted(math.inf if row[-1] is None else row[-1] for row in curve[-3:])[len(curve[-3:]) // 2]
-    return value if math.isfinite(value) else None
+def final(curve: Curve) -> float:
+    """The median of the last three qualities; infinite where that is no number."""
+    return sorted(math.inf if row[-1] is None else float(row[-1]) for row in curve[-3:])[len(curve[-3:]) // 2]
 
 
-def reached(curve: Curve, target: float) -> dict[str, float] | None:
-    """Samples, steps and seconds at which the smoothed curve first comes to the target; None where it never does.
+def reached(curve: Curve, target: float) -> dict[str, float]:
+    """Samples, steps and seconds at which the smoothed curve first comes to the target; infinite where it never does.
 
     Between two rows by a straight line; a row without a number counts as not there yet.
     """
-    rows = smooth(curve)
+    rows, names = smooth(curve), ("samples", "steps", "seconds")
     for before, after in zip([None, *rows], rows, strict=False):
         if after[-1] is None or after[-1] > target:
             continue
-        names = ("samples", "steps", "seconds")
         if before is None or before[-1] is None:
             return dict(zip(names, map(float, after), strict=False))
         share = (before[-1] - target) / (before[-1] - after[-1])
         return {name: a + share * (b - a) for name, a, b in zip(names, before, after, strict=False)}
-    return None
+    return dict.fromkeys(names, math.inf)
 
 
-def cost(curve: Curve, target: float, r: float) -> float:
-    """steps x r + samples to the target; infinite where it is not reached."""
-    found = reached(curve, target)
-    return math.inf if found is None else found["steps"] * r + found["samples"]
-
-
-def seconds(curve: Curve, target: float) -> float:
-    """To the target; infinite where it is not reached."""
-    found = reached(curve, target)
-    return math.inf if found is None else found["seconds"]
+def cost(run: Run, target: float, r: float | None) -> float:
+    """steps x r + samples to the target, seconds for None; infinite where it is not reached."""
+    found = reached(run["curve"], target)
+    return found["seconds"] if r is None else found["steps"] * r + found["samples"]
 
 
 def ratio(value: float, base: float) -> float:
@@ -98,21 +90,22 @@ def interval(values: Sequence[float]) -> dict[str, float | None]:
 # -- the runs of a row -----------------------------------------------------------------------------------------------
 
 
-def best_of(tuned: Run, r: float) -> tuple[int, float]:
-    """The batch size and rate of the sweep with the least cost."""
-    best = min(tuned["sweep"], key=lambda each: cost(each["curve"], tuned["sweep_target"], r))
-    return best["batch_size"], best["lr"]
+def best_runs(found: Run, r: float | None) -> list[Run]:
+    """Those of the fixed batch size and rate with the least cost, by the median over the seeds."""
+    by: dict[tuple[int, float], list[Run]] = {}
+    for each in found["runs"]:
+        if each["system"] == "fixed" and each["target"] is not None:
+            by.setdefault((each["batch_size"], each["lr"]), []).append(each)
+    return min(by.values(), key=lambda runs: median(cost(each, each["target"], r) for each in runs))
 
 
 def runs_of(found: Run, row: str, r: float | None) -> list[Run]:
     """The runs of a row, by seed. row: `small`, `best` or a system's name. r: None: by seconds."""
-    tuned, runs = found["tuned"], [each for each in found["runs"] if each["r"] in (None, r)]
+    runs = [each for each in found["runs"] if each["r"] in (None, r)]
     if row == "small":
         picked = [each for each in runs if each["system"] == "fixed" and each["target"] is None]
     elif row == "best":
-        of_best = tuned["best"] if r is None else best_of(tuned, r)
-        fixed = [each for each in runs if each["system"] == "fixed" and each["target"] is not None]
-        picked = [each for each in fixed if (each["batch_size"], each["lr"]) == tuple(of_best)]
+        picked = best_runs(found, r)
     else:
         picked = [each for each in runs if each["system"] == row]
     return sorted(picked, key=lambda each: each["seed"])
@@ -127,7 +120,7 @@ def summarize(found: Run) -> dict[str, Any]:
     """By r (`s`: in seconds) and row: what it took, over the best fixed batch and over the small one."""
     tuned, summary = found["tuned"], dict[str, Any]()
     for r in (None,) if "step_s" in tuned else FIXED_COSTS:
-        costs = {row: [_cost(each, tuned["target"], r) for each in runs_of(found, row, r)] for row in rows_of(found)}
+        costs = {row: [cost(each, tuned["target"], r) for each in runs_of(found, row, r)] for row in rows_of(found)}
         summary["s" if r is None else str(r)] = {
             row: {
                 "cost": interval(values),
@@ -135,42 +128,26 @@ def summarize(found: Run) -> dict[str, Any]:
                 "reached": sum(map(math.isfinite, values)),
                 "runs": len(values),
                 "batches": sorted({size for each in runs_of(found, row, r) for _, size in each["batch_sizes"]}),
-                "steps": _median_of("steps", runs_of(found, row, r), tuned["target"]),
-                "samples": _median_of("samples", runs_of(found, row, r), tuned["target"]),
+                **{what: _median(what, runs_of(found, row, r), tuned["target"]) for what in ("steps", "samples")},
             }
             for row, values in costs.items()
         }
         if r is not None:
-            swept = sum(_whole_cost(each, r) for each in tuned["sweep"])
+            swept = sum(each["curve"][-1][1] * r + each["curve"][-1][0] for each in tuned["sweep"])
             summary[str(r)]["sweep over one goodput run"] = round(swept / median(costs["goodput"]), 1)
     if growths := first_growths(found):
         summary["first growth / truth passes the batch"] = growths
     if ramps := runs_of(found, "ramp", None):
         own = runs_of(found, "goodput", 64)
-        pairs = [[_steps(each, tuned["target"]) for each in pair] for pair in zip(ramps, own, strict=True)]
-        summary["steps, ramp / goodput"] = interval([ratio(a, b) for a, b in pairs])
+        steps = [[reached(each["curve"], tuned["target"])["steps"] for each in runs] for runs in (ramps, own)]
+        summary["steps, ramp / goodput"] = interval(list(map(ratio, *steps)))
     if "decay" in tuned:
         summary["within a decay"] = _within_decay(tuned["decay"])
     return summary
 
 
-def _cost(run: Run, target: float, r: float | None) -> float:
-    return seconds(run["curve"], target) if r is None else cost(run["curve"], target, r)
-
-
-def _whole_cost(run: Run, r: float) -> float:
-    samples, steps = run["curve"][-1][:2]
-    return float(steps * r + samples)
-
-
-def _steps(run: Run, target: float) -> float:
-    found = reached(run["curve"], target)
-    return math.inf if found is None else found["steps"]
-
-
-def _median_of(what: str, runs: Sequence[Run], target: float) -> float | None:
-    found = [math.inf if (each := reached(run["curve"], target)) is None else each[what] for run in runs]
-    middle = median(found) if found else math.inf
+def _median(what: str, runs: Sequence[Run], target: float) -> float | None:
+    middle = median(reached(run["curve"], target)[what] for run in runs)
     return round(middle) if math.isfinite(middle) else None
 
 
@@ -186,19 +163,18 @@ def first_growths(found: Run) -> list[float | None]:
 
 
 def _within_decay(runs: Sequence[Run]) -> dict[str, Any]:
-    """By policy: final quality and steps over those of the best fixed batch."""
-    by = {(each["system"], each["seed"]): each for each in runs}
-    seeds, systems = sorted({seed for _, seed in by}), dict.fromkeys(system for system, _ in by)
-    out = {}
-    for system in systems:
-        finals = [(final(by[system, seed]["curve"]), final(by["fixed", seed]["curve"])) for seed in seeds]
-        steps = [by[system, seed]["curve"][-1][1] / by["fixed", seed]["curve"][-1][1] for seed in seeds]
-        out[system] = {
-            "quality": interval([math.inf if a is None else a for a, _ in finals]),
-            "/ fixed": interval([ratio(a or math.inf, b or math.inf) for a, b in finals]),
-            "steps / fixed": interval(steps),
-            "batch": by[system, seeds[0]]["batch_size"],
-            "lr": by[system, seeds[0]]["lr"],
+    """By decay and system: final quality and steps over those of the best fixed batch within a cosine decay."""
+    by: dict[tuple[str, str], list[Run]] = {}
+    for each in sorted(runs, key=lambda run: run["seed"]):
+        by.setdefault((each["decay"], each["system"]), []).append(each)
+    base = by["cosine", "fixed"]
+    out: dict[str, Any] = {"batch": base[0]["batch_size"], "lr": base[0]["lr"]}
+    for (decay, system), group in by.items():
+        pairs = list(zip(group, base, strict=True))
+        out[f"{system}, {decay}" if decay != "none" else system] = {
+            "quality": interval([final(each["curve"]) for each in group]),
+            "/ fixed": interval([ratio(final(a["curve"]), final(b["curve"])) for a, b in pairs]),
+            "steps / fixed": interval([a["curve"][-1][1] / b["curve"][-1][1] for a, b in pairs]),
         }
     return out
 

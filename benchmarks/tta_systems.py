@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,14 @@ WARM_UP = 0.05
 """Part of these over which the learning rate rises."""
 TRUTH_SAMPLES, TRUTH_EVERY = 2048, 20
 """What the true noise scale is taken from, and in which steps."""
-POLICIES: dict[str, Callable[[], kf.BasePolicy]] = {"goodput": policies.GoodputPolicy, "gns": policies.GNSPolicy}
-"""With their defaults."""
+POLICIES: dict[str, Callable[[], kf.BasePolicy]] = {
+    "goodput": policies.GoodputPolicy,
+    "gns": policies.GNSPolicy,
+    "gns, factor 0.25": partial(policies.GNSPolicy, factor=0.25),
+    "critical_batch": policies.CriticalBatchPolicy,
+    "seesaw": policies.SeesawPolicy,
+}
+"""With their defaults, but for what the name says."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,8 @@ class Job:
     target: float | None = None
 
 
-class Reached(Exception):
-    """The quality is there: the run ends."""
+class Reached(SystemExit):
+    """The quality is there: the run ends. Of a policy's exceptions, kf.fit lets those that end a script through."""
 
 
 class Course:
