@@ -1,12 +1,13 @@
 """Is an adaptive policy as quick as the best fixed batch, without the sweep that finds it?
 
-    python benchmarks/time_to_accuracy.py --problems text --json FILE --plot PICTURE        # on two cores: half an hour
+    python benchmarks/time_to_accuracy.py --problems text --json FILE        # on two cores: half an hour
     python benchmarks/time_to_accuracy.py --link 100mbit --problems text --json FILE
 
 Three problems (tta_problems.py): digits by a convolutional network and text by a GPT, both with AdamW, and the noisy
 quadratic model with SGD. Quality is measured on held-out data at 20 equal intervals of a problem's samples; a
 measurement counts as the median of it and its two neighbours. The target is the median over the seeds of the quality
-that the small batch has after 60 % of these samples. A run may take twice these samples to it.
+that the small batch has after 60 % of these samples. A run may take
+twice these samples to it (in the sweep and on a link the small batch takes them once).
 
 **Computed cost** (the default): a step costs r samples, and its own: steps x r + samples, for r = 16, 64 and 256. One
 process a run, as many at a time as there are cores: no time is measured. goodput gets (r + B) / 1000 as its step times.
@@ -41,9 +42,8 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -171,7 +171,7 @@ def rates_beyond(records: Sequence[Run], by: Callable[[Run], float]) -> list[tup
 
 
 def _quality(record: Run) -> float:
-    return at_samples(record["curve"], TARGET_AT)
+    return at_samples(record["curve"], TARGET_AT / record["times"])
 
 
 # -- the comparisons -------------------------------------------------------------------------------------------------
@@ -182,25 +182,29 @@ def computed(name: str, part: float, seeds: int, train: Train, advance: Callable
     advance(f"{name}: sweep")
     tuned = sweep(name, part, train)
     setting, lr = PROBLEMS[name].setting, tuned["lr"]
-    small = [Job(name, "fixed", setting.batch_size, lr, seed, part) for seed in range(seeds)]
+    truth_until = 0 if name == "quadratic" else 600
+    small = [
+        Job(name, "small", setting.batch_size, lr, seed, part, times=2, truth_until=truth_until)
+        for seed in range(seeds)
+    ]
     advance(f"{name}: small batch")
-    runs = train([replace(job, truth=0 if name == "quadratic" else 600) for job in small])
+    runs = train(small)
     target = tuned["target"] = median(map(_quality, runs))
     jobs = []
-    for job in (replace(each, times=2, target=target) for each in small):
+    others = [replace(job, target=target, truth_until=0) for job in small]
+    for job in others:
         for size, rate in sorted({each for r in FIXED_COSTS for each in cheapest(tuned, r)}):
-            jobs.append(replace(job, batch_size=size, lr=rate))
+            jobs.append(replace(job, system="fixed", batch_size=size, lr=rate))
         jobs.append(replace(job, system="gns"))
         jobs += [replace(job, system="goodput", r=r) for r in FIXED_COSTS]
         if name != "quadratic":
-            jobs += [replace(job, system="oracle", r=r, truth=1 << 30) for r in FIXED_COSTS]
+            jobs += [replace(job, system="oracle", r=r) for r in FIXED_COSTS]
     advance(f"{name}: policies")
     runs += train(jobs)
     ramps = {each["seed"]: ramp(each) for each in runs if each["system"] == "goodput" and each["r"] == 64}
     advance(f"{name}: ramps, decays")
     if name != "quadratic":
-        of_another = [replace(job, system="ramp", ramp=ramps[(job.seed + 1) % seeds]) for job in small]
-        runs += train([replace(job, times=2, target=target) for job in of_another])
+        runs += train([replace(job, system="ramp", ramp=ramps[(job.seed + 1) % seeds]) for job in others])
     if name == "text":
         tuned["decay"] = within_decay(name, part, seeds, tuned, train)
     return {"tuned": tuned, "runs": runs}
@@ -218,12 +222,18 @@ def ramp(record: Run) -> tuple[tuple[int, int], ...]:
 
 
 def within_decay(name: str, part: float, seeds: int, tuned: Run, train: Train) -> list[Run]:
-    """Runs at equal samples: the best fixed batch and rate within a cosine decay, found by a sweep, and policies."""
+    """Runs at equal samples: the best fixed batch and rate within a cosine decay, found by a sweep, and policies.
+
+    The policies start from the small batch, at the rate of the best fixed one.
+    """
     setting, lr = PROBLEMS[name].setting, tuned["lr"]
     base = Job(name, "fixed", setting.batch_size, lr, TUNING_SEED, part, decay="cosine")
     swept = train(
         [replace(base, batch_size=setting.batch_size * 2**k, lr=lr * 2**power) for k in range(3) for power in (0, 1, 2)]
     )
+    for _ in range(_MOST_BEYOND):
+        beyond = rates_beyond(swept, lambda each: final(each["curve"]))
+        swept += train([replace(base, batch_size=size, lr=rate) for size, rate in beyond])
     best = min(swept, key=lambda each: final(each["curve"]))
     jobs = []
     for seed in range(seeds):
@@ -241,10 +251,11 @@ def on_a_link(name: str, part: float, seeds: int, train: Train, advance: Callabl
     with processes() as alone:
         tuned = sweep(name, part, alone)
     small, lr = PROBLEMS[name].setting.batch_size, tuned["lr"]
-    base = Job(name, "fixed", small, lr, 0, part)
+    base = Job(name, "small", small, lr, 0, part)
     advance(f"{name}: step times")
     sizes = sorted({each["batch_size"] for each in tuned["sweep"]})
-    tuned["step_s"] = {size: step_seconds(train([replace(base, batch_size=size, part=part / 10)])[0]) for size in sizes}
+    short = [replace(base, system="fixed", batch_size=size, part=part / 10) for size in sizes]
+    tuned["step_s"] = {each["batch_size"]: step_seconds(each) for each in train(short)}
     quickest = sorted(tuned["sweep"], key=lambda each: _seconds(each, tuned))[:CANDIDATES]
     starts = train([replace(base, seed=seed) for seed in range(seeds)])
     target = tuned["target"] = median(map(_quality, starts))
@@ -252,7 +263,7 @@ def on_a_link(name: str, part: float, seeds: int, train: Train, advance: Callabl
     for seed in range(seeds):
         advance(f"{name}: seed {seed}")
         job = replace(base, seed=seed, times=2, target=target)
-        others = [replace(job, batch_size=each["batch_size"], lr=each["lr"]) for each in quickest]
+        others = [replace(job, system="fixed", batch_size=each["batch_size"], lr=each["lr"]) for each in quickest]
         others += [replace(job, system=system) for system in ("goodput", "gns")]
         runs += train(random.Random(f"{seed} {name}").sample(others, len(others)))
     return {"tuned": tuned, "runs": starts + runs}
@@ -274,23 +285,25 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--part", type=float, default=1.0, help="of each run's samples; for a quick look")
     parser.add_argument("--link", help="measure seconds on such a link, as 100mbit")
-    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     if args.seeds < 1 or not 0 < args.part <= 1:
         parser.error(f"--seeds {args.seeds} --part {args.part}: at least one seed, and a part above 0, at most 1")
     found: dict[str, Run] = {}
-    runs = linked(args.link) if args.link else processes()
-    with Progress(transient=True, console=Console(stderr=True)) as bar, runs as train:
+    trainer = linked(args.link) if args.link else processes()
+    with Progress(transient=True, console=Console(stderr=True)) as bar, trainer as train:
         task = bar.add_task("", total=None)
-        say = partial(bar.update, task)
+
+        def advance(what: str) -> None:
+            bar.update(task, description=what)
+
         for name in args.problems:
             given = (name, args.part, args.seeds)
             if args.link:
                 warn_if_busy()
-                found[name] = on_a_link(*given, train, lambda what: say(description=what))
+                found[name] = on_a_link(*given, train, advance)
             else:
-                found[name] = computed(*given, train, lambda what: say(description=what))
-    report(found, args.json, args.plot)
+                found[name] = computed(*given, train, advance)
+    report(found, args.json)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""time_to_accuracy.py's costs, ratios, tables, result file and picture.
+"""time_to_accuracy.py's costs, ratios, tables and result file.
 
 A run is a record as `tta_systems.run` makes it. Its `curve` has rows of samples, steps, seconds and quality, of which
 lower is better; the quality is None where it is no number.
@@ -94,7 +94,7 @@ def best_runs(found: Run, r: float | None) -> list[Run]:
     """Those of the fixed batch size and rate with the least cost, by the median over the seeds."""
     by: dict[tuple[int, float], list[Run]] = {}
     for each in found["runs"]:
-        if each["system"] == "fixed" and each["target"] is not None:
+        if each["system"] == "fixed":
             by.setdefault((each["batch_size"], each["lr"]), []).append(each)
     return min(by.values(), key=lambda runs: median(cost(each, each["target"], r) for each in runs))
 
@@ -102,18 +102,13 @@ def best_runs(found: Run, r: float | None) -> list[Run]:
 def runs_of(found: Run, row: str, r: float | None) -> list[Run]:
     """The runs of a row, by seed. row: `small`, `best` or a system's name. r: None: by seconds."""
     runs = [each for each in found["runs"] if each["r"] in (None, r)]
-    if row == "small":
-        picked = [each for each in runs if each["system"] == "fixed" and each["target"] is None]
-    elif row == "best":
-        picked = best_runs(found, r)
-    else:
-        picked = [each for each in runs if each["system"] == row]
+    picked = best_runs(found, r) if row == "best" else [each for each in runs if each["system"] == row]
     return sorted(picked, key=lambda each: each["seed"])
 
 
 def rows_of(found: Run) -> list[str]:
     systems = dict.fromkeys(each["system"] for each in found["runs"])
-    return ["small", "best", *(each for each in systems if each != "fixed")]
+    return ["small", "best", *(each for each in systems if each not in ("small", "fixed"))]
 
 
 def summarize(found: Run) -> dict[str, Any]:
@@ -133,8 +128,9 @@ def summarize(found: Run) -> dict[str, Any]:
             for row, values in costs.items()
         }
         if r is not None:
-            swept = sum(each["curve"][-1][1] * r + each["curve"][-1][0] for each in tuned["sweep"])
-            summary[str(r)]["sweep over one goodput run"] = round(swept / median(costs["goodput"]), 1)
+            swept = sum(_whole(each, r) for each in tuned["sweep"])
+            one = median(_whole(each, r) for each in runs_of(found, "goodput", r))
+            summary[str(r)][f"sweep of {len(tuned['sweep'])} runs over one goodput run"] = round(swept / one, 1)
     if growths := first_growths(found):
         summary["first growth / truth passes the batch"] = growths
     if ramps := runs_of(found, "ramp", None):
@@ -144,6 +140,12 @@ def summarize(found: Run) -> dict[str, Any]:
     if "decay" in tuned:
         summary["within a decay"] = _within_decay(tuned["decay"])
     return summary
+
+
+def _whole(run: Run, r: float) -> float:
+    """steps x r + samples of the whole run, until it ended."""
+    samples, steps = run["curve"][-1][:2]
+    return float(steps * r + samples)
 
 
 def _median(what: str, runs: Sequence[Run], target: float) -> float | None:
@@ -158,7 +160,7 @@ def first_growths(found: Run) -> list[float | None]:
     for each in runs_of(found, "small", None):
         passed = next((step for step, noise in each["truth"] if noise > each["batch_size"]), None)
         changes = grown.get(each["seed"], [])
-        out.append(round(changes[1][0] / max(1, passed), 2) if passed is not None and len(changes) > 1 else None)
+        out.append(round(changes[1][0] / passed, 2) if passed and len(changes) > 1 else None)
     return out if any(each is not None for each in out) else []
 
 
@@ -179,11 +181,11 @@ def _within_decay(runs: Sequence[Run]) -> dict[str, Any]:
     return out
 
 
-# -- tables, file, picture -------------------------------------------------------------------------------------------
+# -- tables, file ----------------------------------------------------------------------------------------------------
 
 
-def report(found: Mapping[str, Run], file: Path | None, picture: Path | None) -> None:
-    """Prints the tables; writes the record and the picture where they are asked for."""
+def report(found: Mapping[str, Run], file: Path | None) -> None:
+    """Prints the tables; writes the record where it is asked for."""
     console, figures = Console(width=None if sys.stdout.isatty() else 160), {}
     for name, each in found.items():
         figures[name] = summarize(each)
@@ -203,8 +205,6 @@ def report(found: Mapping[str, Run], file: Path | None, picture: Path | None) ->
         lines = ",\n".join(json.dumps(each, allow_nan=False) for runs in rows.values() for each in runs)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n')
-    if picture is not None:
-        plot(found, picture)
 
 
 def _table(name: str, tuned: Run, r: str, rows: Mapping[str, Any]) -> Table:
@@ -235,30 +235,3 @@ def _number(value: float | None) -> str:
 def _spread(found: Mapping[str, float | None]) -> str:
     middle, low, high = ("inf" if found[name] is None else _number(found[name]) for name in ("median", "low", "high"))
     return f"{middle} ({low} to {high})"
-
-
-def plot(found: Mapping[str, Run], picture: Path) -> None:
-    """By problem: quality over computed cost (r = 64; on a link seconds), a line a run, and the batch sizes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4 * len(found)), layout="constrained")
-    axes = figure.subplots(len(found), 2, squeeze=False)
-    for (left, right), (name, each) in zip(axes, found.items(), strict=True):
-        r = None if "step_s" in each["tuned"] else 64
-        for colour, row in enumerate(rows_of(each)):
-            for number, run in enumerate(runs_of(each, row, r)):
-                curve = [point for point in run["curve"] if point[-1] is not None and point[1]]
-                label = row if number == 0 else None
-                costs = [point[2] if r is None else point[1] * r + point[0] for point in curve]
-                left.plot(costs, [point[-1] for point in curve], color=f"C{colour}", label=label, linewidth=1)
-                steps, sizes = zip(*run["batch_sizes"], strict=True)
-                ends = (*steps, run["curve"][-1][1]), (*sizes, sizes[-1])
-                right.plot(*ends, drawstyle="steps-post", color=f"C{colour}", linewidth=1)
-        left.axhline(each["tuned"]["target"], color="black", linestyle=":", linewidth=1)
-        what = "seconds" if r is None else f"steps x {r} + samples"
-        left.set(xlabel=what, ylabel=f"{name}: {PROBLEMS[name].quality}", xscale="log", yscale="log")
-        right.set(xlabel="steps", ylabel="batch size", yscale="log")
-        left.grid(alpha=0.3)
-        right.grid(alpha=0.3)
-        left.legend(fontsize=8)
-    figure.savefig(picture, dpi=100)

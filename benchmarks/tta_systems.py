@@ -52,10 +52,11 @@ POLICIES: dict[str, Callable[[], kf.BasePolicy]] = {
 class Job:
     """One run.
 
-    system: a policy's name; else `fixed` (one batch size), `ramp` (those of `ramp`) or `oracle` (sqrt(r x the true
-    noise scale)). Policies start from the problem's small batch.
+    system: a policy's name; else `fixed` (one batch size), `small` (the problem's small one), `ramp` (those of `ramp`)
+    or `oracle` (sqrt(r x the true noise scale)). Policies start from the problem's small batch.
     r: the fixed cost of a step in samples, which stands for measured times; None: these are taken.
-    ramp: pairs (samples, batch size) from where on. truth: the true noise scale is measured too, of so many steps.
+    ramp: pairs (samples, batch size) from where on. truth_until: the true noise scale is measured too, every
+    TRUTH_EVERY steps before this one; oracle needs it in any case.
     target: the run ends once its quality is there, or after `times` the problem's samples.
     """
 
@@ -69,7 +70,7 @@ class Job:
     decay: str = "none"
     r: float | None = None
     ramp: tuple[tuple[int, int], ...] = ()
-    truth: int = 0
+    truth_until: int = 0
     target: float | None = None
 
 
@@ -80,12 +81,13 @@ class Reached(SystemExit):
 class Course:
     """What a run did: each step's settings, and the quality at equal intervals of samples, whose time does not count.
 
-    An evaluation is due at the first step with which the run has used k / EVALUATIONS of the problem's samples. Every
-    worker evaluates by itself, at the same time; none goes on before all have ended.
+    An evaluation is due at the first step with which the run has used k / EVALUATIONS of the problem's samples. The
+    quality is that of rank 0's model; no worker goes on before all know it.
     """
 
-    def __init__(self, job: Job, problem: Problem, model: nn.Module, barrier: Callable[[], object]) -> None:
-        self._job, self._problem, self._model, self._barrier = job, problem, model, barrier
+    def __init__(self, job: Job, problem: Problem, model: nn.Module, of_rank_0: Callable[[float], float]) -> None:
+        self._job, self._problem, self._model, self._of_rank_0 = job, problem, model, of_rank_0
+        self._truths = 1 << 30 if job.system == "oracle" else job.truth_until
         self.steps: dict[int, tuple[int, int, float]] = {}
         """By step: samples used until then, batch size, learning rate."""
         self.finished = 0
@@ -94,15 +96,16 @@ class Course:
         """Steps made, seconds of training, quality."""
         self.truth: list[tuple[int, float]] = []
         """Step, noise scale."""
-        self._due, self._below, self._seconds, self._resumed = 0, 0, 0.0, 0.0
+        self._due, self._below, self._seconds, self._resumed = 1, 0, 0.0, 0.0
 
     def begin_step(self) -> None:
         """Evaluates before the first step, and measures the truth where that is due; the clock stands meanwhile."""
         if self.finished == 0:
             self._evaluate()
-        if self.finished < self._job.truth and self.finished % TRUTH_EVERY == 0:
-            self.truth.append((self.finished, true_noise_scale(self._problem, self._model, self.finished)))
-            self._go_on()
+        if self.finished < self._truths and self.finished % TRUTH_EVERY == 0:
+            noise = true_noise_scale(self._problem, self._model, self._job.seed, self.finished)
+            self.truth.append((self.finished, self._of_rank_0(noise)))
+            self._resumed = time.perf_counter()
 
     def end_step(self) -> None:
         self.finished += 1
@@ -120,18 +123,13 @@ class Course:
     def _evaluate(self) -> None:
         self._model.eval()
         with torch.no_grad():
-            quality = self._problem.measure(self._model)
+            quality = self._of_rank_0(self._problem.measure(self._model))
         self._model.train()
         self.evaluations.append((self.finished, self._seconds, quality))
-        self._due = max(self._due, 1)
         at_target = self._job.target is not None and self._problem.stops and quality <= self._job.target
         self._below = self._below + 1 if at_target else 0
         if self._below == 3:  # a measurement counts as the median of it and its two neighbours
             raise Reached
-        self._go_on()
-
-    def _go_on(self) -> None:
-        self._barrier()
         self._resumed = time.perf_counter()
 
     def record(self) -> dict[str, Any]:
@@ -174,11 +172,11 @@ class Followed(kf.BasePolicy):
         return decision
 
 
-def true_noise_scale(problem: Problem, model: nn.Module, seed: int) -> float:
+def true_noise_scale(problem: Problem, model: nn.Module, seed: int, step: int) -> float:
     """tr(Sigma) / |G|^2 from TRUTH_SAMPLES samples, unbiased, as the model in training computes its micro-batches."""
     model, size = copy.deepcopy(model), problem.setting.micro_batch
     data = problem.data(seed)
-    rows = np.random.default_rng(seed).choice(problem.samples, TRUTH_SAMPLES, replace=False)
+    rows = np.random.default_rng(step).choice(problem.samples, TRUTH_SAMPLES, replace=False)
     total, squares = 0.0 * torch.nn.utils.parameters_to_vector(model.parameters()).detach().double(), 0.0
     for chunk in rows.reshape(-1, size):
         x, y = data.fetch(chunk)
@@ -206,7 +204,7 @@ def train_kfuse(job: Job, problem: Problem) -> Course:
     new_session(CommOptions("allreduce"))  # what `auto` takes would depend on the machine's load
     setting, model = problem.setting, problem.model(job.seed)
     made = kf.FusedAdamW if setting.optimizer == "adamw" else kf.FusedSGD
-    course = Course(job, problem, model, kf.barrier)
+    course = Course(job, problem, model, lambda value: float(kf.allreduce(value if kf.rank() == 0 else 0.0)))
     with contextlib.suppress(Reached):
         kf.fit(
             model,
@@ -228,6 +226,13 @@ def train_kfuse(job: Job, problem: Problem) -> Course:
     return course
 
 
+def of_rank_0(value: float) -> float:
+    """Rank 0's value, on every rank, once all have come."""
+    found = torch.tensor([value if dist.get_rank() == 0 else 0.0], dtype=torch.float64)
+    dist.all_reduce(found)
+    return found.item()
+
+
 def warm_up_steps(problem: Problem) -> int:
     """Steps of the small batch over which the learning rate rises."""
     return round(WARM_UP * problem.samples / problem.setting.batch_size)
@@ -247,7 +252,7 @@ def train_plain(job: Job, problem: Problem) -> Course:
     epoch, total = problem.samples, job.times * problem.samples
     shape = LRSchedule(warmup_steps=warm_up_steps(problem), decay=job.decay, base_batch_size=base, samples=total)
     sampler = EpochSampler(epoch, job.seed)
-    course = Course(job, problem, bare, dist.barrier if workers > 1 else lambda: None)
+    course = Course(job, problem, bare, of_rank_0 if workers > 1 else float)
     samples, step, count = 0, 0, job.batch_size
     with contextlib.suppress(Reached):
         while samples < total:
@@ -261,7 +266,7 @@ def train_plain(job: Job, problem: Problem) -> Course:
                 : taken // workers
             ]
             x, y = data.fetch(mine)
-            gain = 1.0 if job.system == "fixed" else math.sqrt(count / base)
+            gain = 1.0 if job.system in ("fixed", "small") else math.sqrt(count / base)  # AdamW's
             lr = job.lr * gain * shape.shape(samples / base, shape.done(0, samples))
             opt.param_groups[0]["lr"] = lr
             problem.loss(model(x), y).backward()
@@ -277,5 +282,6 @@ def oracle(job: Job, problem: Problem, course: Course) -> int:
     """sqrt(r N) by the true noise scale N of this step, in the problem's bounds; it at most doubles."""
     least, (_, noise) = problem.setting.batch_size, course.truth[-1]
     now = course.steps[len(course.steps) - 1][1] if course.steps else least
-    wanted = math.sqrt((job.r or noise) * noise) if math.isfinite(noise) else LARGEST * least
+    assert job.r is not None
+    wanted = math.sqrt(job.r * noise) if math.isfinite(noise) else LARGEST * least
     return int(min(max(round(wanted / least), 1) * least, 2 * now, LARGEST * least))
