@@ -51,9 +51,9 @@ class Place:
             return
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.namespace}") as file:
-            if libc.setns(file.fileno(), _CLONE_NEWNET) != 0 or libc.unshare(_CLONE_NEWUTS) != 0:
+            if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), f"entering {self.namespace}")
-        if self.interface != "lo":
+        if self.interface != "lo" and libc.unshare(_CLONE_NEWUTS) == 0:
             socket.sethostname(self.namespace)
 
 

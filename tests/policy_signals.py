@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kfuse.policies.evidence import NoiseInterval, NoisePolicy
+from kfuse.policies.noise_interval import NoiseInterval, NoisePolicy
 from kfuse.policies.signals import Bounds, Signals
 
 BOUNDS = Bounds(batch_min=8, batch_max=1024, workers_min=1, workers_max=8)
@@ -34,7 +34,7 @@ def signals(batch_size: int = 64, noise: tuple[float, float, float] | None = Non
     return replace(STEP, batch_size=batch_size, micro_batches=math.ceil(batch_size / 8), **(known | changes))
 
 
-def knowing(policy: Policy, low: float = math.nan, middle: float = math.nan, high: float = math.nan) -> Policy:
+def knowing(policy: Policy, low: float = math.nan, high: float = math.nan) -> Policy:
     """The policy, whose newest steps have this interval of the noise scale."""
-    policy.noise_interval = lambda: NoiseInterval(low, middle, high)  # type: ignore[method-assign]
+    policy.noise_interval = lambda: NoiseInterval(low, high)  # type: ignore[method-assign]
     return policy

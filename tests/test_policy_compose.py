@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -106,5 +107,7 @@ def test_compose_is_built_of_the_options_of_its_parts() -> None:
         at = signals(32, step=step, grad_variance=1000.0, grad_sq=1.0, done=0.5, base_batch_size=32)
         decided = policy.decide(at)
     # Seesaw has cut by 1.1 seven times, to 0.5132: 62.4 samples, seven micro-batches of 8. gns would have 64 samples,
-    # and asks for the two workers of these.
-    assert decided == Decision(batch_size=56, lr_scale=1.1**-7, workers=2)
+    # but asks for the workers of the batch size that there is.
+    assert decided == Decision(batch_size=56, lr_scale=1.1**-7)
+    decided = policy.decide(replace(at, batch_size=56, step=30))
+    assert decided is not None and decided.workers == 2

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kfuse.policies
-from kfuse.policies.evidence import NoisePolicy
+from kfuse.policies.noise_interval import NoisePolicy
 from kfuse.policies.signals import BasePolicy, Bounds, ConfiguredPolicy, Decision, Signals
 
 Factory = Callable[[], BasePolicy]

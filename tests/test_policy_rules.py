@@ -44,22 +44,22 @@ def by_noise_scale() -> Rows:
     """
     plain, shrinks = GNSPolicy, partial(GNSPolicy, allow_shrink=True)
     two, doubled = signals(64, workers=2), Decision(batch_size=128, workers=4)
-    for noise, expected in [((90.4, 200, 300), None), ((90.6, 100, 120), doubled), ((90.6,), doubled)]:
+    for noise, expected in [((90.4, 300), None), ((90.6, 120), doubled), ((90.6,), doubled)]:
         yield knowing(plain(), *noise), two, expected
-    yield knowing(plain(factor=0.1), 906, 1000, 1100), two, doubled
-    yield knowing(plain(factor=0.1), 904, 1000, 1100), two, None
-    yield knowing(plain(), 10, 20, 30), two, None
-    yield knowing(shrinks(), 10, 20, 45.3), two, None
-    yield knowing(shrinks(), 10, 20, 45.2), two, Decision(batch_size=32, workers=1)
+    yield knowing(plain(factor=0.1), 906, 1100), two, doubled
+    yield knowing(plain(factor=0.1), 904, 1100), two, None
+    yield knowing(plain(), 10, 30), two, None
+    yield knowing(shrinks(), 10, 45.3), two, None
+    yield knowing(shrinks(), 10, 45.2), two, Decision(batch_size=32, workers=1)
     yield knowing(shrinks(), 10), two, None
-    yield knowing(shrinks(factor=0.5), 20, 40, 90.4), two, Decision(batch_size=32, workers=1)
+    yield knowing(shrinks(factor=0.5), 20, 90.4), two, Decision(batch_size=32, workers=1)
     yield knowing(plain()), signals(64, workers=1), None  # nothing is known
-    yield knowing(plain(), 60, 64, 70), signals(64, workers=1), Decision(workers=2)  # those that are missing
+    yield knowing(plain(), 60, 70), signals(64, workers=1), Decision(workers=2)  # those that are missing
     # Whole micro-batches, and the bounds.
     yield knowing(plain(), 900), signals(60, workers=4), Decision(batch_size=120)
     yield knowing(plain(), 900), signals(64, workers=4, bounds=replace(BOUNDS, batch_max=100)), Decision(batch_size=96)
     yield knowing(plain(), 9000), signals(1024, workers=8), None
-    yield knowing(shrinks(), 1, 2, 3), signals(60, workers=2, bounds=replace(BOUNDS, batch_min=58)), None
+    yield knowing(shrinks(), 1, 3), signals(60, workers=2, bounds=replace(BOUNDS, batch_min=58)), None
 
 
 def by_critical_batch() -> Rows:
@@ -148,16 +148,15 @@ def test_the_ends_are_two_standard_errors_from_the_newest_steps() -> None:
     """At an end r the mean of S - r G2 is two of its own standard errors from zero."""
     rng = np.random.default_rng(0)
     pairs = np.column_stack([rng.gamma(4, 25, 300), rng.normal(1, 2, 300)])
-    low, middle, high = after(pairs).noise_interval()
+    low, high = after(pairs).noise_interval()
     newest = pairs[-60:]
-    assert middle == pytest.approx(newest[:, 0].mean() / newest[:, 1].mean()) and low < middle < high
     for end, sign in ((low, 1), (high, -1)):
         differences = newest @ [1, -end]
         assert differences.mean() == pytest.approx(sign * 2 * differences.std(ddof=1) / math.sqrt(60), rel=1e-6)
     unclear = pairs * [1, 0.2]  # G2 may be zero: the noise scale has no upper end
     unclear[:, 1] -= unclear[-60:, 1].mean()
-    low, *others = after(unclear).noise_interval()
-    assert low > 0 and all(map(math.isnan, others))
+    low, high = after(unclear).noise_interval()
+    assert low > 0 and math.isnan(high)
 
 
 def test_the_interval_is_unknown_before_twenty_known_steps() -> None:

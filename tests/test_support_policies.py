@@ -81,7 +81,7 @@ def policy(name: str) -> kf.BasePolicy:
         "norm_test": lambda: policies.NormTestPolicy(every=1),
         "critical_batch": lambda: policies.CriticalBatchPolicy(every=1),
         "seesaw": policies.SeesawPolicy,
-        "goodput": lambda: policies.GoodputPolicy(every=1),
+        "goodput": lambda: policies.GoodputPolicy(every=4),
         "autoscale": lambda: policies.AutoscalePolicy(window=1, settle=0),
         "curvature": lambda: policies.CurvaturePolicy(every=1),
         "sync_switch": lambda: policies.SyncSwitchPolicy(5),

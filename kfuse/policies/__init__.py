@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kfuse.policies.noise import CriticalBatchPolicy as CriticalBatchPolicy
     from kfuse.policies.noise import GNSPolicy as GNSPolicy
     from kfuse.policies.noise import NormTestPolicy as NormTestPolicy
+    from kfuse.policies.noise_interval import NoisePolicy as NoisePolicy
     from kfuse.policies.phases import SchedulePolicy as SchedulePolicy
     from kfuse.policies.phases import SyncSwitchPolicy as SyncSwitchPolicy
     from kfuse.policies.rates import CurvaturePolicy as CurvaturePolicy
@@ -25,6 +26,7 @@ _MODULES = {
     "CurvaturePolicy": "rates",
     "GNSPolicy": "noise",
     "GoodputPolicy": "goodput",
+    "NoisePolicy": "noise_interval",
     "NormTestPolicy": "noise",
     "SchedulePolicy": "phases",
     "SeesawPolicy": "rates",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,8 @@ class ComposePolicy(BasePolicy):
     """Two or three policies on the same signals, in declared precedence: for each field of a decision the first wins.
 
     A policy's `owned_fields` are its own also while it asks for nothing: what later policies say of them is dropped.
-    Otherwise a later one that asks at each step would undo what the first asked for now and then, back and forth.
+    Otherwise a later one that asks at each step would undo what the first asked for now and then, back and forth. Later
+    policies see bounds that leave these fields as they are, so that they plan for them.
     All hooks are called, in order. The settings of the learning rate must be right for all policies.
 
     first, second, third: the policies; third may be left out. One of them may be a ComposePolicy, for more.
@@ -59,10 +60,10 @@ class ComposePolicy(BasePolicy):
     after_train = _of_all("after_train")
 
     def initial(self) -> Decision | None:
-        return self._merged("initial", lambda part: part.initial())
+        return self._merged("initial", lambda part, owned: part.initial())
 
     def decide(self, signals: Signals) -> Decision | None:
-        return self._merged("decide", lambda part: part.decide(signals))
+        return self._merged("decide", lambda part, owned: part.decide(_leaving(signals, owned)))
 
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.parts.items()}
@@ -72,12 +73,22 @@ class ComposePolicy(BasePolicy):
         for name, part in self.parts.items():
             part.load_state_dict(state.get(name, {}))
 
-    def _merged(self, method: str, ask: Callable[[BasePolicy], Decision | None]) -> Decision | None:
+    def _merged(self, method: str, ask: Callable[[BasePolicy, Set[str]], Decision | None]) -> Decision | None:
         """Returns the policies' decisions as one. Raises TypeError where one returns another type."""
         merged, owned = Decision(), set[str]()
         for part in self.parts.values():
-            decision = checked_decision(ask(part), f"{type(part).__name__}.{method}")
+            decision = checked_decision(ask(part, owned), f"{type(part).__name__}.{method}")
             if decision is not None:
                 merged = replace(decision, **dict.fromkeys(owned)).merged(merged)
             owned.update(part.owned_fields)
         return None if merged.is_empty else merged
+
+
+def _leaving(signals: Signals, owned: Set[str]) -> Signals:
+    """Returns the signals with bounds that leave the owned fields as they are."""
+    bounds = signals.bounds
+    if "batch_size" in owned:
+        bounds = replace(bounds, batch_min=signals.batch_size, batch_max=signals.batch_size)
+    if "workers" in owned:
+        bounds = replace(bounds, workers_min=signals.workers, workers_max=signals.workers)
+    return replace(signals, bounds=bounds)

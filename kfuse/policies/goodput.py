@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kfuse.policies.evidence import NoisePolicy
+from kfuse.policies.noise_interval import LEAST_MICRO_BATCHES, LEAST_STEPS, NoisePolicy
 from kfuse.policies.signals import DECISION_LAG, Decision, Signals, check_number, check_whole
 from kfuse.policies.step_time import Array, Point, StepTime, fit
 
 _KEPT_TIMES = 20  # the newest ones of each setting
 _LEAST_TIMES = 5  # with fewer a setting is not measured yet
 _KEPT_SETTINGS = 64
-_LEAST_MICRO_BATCHES = 2  # of a smaller batch: with one the noise scale is unknown from then on
 _CANDIDATES = 64  # batch sizes that are compared for a number of workers
 
 
@@ -32,7 +31,7 @@ class GoodputPolicy(NoisePolicy):
     """Maximises goodput = throughput x efficiency over batch size and workers (Pollux: Qiao et al., OSDI 2021).
 
         throughput(B, n) = B / t(k, n)      samples a second; k = ceil(micro-batches / n) is what a worker has at most
-        efficiency(B) = (noise + B0) / (noise + B)      noise: the noise scale; B0: the batch size at first
+        efficiency(B) = (noise + B0) / (noise + B)      noise: the noise scale; B0: the present batch size
 
     t is Pollux' model of a step's time, fitted to the steps so far. Measured settings count with their own median time,
     and the model says how others compare with the present one.
@@ -46,29 +45,32 @@ class GoodputPolicy(NoisePolicy):
     - As in Pollux more workers are assumed to scale until they are tried. The planned worker count is at most twice the
       largest count tried so far. It is planned with the batch size that suits it, however far that is; the batch size
       itself changes by at most a factor of two at a time, in whole micro-batches.
-    - The efficiency is that of a learning rate that follows the batch size: choose lr.scaling=adascale, as Pollux does.
+    - The efficiency is that of a learning rate that follows the batch size: lr.scaling=sqrt for Adam, adascale (Pollux'
+      choice) for SGD.
 
     It decides by measured times, so its decisions differ from run to run, and with them the bits of the result.
 
-    every: steps between decisions; at least 1. A fit takes some milliseconds.
-    margin: the predicted gain in goodput, as a fraction, below which nothing changes; above 0. The optimum is flat: a
-    batch a third too small costs 4 % at most. So a larger margin stops far from it.
-    threshold: the least scaling efficiency of a further worker, in goodput; above 0. As policy=autoscale's, and as
-    there the price of a worker: with 0.1 one is not kept for less than a tenth of what each of the others adds.
+    every: steps between decisions; at least 4, so that a decision applies before the next one. A fit takes some
+    milliseconds.
+    margin: the predicted gain in goodput, as a fraction, below which nothing changes; above 0. It is small since the
+    optimum is flat: by (r + B)(1 + N / B), a batch a third below the best one costs 4 % more at most. Where step times
+    scatter by 10 %, the batch size changes a few times in a thousand steps by chance.
+    threshold: a worker is added where its scaling efficiency in goodput is above this, and given up where it is at most
+    half of this; above 0. 1: it adds as much as each of the others (see policy=autoscale).
     """
 
     owned_fields = ("batch_size", "workers")
 
     def __init__(self, every: int = 20, margin: float = 0.02, threshold: float = 0.1) -> None:
         super().__init__()
-        check_whole("policy.every", every, 1)
+        check_whole("policy.every", every, DECISION_LAG)
         check_number("policy.margin", margin)
         check_number("policy.threshold", threshold)
         self.every, self.margin, self.threshold = every, margin, threshold
         # k, n and the newest step times in seconds, of each setting that was measured; the newest setting last.
         self.measured: list[list[Any]] = []
         self.tried = 0  # The batch size that is being tried, from the decision on to `tried_until`; 0: none
-        self.tried_until = self.tried_from = 0  # The step that ends it, and the batch size before it
+        self.tried_until = self.tried_from = 0  # The step that ends it; the batch size before it, 0: none was tried yet
         self.compared_with = 0  # The batch size that this step's decision is compared with; 0: the present one
 
     def decide(self, signals: Signals) -> Decision | None:
@@ -86,7 +88,7 @@ class GoodputPolicy(NoisePolicy):
         points = self.points
         measured = {(k, n): seconds for k, n, seconds in points}
         if (_share(now, now.batch_size, now.workers), now.workers) not in measured:
-            return None
+            return Decision(batch_size=now.batch_size).changes(signals)  # after a trial in which the workers changed
         model, bounds = fit(points), signals.bounds
         most = min(bounds.workers_max, 2 * max(n for _, n, _ in points))
         batch_size, _ = self._best(now, [now.workers], measured, model)
@@ -96,13 +98,15 @@ class GoodputPolicy(NoisePolicy):
     def _follow_trial(self, signals: Signals) -> None:
         """Begins to try another batch size, where one alone was measured, or ends that."""
         step, self.compared_with = signals.step, 0
+        # With one micro-batch a step, the noise scale is first seen in the trial.
+        least = LEAST_STEPS if signals.micro_batches < LEAST_MICRO_BATCHES else 2 * _LEAST_TIMES
         if self.tried and step >= self.tried_until:
             self.compared_with = self.tried_from if signals.batch_size == self.tried else 0
             self.tried = 0
         elif not self.tried_from and len(self.points) == 1 and self.points[0][1] == signals.workers:
             self.tried = _to_try(signals)
             self.tried_from = signals.batch_size
-            self.tried_until = step + max(self.every, DECISION_LAG + 2 * _LEAST_TIMES)
+            self.tried_until = step + max(self.every, DECISION_LAG + least)
 
     def _observe_time(self, signals: Signals) -> None:
         took = signals.previous_step_time_s
@@ -138,8 +142,9 @@ class GoodputPolicy(NoisePolicy):
         predicted *= measured[settings[0]] / predicted[0]
         seconds = np.array([measured.get(each, other) for each, other in zip(settings, predicted, strict=True)])
         sizes = np.array([size for size, _ in pairs], np.float64)
-        low, _, high = self.noise_interval()
-        noise = np.where(sizes > sizes[0], low, np.where(sizes < sizes[0], high, 1.0))
+        low, high = self.noise_interval()
+        any_noise = 1.0  # the present batch has the efficiency 1
+        noise = np.where(sizes > sizes[0], low, np.where(sizes < sizes[0], high, any_noise))
         goodput = sizes / seconds * efficiency(sizes, signals.batch_size, noise)
         goodput = np.where(np.isnan(goodput), 0.0, goodput)
         paying = self._paying(pairs, goodput)
@@ -172,7 +177,7 @@ def _to_try(signals: Signals) -> int:
     """Returns another batch size within the bounds, twice the present one or half of it; 0 where there is none."""
     batch_size, micro, bounds = signals.batch_size, signals.micro_batch, signals.bounds
     now = _share(signals, batch_size, signals.workers)
-    least = max(bounds.batch_min, _LEAST_MICRO_BATCHES * micro)
+    least = max(bounds.batch_min, LEAST_MICRO_BATCHES * micro)
     for size in (2 * batch_size // micro * micro, batch_size // 2 // micro * micro):
         if least <= size <= bounds.batch_max and _share(signals, size, signals.workers) != now:
             return size
@@ -180,9 +185,12 @@ def _to_try(signals: Signals) -> int:
 
 
 def _batch_sizes(signals: Signals, workers: int, reach: float) -> list[int]:
-    """Returns sizes to compare, within the bounds and this factor: equal shares are best, as none waits then."""
+    """Returns the batch sizes to compare, within the bounds and a factor of `reach`.
+
+    They give each worker the same share, so that none waits; the present one and the largest are there too.
+    """
     bounds, batch_size, micro = signals.bounds, signals.batch_size, signals.micro_batch
-    least = max(math.ceil(bounds.batch_min / micro), math.ceil(batch_size / reach / micro), _LEAST_MICRO_BATCHES)
+    least = max(math.ceil(bounds.batch_min / micro), math.ceil(batch_size / reach / micro), LEAST_MICRO_BATCHES)
     most = int(min(bounds.batch_max, reach * batch_size)) // micro
     if least > most:
         return [batch_size]

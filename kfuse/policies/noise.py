@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 
-from kfuse.policies.evidence import NoisePolicy
+from kfuse.policies.noise_interval import LEAST_MICRO_BATCHES, NoisePolicy
 from kfuse.policies.signals import ConfiguredPolicy, Decision, Signals, check_number, check_whole
 
 
 class GNSPolicy(NoisePolicy):
-    """Keeps the batch size within a factor of sqrt(2) of `factor` times the gradient noise scale.
+    """Doubles the batch size where `factor` times the gradient noise scale is clearly above it.
 
         double the batch where factor * low > sqrt(2) * batch,    noise scale B_simple = S / G2, in samples
 
     Batches larger than B_simple save few steps (McCandlish et al. 2018). `factor` is the critical batch size over
     B_simple; `kfuse cbs` measures it. [low, high] is the interval of B_simple over the newest steps (`NoisePolicy`).
-    sqrt(2) batch lies halfway, by ratio, from the batch to its double. So a batch size that is right stays: else the
-    interval of a noise scale that stands still would exclude it now and then. `benchmarks/growth_evidence.py` counts
-    how often it grows by chance.
+    sqrt(2) batch is the geometric mean of the batch and its double. If the limit were the batch itself, it would now
+    and then double by chance. `benchmarks/growth_evidence.py` counts how often it still does.
 
-    With allow_shrink the batch is halved where factor * high < batch / sqrt(2). Batch sizes are whole micro-batches.
-    The worker count follows the batch size; the learning rate follows it as lr.scaling says.
+    With allow_shrink the batch is halved where factor * high < batch / sqrt(2), but not to one micro-batch: then the
+    noise scale would be unknown from there on. Batch sizes are whole micro-batches. The worker count follows the batch
+    size; the learning rate follows it as lr.scaling says.
 
     factor: the batch size to have, over the noise scale; finite, above 0. 1: the noise scale itself.
     every: it decides at steps divisible by this number; at least 1.
@@ -46,7 +46,7 @@ class GNSPolicy(NoisePolicy):
         self.observe(signals)
         if signals.step % self.every:
             return None
-        low, _, high = self.noise_interval()
+        low, high = self.noise_interval()
         if math.isnan(low):
             return None
         batch_size = self._batch_size(signals, self.factor * low, self.factor * high)
@@ -58,7 +58,7 @@ class GNSPolicy(NoisePolicy):
         if low > math.sqrt(2) * batch:
             return max(min(2 * batch, bounds.batch_max) // micro * micro, batch)
         if self.allow_shrink and high < batch / math.sqrt(2):
-            return min(math.ceil(max(batch / 2, bounds.batch_min) / micro) * micro, batch)
+            return min(math.ceil(max(batch / 2, bounds.batch_min, LEAST_MICRO_BATCHES * micro) / micro) * micro, batch)
         return batch
 
     def _workers(self, signals: Signals, batch_size: int) -> int:
@@ -114,8 +114,8 @@ class NormTestPolicy(ConfiguredPolicy):
     2) A mean of G2 that is not above zero tells nothing of |G|^2: then nothing is decided.
     3) It never shrinks. It at most doubles at a time, because the means lag behind, in whole micro-batches.
 
-    The test is that of policy=gns with factor = 1 / theta^2, on the estimate itself, without its interval: it grows
-    sooner, and by chance too. The learning rate follows the batch size as lr.scaling says.
+    The target is that of policy=gns with factor = 1 / theta^2. This policy takes the running means, without an interval
+    or a margin: it grows sooner, and by chance too. The learning rate follows the batch size as lr.scaling says.
 
     theta: the largest error, over the gradient's norm; finite, above 0. AdAdaGrad's experiments have 0.1 to 0.5.
     every: it decides at steps every, 2 every, ... (not at step 0); at least 1. 20: fewer steps are no mean.

@@ -33,7 +33,7 @@ class SchedulePolicy(BasePolicy):
         one of `batch_size`, `lr_scale`, `workers`: [{"epoch": 0, "lr_scale": 1.0},
         {"epoch": 5, "batch_size": 256, "workers": 2}]. Or a text, as Megatron-LM's --step-batch-size-schedule takes:
         "0:768 250M:1536 1B:3072" has the batch size 1536 from 250 million samples on. The suffixes are K, M, B and T;
-        the numbers are samples also where a sample is a sequence of tokens.
+        the numbers are always samples (Megatron-LM's are tokens where it has a --seq-length).
 
     A setting holds until a later phase changes it.
 

@@ -90,8 +90,8 @@ def rounding_error(
 class Estimate:
     """The running noise scale in samples, its interval, and the running means it comes from. None is unknown.
 
-    low is known alone where the noise scale may be anything from there upwards; else the first three are all known or
-    all None.
+    low is known alone where G2 is not significantly above zero, and where one step's S stands out. Otherwise the first
+    three are all known or all None.
     """
 
     noise_scale: float | None = None
@@ -186,7 +186,7 @@ class NoiseScale:
         - where no line fits S or G2 over the latest 20 steps;
         - after more unknown steps in a row than one block has (10 by default): no recent values.
         noise_scale and high are None too where G2 is not significantly above zero, and where one step's S stands out:
-        the gradients' tails are too heavy for an interval. The low end holds all the same: such a step lowers it.
+        the gradients' tails are too heavy for them. The low end is still given: that step's variance lowers it.
         """
         if self._estimate is None:
             self._estimate = self._compute()

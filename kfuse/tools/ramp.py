@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -13,17 +14,18 @@ from kfuse.tools.run_files import config_path, read_config, read_metrics
 USAGE = """\
 kfuse ramp RUN_DIR [TOKENS_PER_SAMPLE]
 
-Prints the batch sizes that a policy chose in the run recorded in RUN_DIR, smoothed to doublings, as
+Prints the batch sizes that a policy chose in the run recorded in RUN_DIR, as doublings of the smallest one:
   - a list of SAMPLES:BATCH_SIZE, which policy=schedule and a loop of your own take (docs/policies.md)
-  - the argument of Megatron-LM's --step-batch-size-schedule
-  - OLMo-core's BatchSizeSchedulerCallback, in tokens, where TOKENS_PER_SAMPLE is given
-and the rule by which the run's learning rate followed.
+and, where TOKENS_PER_SAMPLE is given,
+  - the argument of Megatron-LM's --step-batch-size-schedule, which counts tokens where it has a --seq-length
+  - OLMo-core's BatchSizeSchedulerCallback, which multiplies the learning rate by the square root itself
+and the rule by which the run's learning rate followed, where the run has recorded its configuration.
 Exit status 0; 2 for what is no run directory, and for a run that began after its first step."""
 
 _RULES = {
     "none": "the learning rate did not follow the batch size",
-    "sqrt": "multiply the learning rate by sqrt(batch size / the first one)",
-    "linear": "multiply the learning rate by batch size / the first one",
+    "sqrt": "the learning rate was multiplied by sqrt(batch size / {first})",
+    "linear": "the learning rate was multiplied by batch size / {first}",
     "adascale": "AdaScale's gain depends on the gradients; linear is its upper bound",
 }
 
@@ -33,9 +35,9 @@ Ramp = list[tuple[int, int]]
 
 def main(words: Sequence[str]) -> int:
     """Prints the ramp. Returns the exit status. Raises ConfigError for what has none."""
-    if not 1 <= len(words) <= 2 or (len(words) == 2 and not (words[1].isdecimal() and int(words[1]) > 0)):
+    if not 1 <= len(words) <= 2 or (len(words) == 2 and not re.fullmatch("[1-9][0-9]{0,11}", words[1])):
         raise ConfigError(
-            "kfuse ramp: must be given a run's directory, and tokens per sample as a whole number or none"
+            "kfuse ramp: must be given a run's directory, and tokens per sample as a whole number above 0 or none"
         )
     run_dir = Path(words[0])
     lines = read_metrics(run_dir)
@@ -46,29 +48,33 @@ def main(words: Sequence[str]) -> int:
     ramp = ramp_of([(line["samples"], line["batch_size"]) for line in lines])
     text = " ".join(f"{samples}:{size}" for samples, size in ramp)
     print(f'kfuse:        policy=schedule policy.phases="{text}"')
-    print(f'Megatron-LM:  --step-batch-size-schedule "{text}"')
     if len(words) == 2:
         tokens = int(words[1])
+        in_tokens = " ".join(f"{samples * tokens}:{size}" for samples, size in ramp)
+        print(f'Megatron-LM:  --step-batch-size-schedule "{in_tokens}"')
         sizes = ", ".join(str(size * tokens) for _, size in ramp)
         starts = ", ".join(f"Duration.tokens({samples * tokens})" for samples, _ in ramp)
         print(f"OLMo-core:    BatchSizeSchedulerCallback(batch_sizes=[{sizes}], schedule=[{starts}])")
     if scaling is not None:
-        print(f"lr.scaling={scaling}: {_RULES[scaling]}")
+        rule = _RULES[scaling].format(first=lines[0]["batch_size"])
+        print(f"lr.scaling={scaling}: {rule}, beside warm-up, decay and a policy's lr_scale (metrics.jsonl: lr)")
     return 0
 
 
 def ramp_of(steps: Sequence[tuple[int, int]]) -> Ramp:
-    """Returns the steps' batch sizes as doublings of the smallest one, each where the nearest by ratio is reached.
+    """Returns the batch sizes as doublings of the smallest one, each from where the run's is nearest to it by ratio.
 
-    Of each step the smallest batch size from there on counts: one that was only tried, or given up, is left out.
+    A step counts with the smallest batch size from it to the end, so that sizes which were only tried, or given up, are
+    left out. None is larger than the largest of these.
 
     steps: samples used with the step, and its batch size; at least one.
     """
     kept = [*accumulate((size for _, size in reversed(steps)), min)][::-1]
+    most = math.floor(math.log2(kept[-1] / kept[0]))
     begins = [0, *(samples for samples, _ in steps)]
     found: Ramp = [(0, kept[0])]
     for begin, size in zip(begins, kept, strict=False):
-        doubled = kept[0] * 2 ** round(math.log2(size / kept[0]))
+        doubled = kept[0] * 2 ** min(round(math.log2(size / kept[0])), most)
         if doubled > found[-1][1]:
             found.append((begin, doubled))
     return found

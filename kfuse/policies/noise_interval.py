@@ -11,19 +11,21 @@ from kfuse.policies.signals import ConfiguredPolicy, Signals
 from kfuse.statistics.noise_scale import fieller
 
 LEAST_STEPS, MOST_STEPS = 20, 60
-"""Steps that a decision rests on. 60 follow a noise scale that rises by half in a hundred steps; fewer than 20 tell too
-little of how much S and G2 vary."""
-_T = 2.0  # standard errors on either side: 97.5 % of Student's t with 60 degrees of freedom
+"""Steps that a decision rests on. More would follow a rising noise scale too late; fewer than 20 tell too little of how
+much S and G2 vary."""
+LEAST_MICRO_BATCHES = 2
+"""Of a smaller batch: with one micro-batch the noise scale would be unknown from then on."""
+_TOO_LARGE = 1e100  # of S or G2: squares of larger ones could overflow
+_T = 2.0  # standard errors on either side: 97.5 % of Student's t with 60 steps, 97.0 % with 20
 
 
 class NoiseInterval(NamedTuple):
-    """The noise scale in samples: the ratio of the mean S and the mean G2, and both ends. NaN is unknown.
+    """Both ends of the noise scale in samples: of the ratio of the mean S and the mean G2. NaN is unknown.
 
     Where the mean of G2 is not significantly above zero, `high` is unknown: it may be any number above `low`.
     """
 
     low: float = math.nan
-    middle: float = math.nan
     high: float = math.nan
 
 
@@ -46,12 +48,12 @@ class NoisePolicy(ConfiguredPolicy):
 
         One whose S and G2 are unknown takes the oldest one away, so that old steps do not count for ever.
         """
-        variance, grad_sq = signals.grad_variance, signals.grad_sq
         if signals.step <= self.last_step:
             return
         self.last_step = signals.step
-        if variance is not None and grad_sq is not None and math.isfinite(variance + grad_sq):
-            self.newest = [*self.newest[1 - MOST_STEPS :], (variance, grad_sq)]
+        variance, grad_sq = signals.grad_variance, signals.grad_sq
+        if variance is not None and grad_sq is not None and abs(variance) + abs(grad_sq) < _TOO_LARGE:
+            self.newest = [*self.newest, (variance, grad_sq)][-MOST_STEPS:]
         else:
             self.newest = self.newest[1:]
 
@@ -64,8 +66,4 @@ class NoisePolicy(ConfiguredPolicy):
         variance, grad_sq = values.mean(0).tolist()
         (ss, sg), (_, gg) = (np.cov(values.T) / steps).tolist()
         low, high = fieller(variance, grad_sq, (ss, sg, gg), _T, _T)
-        if low is None:
-            return NoiseInterval()
-        if high is None:
-            return NoiseInterval(low)
-        return NoiseInterval(low, variance / grad_sq, high)
+        return NoiseInterval(*(math.nan if end is None else end for end in (low, high)))
