@@ -66,7 +66,7 @@ TARGET_AT = 0.6
 TUNING_SEED = 1000  # none of those compared
 CANDIDATES = 3
 """Settings of the sweep that are compared over all seeds, to find the best: one run of each does not tell."""
-WITHIN_DECAY = ("goodput", "gns", "gns, factor 0.25", "critical_batch")
+WITHIN_DECAY = ("goodput", "gns", "gns, factor 0.25", "gns, factor 0.15", "critical_batch")
 _MOST_BEYOND = 2
 """Times that the sweep tries rates beyond those that it has."""
 Run = dict[str, Any]

@@ -165,14 +165,17 @@ def first_growths(found: Run) -> list[float | None]:
 
 
 def _within_decay(runs: Sequence[Run]) -> dict[str, Any]:
-    """By decay and system: final quality and steps over those of the best fixed batch within a cosine decay."""
+    """By decay and system: final quality and steps over those of the best fixed batch within the same decay.
+
+    That batch, and its rate, are the best ones within a cosine decay. Seesaw takes the place of that decay.
+    """
     by: dict[tuple[str, str], list[Run]] = {}
     for each in sorted(runs, key=lambda run: run["seed"]):
         by.setdefault((each["decay"], each["system"]), []).append(each)
-    base = by["cosine", "fixed"]
-    out: dict[str, Any] = {"batch": base[0]["batch_size"], "lr": base[0]["lr"]}
+    best = by["cosine", "fixed"]
+    out: dict[str, Any] = {"batch": best[0]["batch_size"], "lr": best[0]["lr"]}
     for (decay, system), group in by.items():
-        pairs = list(zip(group, base, strict=True))
+        pairs = list(zip(group, by.get((decay, "fixed"), best), strict=True))
         out[f"{system}, {decay}" if decay != "none" else system] = {
             "quality": interval([final(each["curve"]) for each in group]),
             "/ fixed": interval([ratio(final(a["curve"]), final(b["curve"])) for a, b in pairs]),

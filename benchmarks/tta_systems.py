@@ -42,6 +42,7 @@ POLICIES: dict[str, Callable[[], kf.BasePolicy]] = {
     "goodput": policies.GoodputPolicy,
     "gns": policies.GNSPolicy,
     "gns, factor 0.25": partial(policies.GNSPolicy, factor=0.25),
+    "gns, factor 0.15": partial(policies.GNSPolicy, factor=0.15),
     "critical_batch": policies.CriticalBatchPolicy,
     "seesaw": policies.SeesawPolicy,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,7 +13,7 @@ from kfuse.tools.run_files import config_path, read_config, read_metrics
 USAGE = """\
 kfuse ramp RUN_DIR [TOKENS_PER_SAMPLE]
 
-Prints the batch sizes that a policy chose in the run recorded in RUN_DIR, as doublings of the smallest one:
+Prints the batch sizes that a policy chose in the run recorded in RUN_DIR, without changes by less than a quarter:
   - a list of SAMPLES:BATCH_SIZE, which policy=schedule and a loop of your own take (docs/policies.md)
 and, where TOKENS_PER_SAMPLE is given,
   - the argument of Megatron-LM's --step-batch-size-schedule, which counts tokens where it has a --seq-length
@@ -62,19 +61,16 @@ def main(words: Sequence[str]) -> int:
 
 
 def ramp_of(steps: Sequence[tuple[int, int]]) -> Ramp:
-    """Returns the batch sizes as doublings of the smallest one, each from where the run's is nearest to it by ratio.
+    """Returns the batch sizes of a run, without changes by less than a quarter.
 
     A step counts with the smallest batch size from it to the end, so that sizes which were only tried, or given up, are
-    left out. None is larger than the largest of these.
+    left out.
 
     steps: samples used with the step, and its batch size; at least one.
     """
     kept = [*accumulate((size for _, size in reversed(steps)), min)][::-1]
-    most = math.floor(math.log2(kept[-1] / kept[0]))
-    begins = [0, *(samples for samples, _ in steps)]
     found: Ramp = [(0, kept[0])]
-    for begin, size in zip(begins, kept, strict=False):
-        doubled = kept[0] * 2 ** min(round(math.log2(size / kept[0])), most)
-        if doubled > found[-1][1]:
-            found.append((begin, doubled))
+    for begin, size in zip([0, *(samples for samples, _ in steps)], kept, strict=False):
+        if size >= 1.25 * found[-1][1]:
+            found.append((begin, size))
     return found
