@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
+import socket
 import time
 import weakref
 from collections.abc import Sequence
@@ -274,6 +276,26 @@ def verbs() -> dict[str, Any]:
     assert (r, 3, r) == (kf.rank(), kf.size(), kf.local_rank())
     assert torch.equal(matrix, before), "an argument was changed"
     return found
+
+
+def swapped_bytes(hosts: int) -> int:
+    """Of two workers on so many hosts: the largest tensor that they swap in one all-to-all."""
+    rank, swapped = os.environ["RANK"], []
+    socket.gethostname = lambda: f"host{rank if hosts == 2 else 0}"
+    group: Any = kf.init().group
+    plain = group._pass_on
+    group._pass_on = lambda over, out, tensor: swapped.append(tensor.nbytes) or plain(over, out, tensor)
+    for numel in (1, 10_001, 100_001, 300_001):
+        values = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+        assert torch.equal(kf.allreduce(values[kf.rank()]), values[0] + values[1])
+        assert all(map(torch.equal, kf.allgather(values[kf.rank()]), values))
+    return max(swapped)
+
+
+def test_two_workers_swap_large_tensors_on_one_host_alone() -> None:
+    """Over a link the two directions of a swap wait for each other."""
+    assert run_workers(2, swapped_bytes, 1) == [400_004] * 2
+    assert run_workers(2, swapped_bytes, 2) == [40_004] * 2
 
 
 def test_verbs() -> None:
