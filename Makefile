@@ -1,5 +1,6 @@
 # make run        train the built-in example: digits, on this machine, adaptively
 # make test       static checks, and the quick tests against the installed wheel
+# make test-frameworks  Trainer, Accelerate and Lightning, in an environment of their own
 # make test-all   all tests; soak and repetition excepted (pytest -m long)
 # make lint       the static checks alone
 # make reference  writes the tables of docs/reference.md and docs/support.md, which tests compare with the code
@@ -7,9 +8,10 @@
 PYTHON ?= python3
 VENV := .venv
 TEST_VENV := .venv-test
+FRAMEWORKS_VENV := .venv-frameworks
 PIP := -m pip --quiet --quiet --disable-pip-version-check install -c constraints.txt
 
-.PHONY: run test test-all lint reference python clean
+.PHONY: run test test-all test-frameworks lint reference python clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
@@ -29,6 +31,12 @@ test: lint
 test-all: test
 	$(PYTEST) -m "full and jobs and not long"
 	$(PYTEST) --dist loadfile -m "full and not jobs and not long"
+	$(MAKE) test-frameworks
+
+# Hugging Face's Trainer, Accelerate and Lightning have an environment of their own.
+test-frameworks: $(FRAMEWORKS_VENV)/.installed
+	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall .
+	cd tests && KFUSE_TEST_INSTALLED=1 ../$(FRAMEWORKS_VENV)/bin/pytest -n 2 frameworks
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check
@@ -51,9 +59,16 @@ $(TEST_VENV)/.installed: pyproject.toml constraints.txt | python
 	$(TEST_VENV)/bin/python $(PIP) --no-build-isolation '.[test]'
 	touch $@
 
+$(FRAMEWORKS_VENV)/.installed: pyproject.toml constraints.txt | python
+	$(PYTHON) -m venv --clear $(FRAMEWORKS_VENV)
+	$(FRAMEWORKS_VENV)/bin/python $(PIP) setuptools
+	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation '.[transformers,lightning]' \
+		pytest pytest-timeout pytest-xdist hypothesis
+	touch $@
+
 python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kfuse needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) build
+	rm -rf $(VENV) $(TEST_VENV) $(FRAMEWORKS_VENV) build

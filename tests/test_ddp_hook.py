@@ -231,6 +231,30 @@ def test_monitor_statistics_are_the_formula() -> None:
     monitor.close()
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_micro_batches_with_weights_are_the_formula(kind: Callable[[float], Any]) -> None:
+    """Losses are summed over all samples of the step, and divided by their number. One micro-batch is empty."""
+    torch.manual_seed(0)
+    net, sizes = nn.Linear(5, 2), (2, 5, 0, 7)
+    monitor = kf.monitor(net)
+    optimizer, total = torch.optim.SGD(net.parameters(), lr=0.0), sum(sizes)
+    x, y, gradients = torch.randn(total, 5), torch.randn(total, 2), []
+    for part, target in zip(x.split(sizes), y.split(sizes), strict=True):
+        monitor.samples, monitor.accumulate = kind(len(part)), kind(total / max(1, len(part)))
+        (F.mse_loss(net(part), target, reduction="sum") / total).backward()
+        whole = torch.cat([param.grad.flatten() for param in net.parameters() if param.grad is not None]).double()
+        gradients.append(whole - sum(gradients))
+    optimizer.step()
+    stats, share = monitor.stats, torch.tensor(sizes).double() / total
+    assert stats is not None and stats.micro_batches == 3 and stats.samples == pytest.approx(total)
+    squares, mean = torch.stack(gradients).square().sum().item(), whole.square().sum().item()
+    k = share.square().sum().item()
+    variance = (squares - k * mean) / (1 - k)
+    assert stats.grad_norm == pytest.approx(math.sqrt(mean), rel=1e-5)
+    assert stats.grad_variance == pytest.approx(total * variance, rel=1e-5)
+    assert stats.grad_sq == pytest.approx(mean - variance, rel=1e-4)
+
+
 # -- in one process: what loops do -----------------------------------------------------------------------------------
 
 

@@ -58,6 +58,7 @@ class BackwardWatch(ABC):
         self.before = self.after = self._marks()  # as it began, and when the latest one was over
         self.begin_step()
         monitor.handles.append(model.register_forward_pre_hook(OfOneModel(self.before_forward)))
+        monitor.watch = weakref.ref(self)
 
     def watch(self, index: int, param: Tensor) -> None:
         """Registers a hook on `param`, which stands for parameter `index`."""
@@ -71,8 +72,12 @@ class BackwardWatch(ABC):
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
         if torch.is_grad_enabled():
-            self._forwards += 1
-            self._began = False  # also where the last backward raised, and never ended
+            self.forward_begins()
+
+    def forward_begins(self) -> None:
+        """A forward begins that a backward will follow."""
+        self._forwards += 1
+        self._began = False  # also where the last backward raised, and never ended
 
     def on_gradient(self, index: int, grad: Tensor) -> None:
         """Takes in what a backward has computed for parameter `index`."""
@@ -194,7 +199,7 @@ def monitor(
     model: nn.Module,
     *,
     samples: float | None = None,
-    accumulate: int = 1,
+    accumulate: float = 1,
     scaler: torch.amp.GradScaler | None = None,
     name: str = "train",
 ) -> Monitor:

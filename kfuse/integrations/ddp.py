@@ -19,14 +19,14 @@ def ddp_hook(
     model: DistributedDataParallel,
     *,
     samples: float | None = None,
-    accumulate: int = 1,
+    accumulate: float = 1,
     scaler: torch.amp.GradScaler | None = None,
     name: str = "train",
 ) -> Monitor:
     """Measures the gradient statistics of a DDP model in its communication hook; parameters keep plain DDP's bits.
 
     Call it on every rank, after the model was wrapped and before its first backward. A step is a backward that DDP
-    reduces, with the backwards under `no_sync()` before it; each backward is a micro-batch. One message of 32 bytes a
+    reduces, with the backwards under `no_sync()` before it; each backward is a micro-batch. One message of 48 bytes a
     step is added: it travels while the optimizer and the next forward run.
 
     samples, accumulate, scaler, name: as of `kf.monitor`.

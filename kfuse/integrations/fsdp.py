@@ -34,7 +34,7 @@ def fsdp_monitor(
     model: nn.Module,
     *,
     samples: float | None = None,
-    accumulate: int = 1,
+    accumulate: float = 1,
     scaler: torch.amp.GradScaler | None = None,
     name: str = "train",
 ) -> Monitor:
@@ -43,7 +43,7 @@ def fsdp_monitor(
     Call it on every rank where the optimizer is made: after fully_shard, and after the parameters have their values. A
     step ends when an optimizer of torch that has some of the model's parameters steps; each backward before it is a
     micro-batch, whether FSDP2 reduces it or `set_requires_gradient_sync(False)` leaves that to a later one. Statistics
-    are unknown where the last backward of a step was not reduced, and in the step after it. One message of 32 bytes is
+    are unknown where the last backward of a step was not reduced, and in the step after it. One message of 48 bytes is
     added a step (two under HSDP).
 
     samples, accumulate, scaler, name: as of `kf.monitor`.

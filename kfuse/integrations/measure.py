@@ -1,13 +1,19 @@
 """The shared core of the monitors: a step's statistics from the squared norms of its gradients.
 
-What a monitor sees of micro-batch j is s_j, the gradient that its backward left: g_j, the gradient of its mean loss,
-times the loss scale, divided by `accumulate`. At the end of a step it sees t, the mean over the workers of the sums of
-their s_j. Of M micro-batches on n workers the mean gradient is then gbar = (1 / M) sum_j g_j = (n / M) t, but for the
-same two factors.
+What a monitor sees of micro-batch j is s_j, the gradient that its backward left: v_j g_j, times the loss scale. g_j is
+the gradient of its mean loss, and v_j = 1 / `accumulate` what the loop multiplies that loss by. At the end of a step it
+sees t, the mean over the n workers of the sums of their s_j. With V = sum_j v_j, over all workers, the step's gradient
+is the weighted mean gbar = sum_j w_j g_j = (n / V) t, w_j = v_j / V. The weights need not be those of the samples: DDP,
+FSDP and loops that accumulate take micro-batches as equal, others weight them by tokens.
 
-The mean is not weighted by samples, since DDP, FSDP and loops that accumulate do not weight it. With b_j samples each,
-and b the harmonic mean of the b_j, E|g_j|^2 = |G|^2 + tr(Sigma) / b_j and E|gbar|^2 = |G|^2 + tr(Sigma) / (M b). So
-`kfuse.statistics.noise_scale.moments` with b for every b_j is unbiased, for unequal micro-batches too.
+With V the variance of gbar, E|gbar - G|^2, and k = sum_j w_j^2,
+
+    E sum_j |w_j g_j|^2 = k |G|^2 + V    and    E|gbar|^2 = |G|^2 + V.
+
+So V = (sum_j |w_j g_j|^2 - k |gbar|^2) / (1 - k) is unbiased, however the variance of a g_j depends on its weight; only
+its mean must not. A step of B samples has V = tr(Sigma) / B: S = B V. With b_j samples each, 1 / B = sum_j w_j^2 / b_j:
+with weights in proportion to the b_j B is their sum, with equal weights M times their harmonic mean. For equal
+micro-batches these are the formulas of `kfuse.statistics.noise_scale.moments`.
 """
 
 from __future__ import annotations
@@ -59,11 +65,14 @@ def _wait() -> None:
     time.sleep(0.1)  # for the tensors of messages, which Python does not see being dropped
 
 
-SQUARES = 0  # sum over micro-batches of |s_j|^2, without loss scale
+# Sums over micro-batches; the squares are without loss scale.
+SQUARES = 0  # of |s_j|^2
 MICRO_BATCHES = 1
-INVERSE_SAMPLES = 2  # sum over micro-batches of 1 / b_j
-TOTAL = 3  # |t|^2, without loss scale: the sum of what each worker measured of its part of t
-MESSAGE_SLOTS = 4
+WEIGHTS = 2  # of v_j
+SQUARED_WEIGHTS = 3  # of v_j^2
+SQUARED_WEIGHTS_BY_SAMPLES = 4  # of v_j^2 / b_j
+TOTAL = 5  # |t|^2: the sum of what each worker measured of its part of t
+MESSAGE_SLOTS = 6
 
 _LOG = logging.getLogger("kfuse")
 
@@ -99,15 +108,15 @@ class Options:
     """How the loop makes its gradients; see `kf.monitor`. Raises ValueError for values out of range."""
 
     samples: float | None
-    accumulate: int
+    accumulate: float
     scaler: torch.amp.GradScaler | None
     name: str
 
     def __post_init__(self) -> None:
         if self.samples is not None and not 1 <= self.samples < math.inf:
             raise ValueError(f"samples={self.samples!r}: must be at least 1")
-        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
-            raise ValueError(f"accumulate={self.accumulate!r}: must be an integer of at least 1")
+        if isinstance(self.accumulate, bool) or not 0 < self.accumulate < math.inf:
+            raise ValueError(f"accumulate={self.accumulate!r}: must be above 0")
 
 
 def one_device(who: str, params: Sequence[Tensor]) -> torch.device:
@@ -128,17 +137,22 @@ class Monitor:
     All workers have the same figures; each step's are computed on the device and copied to the host without a wait.
 
     name: names this monitor's figures where `kf.log_to` sends them.
-    samples: of each micro-batch on this worker, at least 1; None: micro-batches are the unit. Set it before a backward
-    whose micro-batch has another number.
+    samples: of each micro-batch on this worker; None: micro-batches are the unit. 0: it is empty, and does not count.
+    accumulate: what the micro-batch's mean loss is divided by. It may differ: a loss that is the sum over tokens,
+    divided by all tokens of the step, is the mean loss over this micro-batch's tokens, divided by their quotient.
+    Set both before a backward whose micro-batch has others. They may be scalar tensors, which nobody waits for.
     device: where the squares are. workers: n, the workers whose gradients are averaged.
     micro_batches: this worker's of the step under way.
     """
 
     def __init__(self, device: torch.device, options: Options, *, workers: int = 1, rank: int = 0) -> None:
         self.name, self.device, self.workers, self._rank = options.name, device, workers, rank
-        self.samples, self._divisor, self._scaler = options.samples, float(options.accumulate), options.scaler
+        self.samples: float | Tensor | None = options.samples
+        self.accumulate: float | Tensor = options.accumulate
+        self._scaler = options.scaler
         self._statistics = Statistics()
         self.handles: list[Any] = []  # of hooks, which `close` removes
+        self.watch: Callable[[], Any] = lambda: None  # returns what sees the model's forwards, while the model is there
         self._whys = deque[tuple[int, str]](maxlen=16)  # the newest finished steps' reasons, for those that had one
         self._told = set[str]()  # the reasons that were logged
         self._steps = 0  # whose message has arrived
@@ -150,8 +164,9 @@ class Monitor:
 
     def drop(self) -> None:
         """Forgets the micro-batches of the step under way."""
-        self._squares = torch.zeros((), dtype=torch.float64, device=self.device)  # sum of |s_j|^2, without loss scale
-        self.micro_batches, self._inverse_samples = 0, 0.0  # the latter is the sum of 1 / b_j
+        self._squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._sums: list[Any] = [0.0] * 4  # MICRO_BATCHES to SQUARED_WEIGHTS_BY_SAMPLES, numbers or scalar tensors
+        self.micro_batches = 0
         self._why = self._perhaps = ""  # the first reasons given that figures are, or perhaps are, unknown
 
     # -- for training loops ------------------------------------------------------------------------------------------
@@ -188,6 +203,14 @@ class Monitor:
         self._statistics.noise_scale.load_state_dict(state["noise_scale"])
         self._steps, self._seen = state["steps"], state["samples"]
 
+    def forward_begins(self) -> None:
+        """Tells of a forward that a backward will follow, and that is not `model(...)`: there no hook sees it.
+
+        A step with more backwards than forwards has no statistics.
+        """
+        if (watch := self.watch()) is not None:
+            watch.forward_begins()
+
     def close(self) -> None:
         """Sends the last step's figures to `kf.log_to`, and removes hooks (not DDP's, which torch cannot remove)."""
         self._settle()
@@ -207,9 +230,16 @@ class Monitor:
 
     def micro_batch(self, square: Tensor | float) -> None:
         """Takes in a micro-batch. square: |s_j|^2 as seen, float64 scalar on the device; NaN: unknown."""
-        self._squares = self._squares + square * self._unscale()
         self.micro_batches += 1
-        self._inverse_samples += 1.0 / (self.samples or 1.0)
+        samples: Any = 1.0 if self.samples is None else self.samples
+        if not isinstance(samples, Tensor) and samples == 0:
+            return
+        weight = 1 / self.accumulate
+        of_this = [square * self._unscale(), 1.0, weight, weight**2, weight**2 / samples]
+        if isinstance(samples, Tensor):
+            zero = torch.zeros((), dtype=torch.float64, device=self.device)
+            of_this = [torch.where(samples > 0, each, zero) for each in of_this]
+        self._squares, *self._sums = [a + b for a, b in zip([self._squares, *self._sums], of_this, strict=True)]
 
     def message(self, total: Tensor) -> Tensor:
         """Returns the step's sums, which are emptied, to be summed over the workers: float64 [MESSAGE_SLOTS].
@@ -218,7 +248,7 @@ class Monitor:
         """
         message = torch.zeros(MESSAGE_SLOTS, dtype=torch.float64, device=self.device)
         message[SQUARES] = self._squares
-        message[MICRO_BATCHES], message[INVERSE_SAMPLES] = self.micro_batches, self._inverse_samples
+        message[MICRO_BATCHES:TOTAL] = torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in self._sums])
         message[TOTAL] = total.to(self.device) * self._unscale()
         if why := self._why or self._perhaps:
             self._whys.append((self._steps + (self._pending is not None), why))
@@ -246,14 +276,16 @@ class Monitor:
         if sent is not None:
             _travelling.discard(sent)
             sent.wait()
-        micro_batches, seen = message[MICRO_BATCHES], message[TOTAL]
-        samples = micro_batches / message[INVERSE_SAMPLES]
+        micro_batches, seen, weights = message[MICRO_BATCHES], message[TOTAL], message[WEIGHTS]
+        k, samples = message[SQUARED_WEIGHTS] / weights**2, weights**2 / message[SQUARED_WEIGHTS_BY_SAMPLES]
+        of_mean = seen * (self.workers / weights) ** 2
+        variance = (message[SQUARES] / weights**2 - k * of_mean) / (1 - k)
+        more = torch.where(micro_batches > 1, (micro_batches - 1) * variance, 0.0)  # `moments` makes S = B V of it
         slots = tail.RECORD_SLOTS + self.workers * tail.RANK_SLOTS
         record = torch.zeros(slots, dtype=torch.float64, device=self.device)
-        record[tail.SUM_SQUARES] = samples * message[SQUARES] * self._divisor**2
-        record[tail.SAMPLES], record[tail.MICRO_BATCHES] = samples * micro_batches, micro_batches
-        record[tail.LOSS] = math.nan
-        record[tail.GRAD_SQ] = seen * (self._divisor * self.workers / micro_batches) ** 2
+        record[tail.SUM_SQUARES] = samples * (of_mean + more)
+        record[tail.SAMPLES], record[tail.MICRO_BATCHES] = samples.nan_to_num(), micro_batches
+        record[tail.LOSS], record[tail.GRAD_SQ] = math.nan, of_mean
         if self._scaler is not None:
             record[tail.SKIPPED] = (~torch.isfinite(seen)).double()  # by the scaler
         self._statistics.keep_unread = bool(log.TARGETS)

@@ -1,0 +1,25 @@
+"""The noise scale in a training by Hugging Face's Trainer: python examples/frameworks/trainer.py
+
+On two processes: torchrun --nproc-per-node 2 examples/frameworks/trainer.py. The two lines with attach are all that is
+added to the script. Needs transformers (pip install 'kfuse[transformers]').
+"""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from kfuse.data.builtin import load_text
+from kfuse.integrations.transformers import attach
+
+blocks, _ = load_text(block_size=64).train.fetch(torch.arange(4096).numpy())
+rows = [{"input_ids": block, "labels": block} for block in blocks]
+config = LlamaConfig(
+    vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+arguments = TrainingArguments(
+    output_dir="runs/trainer", per_device_train_batch_size=8, gradient_accumulation_steps=4, max_steps=100,
+    learning_rate=1e-3, logging_steps=20, save_strategy="no", report_to=[], use_cpu=not torch.cuda.is_available(),
+)  # fmt: skip
+trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
+attach(trainer)
+trainer.train()

@@ -1,0 +1,196 @@
+"""The same small trainings by Trainer, Accelerate and Lightning, with and without kfuse's monitor.
+
+A Llama of random weights on random tokens. Of each sequence the first labels count, as many as an exponential
+distribution says: their numbers have a coefficient of variation near 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from kfuse.statistics.step_stats import StepStats
+
+WORDS, LENGTH, SEQUENCES = 50, 33, 90
+
+Row = dict[str, Tensor]
+
+
+def sequences(count: int = SEQUENCES) -> list[Row]:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(count):
+        ids = torch.randint(0, WORDS, (LENGTH,), generator=generator)
+        known = 2 + int(torch.empty(1).exponential_(1 / 7, generator=generator).clamp(max=LENGTH - 3))
+        labels = torch.where(torch.arange(LENGTH) < known, ids, -100)
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
+
+
+def llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def collate(rows: list[Row]) -> Row:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """accumulate: micro-batches of a step, of 2 sequences each on each process. lr 0: the model stays as it is."""
+
+    accumulate: int = 2
+    epochs: int = 2
+    lr: float = 1e-3
+    clip: float = 0.0
+    bf16: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a training left behind: its parameters, what was logged, and each step's figures, where it was monitored."""
+
+    parameters: list[Tensor]
+    logged: list[dict[str, Any]]
+    stats: list[StepStats]
+
+
+Training = Callable[[Case, bool], Seen]
+
+
+def by_trainer(case: Case, monitored: bool) -> Seen:
+    model, stats = llama(), list[StepStats]()
+    arguments = TrainingArguments(
+        output_dir="unused", per_device_train_batch_size=2, gradient_accumulation_steps=case.accumulate,
+        num_train_epochs=case.epochs, learning_rate=case.lr, lr_scheduler_type="constant", max_grad_norm=case.clip,
+        bf16=case.bf16, logging_steps=5, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, seed=1,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=sequences(), data_collator=collate)
+    if monitored:
+        from kfuse.integrations.transformers import attach
+
+        attached = attach(trainer)
+        collect(trainer.add_callback, attached, stats)
+    trainer.train()
+    return Seen(parameters_of(model), trainer.state.log_history, stats)
+
+
+def collect(add: Callable[[Any], object], attached: Any, stats: list[StepStats]) -> None:
+    """Keeps each step's figures."""
+    from transformers import TrainerCallback
+
+    class Collect(TrainerCallback):
+        def on_step_end(self, *given: Any, **named: Any) -> None:
+            stats.append(attached.monitor.stats)
+
+    add(Collect())
+
+
+def by_accelerate(case: Case, monitored: bool) -> Seen:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)  # of the case before
+    accelerator = Accelerator(
+        gradient_accumulation_steps=case.accumulate, cpu=True, mixed_precision="bf16" if case.bf16 else "no"
+    )
+    logged, stats = list[dict[str, Any]](), list[StepStats]()
+    accelerator.log = lambda values, step: logged.append(values)
+    model: Any = llama()
+    opt: Any = torch.optim.AdamW(model.parameters(), case.lr)
+    generator = torch.Generator().manual_seed(1)
+    loader: Any = DataLoader(sequences(), 2, shuffle=True, collate_fn=collate, generator=generator)  # type: ignore[arg-type]
+    model, opt, loader = accelerator.prepare(model, opt, loader)
+    if monitored:
+        from kfuse.integrations.accelerate import attach
+
+        monitor = attach(accelerator, model)
+    for step in range(case.epochs):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and case.clip:
+                    accelerator.clip_grad_norm_(model.parameters(), case.clip)
+                opt.step()
+                opt.zero_grad()
+            if accelerator.sync_gradients and monitored:
+                stats.append(monitor.stats)  # type: ignore[arg-type]
+                accelerator.log({"loss": loss.item()}, step=step)
+    inner = accelerator.unwrap_model(model)
+    return Seen(parameters_of(inner), logged, stats)
+
+
+def by_lightning(case: Case, monitored: bool) -> Seen:
+    import lightning
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning.*")
+    stats = list[StepStats]()
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = llama()
+
+        def training_step(self, batch: Row, _: int) -> Tensor:
+            loss: Tensor = self.inner(**batch).loss
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), case.lr)
+
+    class Collect(lightning.Callback):
+        def on_before_zero_grad(self, *given: Any) -> None:
+            if (found := noise.monitor.stats) is not None and (not stats or found.step != stats[-1].step):
+                stats.append(found)
+
+    module, callbacks = Module(), list[Any]()
+    if monitored:
+        from kfuse.integrations.lightning import NoiseScale
+
+        noise = NoiseScale()
+        callbacks = [noise, Collect()]
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2 if several else 1, strategy="ddp" if several else "auto", max_epochs=case.epochs,
+        accumulate_grad_batches=case.accumulate, gradient_clip_val=case.clip or None, callbacks=callbacks,
+        precision="bf16-mixed" if case.bf16 else None, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    trainer.fit(module, DataLoader(sequences(), 2, shuffle=True, collate_fn=collate, generator=generator))  # type: ignore[arg-type]
+    if monitored:
+        stats.append(noise.monitor.stats)  # type: ignore[union-attr, arg-type]
+    return Seen(parameters_of(module), [dict(trainer.callback_metrics)], stats)
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+TRAININGS: dict[str, Training] = {"trainer": by_trainer, "accelerate": by_accelerate, "lightning": by_lightning}
+
+
+def gradients() -> Iterator[tuple[Tensor, int]]:
+    """Of each sequence, in float64: the gradient of the sum of its tokens' losses, and their number."""
+    model = llama(torch.float64)
+    for row in sequences():
+        tokens = int((row["labels"][1:] != -100).sum())
+        loss = model(**collate([row])).loss * tokens
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        yield torch.cat([each.flatten() for each in found]), tokens
