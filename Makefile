@@ -35,6 +35,7 @@ test-all: test
 
 # Hugging Face's Trainer, Accelerate and Lightning have an environment of their own.
 test-frameworks: $(FRAMEWORKS_VENV)/.installed
+	rm -rf build
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall .
 	cd tests && KFUSE_TEST_INSTALLED=1 ../$(FRAMEWORKS_VENV)/bin/pytest -n 2 frameworks
 
