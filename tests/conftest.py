@@ -15,7 +15,7 @@ from kfuse.comm import devices
 from kfuse.session import reset
 
 _OF = devices.of
-collect_ignore = [] if find_spec("lightning") else ["frameworks"]  # they have an environment of their own
+collect_ignore = [] if find_spec("lightning") and find_spec("transformers") else ["frameworks"]
 
 # How long an example takes, or is drawn, says more of what else the machine does than of what is tested.
 hypothesis.settings.register_profile("kfuse", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

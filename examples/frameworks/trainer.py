@@ -21,5 +21,5 @@ arguments = TrainingArguments(
     learning_rate=1e-3, logging_steps=20, save_strategy="no", report_to=[], use_cpu=not torch.cuda.is_available(),
 )  # fmt: skip
 trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
-attach(trainer)
+attach(trainer, tokens=True)
 trainer.train()

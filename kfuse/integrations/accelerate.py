@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accelerate.utils.operations import ignorant_find_batch_size
+import torch
+from accelerate.utils.operations import find_batch_size
 from torch import nn
 
-from kfuse.integrations.attached import figures, monitor_of
+from kfuse.integrations.attached import figures, known, monitor_of
+from kfuse.integrations.backward import OfOneModel
 from kfuse.integrations.measure import Monitor
 
 if TYPE_CHECKING:
@@ -19,38 +21,58 @@ def attach(accelerator: Accelerator, model: nn.Module, *, weighted: bool = False
 
     `accelerator.log` sends noise_scale, noise_scale_low and noise_scale_high too, in samples, where they are known. A
     micro-batch is a call of `accelerator.backward`; its samples are the length of the first tensor that the model is
-    given.
+    given. `Monitor.close` makes the accelerator what it was.
 
     weighted: the loop weights its micro-batches itself, as Accelerate's guide does for tokens. Then it sets
-    `monitor.samples` and `monitor.accumulate` before each `accelerator.backward` (see `Monitor`).
+    `monitor.samples` and `monitor.accumulate` before each `accelerator.backward` (see `Monitor`), and the noise scale
+    is in these samples.
 
-    Raises ValueError for a model that was not prepared, TypeError for one that no monitor measures, RuntimeError for
-    one that is measured already.
+    Raises ValueError for a model that was not prepared, TypeError for one that no monitor measures, RuntimeError where
+    one of the accelerator's models is measured already.
     """
-    inner = accelerator.unwrap_model(model)
-    if all(each is not model and each is not inner for each in accelerator._models):
+    if not getattr(model, "_is_accelerate_prepared", False):
         raise ValueError("attach: the model must be what accelerator.prepare has returned")
-    measured: tuple[nn.Module, ...] = getattr(accelerator.backward, "measured", ())
-    if any(each is model for each in measured):
-        raise RuntimeError("attach: this model is measured already: call it once for a model")
-    monitor = monitor_of("attach", model, accelerator.scaler)
-    samples: int | None = None  # of the newest micro-batch
+    if isinstance(getattr(accelerator.backward, "__self__", None), _Attached):
+        raise RuntimeError("attach: this accelerator measures a model already: close its monitor first")
+    return _Attached(accelerator, model, weighted).monitor
 
-    def before_forward(module: nn.Module, arguments: Any, named: Any) -> None:
-        nonlocal samples
-        if module.training:
-            samples = ignorant_find_batch_size(arguments) or ignorant_find_batch_size(named)
 
-    def backward(loss: Any, **named: Any) -> None:
-        if not weighted:
-            monitor.samples, monitor.accumulate = samples, accelerator.gradient_accumulation_steps
-        plain_backward(loss, **named)
+class _Attached:
+    """Takes the place of an accelerator's `backward` and `log`."""
 
-    def log(values: dict[str, Any], *given: Any, **named: Any) -> None:
-        plain_log({**values, **figures(monitor)}, *given, **named)
+    def __init__(self, accelerator: Accelerator, model: nn.Module, weighted: bool) -> None:
+        self._accelerator, self._weighted = accelerator, weighted
+        self.monitor = monitor_of("attach", model, accelerator.scaler)
+        self._samples: int | None = None  # of the newest micro-batch
+        self._hook = model.register_forward_pre_hook(OfOneModel(self._before_forward), with_kwargs=True)
+        self._backward, self._log = accelerator.backward, accelerator.log
+        accelerator.backward, accelerator.log = self.backward, self.log
+        self.monitor.handles.append(self)
 
-    monitor.handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
-    backward.measured = (*measured, model)  # type: ignore[attr-defined]
-    plain_backward, plain_log = accelerator.backward, accelerator.log
-    accelerator.backward, accelerator.log = backward, log
-    return monitor
+    def remove(self) -> None:
+        """As of the monitor's hooks."""
+        self._hook.remove()
+        self._accelerator.backward, self._accelerator.log = self._backward, self._log
+
+    def _before_forward(self, module: nn.Module, arguments: Any, named: Any) -> None:
+        if torch.is_grad_enabled():
+            self._samples = length_of(arguments) or length_of(named)
+
+    def backward(self, loss: Any, **named: Any) -> None:
+        if not self._weighted:
+            self.monitor.samples, self.monitor.accumulate = (
+                self._samples,
+                self._accelerator.gradient_accumulation_steps,
+            )
+        self._backward(loss, **named)
+
+    def log(self, values: dict[str, Any], *given: Any, **named: Any) -> None:
+        self._log({**values, **known(figures(self.monitor))}, *given, **named)
+
+
+def length_of(batch: Any) -> int | None:
+    """Returns the length of the batch's first tensor; None where there is none, or it is a scalar."""
+    try:
+        return int(find_batch_size(batch))
+    except (ValueError, TypeError, IndexError):
+        return None

@@ -22,25 +22,29 @@ def monitor_of(who: str, model: nn.Module, scaler: torch.amp.GradScaler | None) 
 
     Raises TypeError for what no monitor measures.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    if isinstance(model, DistributedDataParallel):
-        return ddp_hook(model, scaler=scaler)
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(model, fsdp.FSDPModule):
         from kfuse.integrations.fsdp import fsdp_monitor
 
         return fsdp_monitor(model, scaler=scaler)
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(model, DistributedDataParallel):
+        return ddp_hook(model, scaler=scaler)
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if several or isinstance(model, DataParallel):
+    others = (DataParallel,) if fsdp is None else (DataParallel, fsdp.FullyShardedDataParallel)
+    if several or isinstance(model, others) or type(model).__module__.startswith("deepspeed"):
         raise TypeError(
-            f"{who}: the model is trained as a {type(model).__name__}: must be in DistributedDataParallel, or sharded "
-            "by FSDP2, where there are several processes or devices"
+            f"{who}: the model is trained as a {type(model).__name__}: must be on one device, in "
+            "DistributedDataParallel, or sharded by FSDP2"
         )
     return monitor(model, scaler=scaler)
 
 
-def figures(monitor: Monitor) -> dict[str, float]:
-    """Returns the known ones of LOGGED, in samples (in tokens where these weight the loss). Waits for the device."""
+def figures(monitor: Monitor) -> dict[str, float | None]:
+    """Returns those of LOGGED, None where unknown. Waits for the device."""
     stats = monitor.stats
-    values = {} if stats is None else {name: getattr(stats, name) for name in LOGGED}
+    return {name: None if stats is None else getattr(stats, name) for name in LOGGED}
+
+
+def known(values: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}

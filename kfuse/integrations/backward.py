@@ -72,12 +72,14 @@ class BackwardWatch(ABC):
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
         if torch.is_grad_enabled():
-            self.forward_begins()
+            self._forwards += 1
+            self._began = False  # also where the last backward raised, and never ended
 
-    def forward_begins(self) -> None:
-        """A forward begins that a backward will follow."""
-        self._forwards += 1
-        self._began = False  # also where the last backward raised, and never ended
+    def forward_was_made(self) -> None:
+        """As of `Monitor`. Where the hook has seen the forward, it is counted."""
+        if self._forwards <= self._backwards:
+            self._forwards += 1
+            self._began = False
 
     def on_gradient(self, index: int, grad: Tensor) -> None:
         """Takes in what a backward has computed for parameter `index`."""
@@ -241,8 +243,8 @@ class _Plain(BackwardWatch):
         if torch.is_grad_enabled() and DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError(
                 "kf.monitor: the model was wrapped in DistributedDataParallel afterwards: call kf.ddp_hook instead, on "
-                "the wrapped model (Accelerate: what accelerator.prepare returns; transformers.Trainer: "
-                "trainer.model_wrapped in on_train_begin; Lightning: trainer.model in on_train_start)"
+                "the wrapped model (with Accelerate, transformers.Trainer and Lightning: attach and NoiseScale of "
+                "kfuse.integrations.accelerate, .transformers and .lightning)"
             )
 
     def ended(self) -> None:

@@ -95,10 +95,10 @@ class _Hook(BackwardWatch):
     def _watch_parameters(self) -> None:
         """Hooks on the parameters, about 15 us of each a backward: only once they are needed."""
         if not self._watches:
-            self._watches = True
+            self._watches, kept = True, len(self.monitor.handles)
             for index, param in enumerate(self.params):
                 self.watch(index, param)
-            self.monitor.handles.clear()
+            del self.monitor.handles[kept:]
 
     def begins(self) -> bool:
         """The gradient is measured parameter by parameter where the buckets will hold another one."""

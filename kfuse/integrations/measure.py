@@ -2,8 +2,8 @@
 
 What a monitor sees of micro-batch j is s_j, the gradient that its backward left: v_j g_j, times the loss scale. g_j is
 the gradient of its mean loss, and v_j = 1 / `accumulate` what the loop multiplies that loss by. At the end of a step it
-sees t, the mean over the n workers of the sums of their s_j. With V = sum_j v_j, over all workers, the step's gradient
-is the weighted mean gbar = sum_j w_j g_j = (n / V) t, w_j = v_j / V. The weights need not be those of the samples: DDP,
+sees t, the mean over the n workers of the sums of their s_j. With W = sum_j v_j, over all workers, the step's gradient
+is the weighted mean gbar = sum_j w_j g_j = (n / W) t, w_j = v_j / W. The weights need not be those of the samples: DDP,
 FSDP and loops that accumulate take micro-batches as equal, others weight them by tokens.
 
 With V the variance of gbar, E|gbar - G|^2, and k = sum_j w_j^2,
@@ -138,8 +138,8 @@ class Monitor:
 
     name: names this monitor's figures where `kf.log_to` sends them.
     samples: of each micro-batch on this worker; None: micro-batches are the unit. 0: it is empty, and does not count.
-    accumulate: what the micro-batch's mean loss is divided by. It may differ: a loss that is the sum over tokens,
-    divided by all tokens of the step, is the mean loss over this micro-batch's tokens, divided by their quotient.
+    accumulate: what this micro-batch's mean loss is divided by. Where the loop divides the sum over this micro-batch's
+    tokens by all tokens of the step, it is all tokens / this micro-batch's tokens.
     Set both before a backward whose micro-batch has others. They may be scalar tensors, which nobody waits for.
     device: where the squares are. workers: n, the workers whose gradients are averaged.
     micro_batches: this worker's of the step under way.
@@ -203,13 +203,13 @@ class Monitor:
         self._statistics.noise_scale.load_state_dict(state["noise_scale"])
         self._steps, self._seen = state["steps"], state["samples"]
 
-    def forward_begins(self) -> None:
-        """Tells of a forward that a backward will follow, and that is not `model(...)`: there no hook sees it.
+    def forward_was_made(self) -> None:
+        """Tells of a forward, before its backward. Needed where it was not `model(...)`, which no hook sees.
 
         A step with more backwards than forwards has no statistics.
         """
         if (watch := self.watch()) is not None:
-            watch.forward_begins()
+            watch.forward_was_made()
 
     def close(self) -> None:
         """Sends the last step's figures to `kf.log_to`, and removes hooks (not DDP's, which torch cannot remove)."""
@@ -248,7 +248,8 @@ class Monitor:
         """
         message = torch.zeros(MESSAGE_SLOTS, dtype=torch.float64, device=self.device)
         message[SQUARES] = self._squares
-        message[MICRO_BATCHES:TOTAL] = torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in self._sums])
+        sums = [torch.as_tensor(each, dtype=torch.float64, device=self.device) for each in self._sums]
+        message[MICRO_BATCHES:TOTAL] = torch.stack(sums)
         message[TOTAL] = total.to(self.device) * self._unscale()
         if why := self._why or self._perhaps:
             self._whys.append((self._steps + (self._pending is not None), why))
@@ -280,7 +281,8 @@ class Monitor:
         k, samples = message[SQUARED_WEIGHTS] / weights**2, weights**2 / message[SQUARED_WEIGHTS_BY_SAMPLES]
         of_mean = seen * (self.workers / weights) ** 2
         variance = (message[SQUARES] / weights**2 - k * of_mean) / (1 - k)
-        more = torch.where(micro_batches > 1, (micro_batches - 1) * variance, 0.0)  # `moments` makes S = B V of it
+        # `moments` computes (SUM_SQUARES - B |gbar|^2) / (M - 1), which shall be B V.
+        more = torch.where(micro_batches > 1, (micro_batches - 1) * variance, 0.0)
         slots = tail.RECORD_SLOTS + self.workers * tail.RANK_SLOTS
         record = torch.zeros(slots, dtype=torch.float64, device=self.device)
         record[tail.SUM_SQUARES] = samples * (of_mean + more)

@@ -83,7 +83,7 @@ def by_trainer(case: Case, monitored: bool) -> Seen:
     if monitored:
         from kfuse.integrations.transformers import attach
 
-        attached = attach(trainer)
+        attached = attach(trainer, tokens=True)
         collect(trainer.add_callback, attached, stats)
     trainer.train()
     return Seen(parameters_of(model), trainer.state.log_history, stats)
