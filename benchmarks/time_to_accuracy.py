@@ -1,7 +1,7 @@
 """Is an adaptive policy as quick as the best fixed batch, without the sweep that finds it?
 
-    python benchmarks/time_to_accuracy.py --problems text --json FILE        # on two cores: half an hour
-    python benchmarks/time_to_accuracy.py --link 100mbit --problems text --json FILE
+    python benchmarks/time_to_accuracy.py --json FILE        # on two cores: an hour and a half; text alone half an hour
+    python benchmarks/time_to_accuracy.py --link 200mbit --problems text --json FILE
 
 Three problems (tta_problems.py): digits by a convolutional network and text by a GPT, both with AdamW, and the noisy
 quadratic model with SGD. Quality is measured on held-out data at 20 equal intervals of a problem's samples; a

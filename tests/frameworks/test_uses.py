@@ -44,7 +44,7 @@ def test_wrong_uses_end_in_one_line(tmp_path: Path) -> None:
     transformers.attach(trainer, tokens=True)
     with pytest.raises(RuntimeError, match=r"^attach: this trainer has kfuse attached already"):
         transformers.attach(trainer)
-    with pytest.raises(TypeError, match=r"^attach: the model is trained as a DataParallel: must be in Distributed"):
+    with pytest.raises(TypeError, match=r"^attach: the model is trained as a DataParallel: must be on one device"):
         trainer.train()
     trainer = Trainer(llama(), arguments, train_dataset=sequences())
     transformers.attach(trainer)
