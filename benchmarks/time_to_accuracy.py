@@ -6,8 +6,8 @@
 Three problems (tta_problems.py): digits by a convolutional network and text by a GPT, both with AdamW, and the noisy
 quadratic model with SGD. Quality is measured on held-out data at 20 equal intervals of a problem's samples; a
 measurement counts as the median of it and its two neighbours. The target is the median over the seeds of the quality
-that the small batch has after 60 % of these samples. A run may take
-twice these samples to it (in the sweep and on a link the small batch takes them once).
+that the small batch has after 60 % of these samples. A run may take twice
+these samples to it (in the sweep and on a link the small batch takes them once).
 
 **Computed cost** (the default): a step costs r samples, and its own: steps x r + samples, for r = 16, 64 and 256. One
 process a run, as many at a time as there are cores: no time is measured. goodput gets (r + B) / 1000 as its step times.

@@ -28,7 +28,7 @@ from tta_problems import LARGEST, Problem
 import kfuse as kf
 from kfuse import policies
 from kfuse.comm.settings import CommOptions
-from kfuse.data import EpochSampler
+from kfuse.data import EpochSampler, TensorData
 from kfuse.statistics.noise_scale import moments
 from kfuse.train.learning_rate import LRSchedule
 
@@ -86,8 +86,10 @@ class Course:
     quality is that of rank 0's model; no worker goes on before all know it.
     """
 
-    def __init__(self, job: Job, problem: Problem, model: nn.Module, of_rank_0: Callable[[float], float]) -> None:
-        self._job, self._problem, self._model, self._of_rank_0 = job, problem, model, of_rank_0
+    def __init__(
+        self, job: Job, problem: Problem, model: nn.Module, data: TensorData, of_rank_0: Callable[[float], float]
+    ) -> None:
+        self._job, self._problem, self._model, self._data, self._of_rank_0 = job, problem, model, data, of_rank_0
         self._truths = 1 << 30 if job.system == "oracle" else job.truth_until
         self.steps: dict[int, tuple[int, int, float]] = {}
         """By step: samples used until then, batch size, learning rate."""
@@ -104,7 +106,7 @@ class Course:
         if self.finished == 0:
             self._evaluate()
         if self.finished < self._truths and self.finished % TRUTH_EVERY == 0:
-            noise = true_noise_scale(self._problem, self._model, self._job.seed, self.finished)
+            noise = true_noise_scale(self._problem, self._model, self._data, self.finished)
             self.truth.append((self.finished, self._of_rank_0(noise)))
             self._resumed = time.perf_counter()
 
@@ -173,10 +175,9 @@ class Followed(kf.BasePolicy):
         return decision
 
 
-def true_noise_scale(problem: Problem, model: nn.Module, seed: int, step: int) -> float:
+def true_noise_scale(problem: Problem, model: nn.Module, data: TensorData, step: int) -> float:
     """tr(Sigma) / |G|^2 from TRUTH_SAMPLES samples, unbiased, as the model in training computes its micro-batches."""
     model, size = copy.deepcopy(model), problem.setting.micro_batch
-    data = problem.data(seed)
     rows = np.random.default_rng(step).choice(problem.samples, TRUTH_SAMPLES, replace=False)
     total, squares = 0.0 * torch.nn.utils.parameters_to_vector(model.parameters()).detach().double(), 0.0
     for chunk in rows.reshape(-1, size):
@@ -203,13 +204,13 @@ def by_optimizer(problem: Problem) -> str:
 def train_kfuse(job: Job, problem: Problem) -> Course:
     """By kf.fit."""
     new_session(CommOptions("allreduce"))  # what `auto` takes would depend on the machine's load
-    setting, model = problem.setting, problem.model(job.seed)
+    setting, model, data = problem.setting, problem.model(job.seed), problem.data(job.seed)
     made = kf.FusedAdamW if setting.optimizer == "adamw" else kf.FusedSGD
-    course = Course(job, problem, model, lambda value: float(kf.allreduce(value if kf.rank() == 0 else 0.0)))
+    course = Course(job, problem, model, data, lambda value: float(kf.allreduce(value if kf.rank() == 0 else 0.0)))
     with contextlib.suppress(Reached):
         kf.fit(
             model,
-            problem.data(job.seed),
+            data,
             made(model.parameters(), lr=job.lr),
             kf.Hook(Followed(POLICIES[job.system](), course, job.r)),
             train_epochs=job.times,
@@ -253,7 +254,7 @@ def train_plain(job: Job, problem: Problem) -> Course:
     epoch, total = problem.samples, job.times * problem.samples
     shape = LRSchedule(warmup_steps=warm_up_steps(problem), decay=job.decay, base_batch_size=base, samples=total)
     sampler = EpochSampler(epoch, job.seed)
-    course = Course(job, problem, bare, of_rank_0 if workers > 1 else float)
+    course = Course(job, problem, bare, data, of_rank_0 if workers > 1 else float)
     samples, step, count = 0, 0, job.batch_size
     with contextlib.suppress(Reached):
         while samples < total:

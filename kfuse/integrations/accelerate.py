@@ -60,10 +60,8 @@ class _Attached:
 
     def backward(self, loss: Any, **named: Any) -> None:
         if not self._weighted:
-            self.monitor.samples, self.monitor.accumulate = (
-                self._samples,
-                self._accelerator.gradient_accumulation_steps,
-            )
+            self.monitor.samples = self._samples
+            self.monitor.accumulate = self._accelerator.gradient_accumulation_steps
         self._backward(loss, **named)
 
     def log(self, values: dict[str, Any], *given: Any, **named: Any) -> None:

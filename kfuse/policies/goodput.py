@@ -98,14 +98,14 @@ class GoodputPolicy(NoisePolicy):
     def _follow_trial(self, signals: Signals) -> None:
         """Begins to try another batch size, where one alone was measured, or ends that."""
         step, self.compared_with = signals.step, 0
-        # With one micro-batch a step, the noise scale is first seen in the trial.
-        least = LEAST_STEPS if signals.micro_batches < LEAST_MICRO_BATCHES else 2 * _LEAST_TIMES
         if self.tried and step >= self.tried_until:
             self.compared_with = self.tried_from if signals.batch_size == self.tried else 0
             self.tried = 0
         elif not self.tried_from and len(self.points) == 1 and self.points[0][1] == signals.workers:
             self.tried = _to_try(signals)
             self.tried_from = signals.batch_size
+            # With one micro-batch a step, the noise scale is first seen in the trial.
+            least = LEAST_STEPS if signals.micro_batches < LEAST_MICRO_BATCHES else 2 * _LEAST_TIMES
             self.tried_until = step + max(self.every, DECISION_LAG + least)
 
     def _observe_time(self, signals: Signals) -> None:
