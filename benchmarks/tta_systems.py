@@ -264,10 +264,8 @@ def train_plain(job: Job, problem: Problem) -> Course:
             count = next((size for begin, size in reversed(job.ramp) if begin <= samples), count)
             first = samples % epoch
             taken = min(count, epoch - first)
-            mine = sampler.indices(samples // epoch, first, first + taken)[rank * taken // workers :][
-                : taken // workers
-            ]
-            x, y = data.fetch(mine)
+            begin = first + rank * taken // workers
+            x, y = data.fetch(sampler.indices(samples // epoch, begin, taken // workers))
             gain = 1.0 if job.system in ("fixed", "small") else math.sqrt(count / base)  # AdamW's
             lr = job.lr * gain * shape.shape(samples / base, shape.done(0, samples))
             opt.param_groups[0]["lr"] = lr
