@@ -276,15 +276,16 @@ def test_one_is_killed_in_the_middle(workers: int, moment: str, rank: int, undis
     assert len(job.of_kind("failure")) == 1 and not job.of_kind("resumed")
 
 
-NEWCOMER: dict[str, Any] = {"phases": [{"step": 5, "workers": 2}], "gates": [{"step": 40, "workers": 2}]}
-"""One worker trains, and a second one joins."""
+NEWCOMER: dict[str, Any] = {"phases": [{"step": 12, "workers": 2}], "gates": [{"step": 40, "workers": 2}]}
+"""One worker trains, and a second one joins: asked for after step 10, whose checkpoint is written by then."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("checkpoints", [[], CHECKPOINTS])
 def test_half_of_a_newcomers_state_is_none(checkpoints: list[str], undisturbed: Job, tmp_path: Path) -> None:
     """The only worker that has trained is killed as it sends: what has arrived begins no training, a checkpoint may."""
-    job = struck(tmp_path, 1, kill("sending", 0, 12, step=16), more=checkpoints, **NEWCOMER)
+    written = {"directory": str(tmp_path / "run" / "checkpoints"), "every": 10} if checkpoints else None
+    job = struck(tmp_path, 1, kill("sending", 0, 12, step=21), more=checkpoints, checkpoints=written, **NEWCOMER)
     if checkpoints:
         assert [event["step"] for event in job.of_kind("resumed")] == [10]
     if checkpoints or job.error is None:  # another new worker had come meanwhile, and began anew
