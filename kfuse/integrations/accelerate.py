@@ -10,13 +10,18 @@ from torch import nn
 
 from kfuse.integrations.attached import figures, known, monitor_of
 from kfuse.integrations.backward import OfOneModel
+from kfuse.integrations.growth import Growth
 from kfuse.integrations.measure import Monitor
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+__all__ = ["Growth", "attach"]
 
-def attach(accelerator: Accelerator, model: nn.Module, *, weighted: bool = False) -> Monitor:
+
+def attach(
+    accelerator: Accelerator, model: nn.Module, *, weighted: bool = False, growth: Growth | None = None
+) -> Monitor:
     """Measures a model that `accelerator.prepare` has returned; parameters keep their bits. Call it on every process.
 
     `accelerator.log` sends noise_scale, noise_scale_low and noise_scale_high too, in samples, where they are known. A
@@ -27,32 +32,47 @@ def attach(accelerator: Accelerator, model: nn.Module, *, weighted: bool = False
     `monitor.samples` and `monitor.accumulate` before each `accelerator.backward` (see `Monitor`), and the noise scale
     is in these samples.
 
-    Raises ValueError for a model that was not prepared, TypeError for one that no monitor measures, RuntimeError where
-    one of the accelerator's models is measured already.
+    growth: chooses the batch size, by `accelerator.gradient_accumulation_steps`, and multiplies the learning rate. It
+    needs one prepared optimizer, whose prepared schedulers are stepped with each update, and
+    `with accelerator.accumulate(model):` around each micro-batch. It is saved by `accelerator.save_state`. The loop's
+    own end is the loop's; `growth.updates` counts the updates of the first batch size.
+
+    Raises ValueError for a model that was not prepared, or where growth has not one optimizer, TypeError for a model
+    that no monitor measures, RuntimeError where one of the accelerator's models is measured already.
     """
     if not getattr(model, "_is_accelerate_prepared", False):
         raise ValueError("attach: the model must be what accelerator.prepare has returned")
     if isinstance(getattr(accelerator.backward, "__self__", None), _Attached):
         raise RuntimeError("attach: this accelerator measures a model already: close its monitor first")
-    return _Attached(accelerator, model, weighted).monitor
+    if growth is not None and len(accelerator._optimizers) != 1:
+        raise ValueError(f"attach: growth needs one prepared optimizer, not {len(accelerator._optimizers)}")
+    return _Attached(accelerator, model, weighted, growth).monitor
 
 
 class _Attached:
-    """Takes the place of an accelerator's `backward` and `log`."""
+    """Takes the place of an accelerator's `backward` and `log`; with a growth of `accumulate` and `step` too."""
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, weighted: bool) -> None:
-        self._accelerator, self._weighted = accelerator, weighted
+    def __init__(self, accelerator: Accelerator, model: nn.Module, weighted: bool, growth: Growth | None) -> None:
+        self._accelerator, self._weighted, self._growth = accelerator, weighted, growth
         self.monitor = monitor_of("attach", model, accelerator.scaler)
         self._samples: int | None = None  # of the newest micro-batch
         self._hook = model.register_forward_pre_hook(OfOneModel(self._before_forward), with_kwargs=True)
         self._backward, self._log = accelerator.backward, accelerator.log
         accelerator.backward, accelerator.log = self.backward, self.log
+        if growth is not None:
+            self._first, self._optimizer = accelerator.gradient_accumulation_steps, accelerator._optimizers[0]
+            self._accumulate, self._step = accelerator.accumulate, self._optimizer.step
+            accelerator.accumulate, self._optimizer.step = self.accumulate, self.step
+            accelerator.register_for_checkpointing(self)
         self.monitor.handles.append(self)
 
     def remove(self) -> None:
         """As of the monitor's hooks."""
         self._hook.remove()
         self._accelerator.backward, self._accelerator.log = self._backward, self._log
+        if self._growth is not None:
+            self._accelerator.accumulate, self._optimizer.step = self._accumulate, self._step
+            self._accelerator._custom_objects.remove(self)
 
     def _before_forward(self, module: nn.Module, arguments: Any, named: Any) -> None:
         if torch.is_grad_enabled():
@@ -62,10 +82,43 @@ class _Attached:
         if not self._weighted:
             self.monitor.samples = self._samples
             self.monitor.accumulate = self._accelerator.gradient_accumulation_steps
+        if self._growth is not None and not self._growth.batch_size:
+            stepped = self._accelerator._schedulers  # these step once for each process
+            schedulers, samples = [scheduler.scheduler for scheduler in stepped], self._samples or 1
+            self._growth.begin(self.monitor, self._first, samples, [self._optimizer], schedulers, stepped)
         self._backward(loss, **named)
 
     def log(self, values: dict[str, Any], *given: Any, **named: Any) -> None:
-        self._log({**values, **known(figures(self.monitor))}, *given, **named)
+        more = known(figures(self.monitor))
+        if self._growth is not None:
+            more["batch_size"] = self._growth.batch_size
+        self._log({**values, **more}, *given, **named)
+
+    # -- with a growth -----------------------------------------------------------------------------------------------
+
+    def accumulate(self, *models: nn.Module) -> Any:
+        assert self._growth is not None
+        self._growth.micro_batch()
+        return self._accumulate(*models)
+
+    def step(self, closure: Any = None) -> None:
+        assert self._growth is not None
+        self._step(closure)
+        if self._accelerator.sync_gradients:
+            self._growth.end_step(self._optimizer.step_was_skipped)
+            self._accelerator.gradient_accumulation_steps = self._growth.accumulate
+            if self._accelerator.step == 0:  # the data's end
+                self._growth.begin_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self._growth is not None
+        return self._growth.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self._growth is not None
+        self._growth.load_state_dict(state)
+        if state:
+            self._accelerator.gradient_accumulation_steps = state["progress"]["accumulate"]
 
 
 def length_of(batch: Any) -> int | None:

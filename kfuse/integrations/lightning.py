@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from kfuse.integrations.attached import figures, monitor_of
+from kfuse.integrations.growth import Growth
 from kfuse.integrations.measure import Monitor
+
+__all__ = ["Growth", "NoiseScale"]
 
 
 class NoiseScale(Callback):  # type: ignore[misc]
@@ -23,12 +27,20 @@ class NoiseScale(Callback):  # type: ignore[misc]
     `log_every_n_steps` batches, in samples, NaN where they are unknown. Without `Trainer(accumulate_grad_batches=...)`
     of 2 or more, or several processes, they are: a step of one micro-batch has nothing to compare.
 
+    growth: chooses the batch size, by `trainer.accumulate_grad_batches`, and multiplies the learning rate. The training
+    still ends where max_steps of the first batch size, or max_epochs, would have ended it. Schedulers of the interval
+    "step" and frequency 1 are stepped as with the first batch size.
+
     Training raises TypeError for a strategy that no monitor measures (must be one device or DDP), for manual
     optimization and for LBFGS.
     """
 
     monitor: Monitor | None = None
     """Of the newest fit; None before it."""
+
+    def __init__(self, growth: Growth | None = None) -> None:
+        self._growth = growth
+        self._first = self._updates = 0  # micro-batches of a first step, and updates that the growth has seen
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         has_lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
@@ -41,11 +53,42 @@ class NoiseScale(Callback):  # type: ignore[misc]
             self.monitor.close()
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.monitor = monitor_of("NoiseScale", trainer.strategy.model, scaler)
+        if self._growth is not None:
+            if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+                raise TypeError(
+                    "NoiseScale: growth and GradientAccumulationScheduler both set the accumulation: must be one"
+                )
+            self._first, self._updates = trainer.accumulate_grad_batches, trainer.global_step
+            trainer.accumulate_grad_batches = self._growth.saved_accumulate or self._first
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         assert self.monitor is not None
         self.monitor.samples = _length_of(batch)
         self.monitor.accumulate = trainer.accumulate_grad_batches
+        if self._growth is None:
+            return
+        if not self._growth.batch_size:
+            resumed = bool(self._growth.saved_accumulate)
+            self._begin_growth(self._growth, trainer, self.monitor)
+            if resumed and batch_idx == 0:
+                self._growth.begin_epoch()
+        self._growth.micro_batch()
+
+    def _begin_growth(self, growth: Growth, trainer: Trainer, monitor: Monitor) -> None:
+        configs = trainer.lr_scheduler_configs
+        stepped = [each for each in configs if each.interval == "step" and each.frequency == 1]
+        growth.begin(
+            monitor,
+            self._first,
+            int(monitor.samples or 1),
+            trainer.optimizers,
+            [each.scheduler for each in configs],
+            [each.scheduler for each in stepped if not each.reduce_on_plateau],
+        )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._growth is not None and self._growth.batch_size:
+            self._growth.begin_epoch()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         assert self.monitor is not None
@@ -55,9 +98,24 @@ class NoiseScale(Callback):  # type: ignore[misc]
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self.monitor is not None
+        if self._growth is not None and trainer.global_step != self._updates:
+            self._updates = trainer.global_step
+            self._growth.end_step()
+            trainer.accumulate_grad_batches = self._growth.accumulate
+            if 0 <= trainer.max_steps <= self._growth.updates:
+                trainer.should_stop = True
         if (batch_idx + 1) % trainer.log_every_n_steps == 0 or trainer.is_last_batch:
             values = {name: math.nan if value is None else value for name, value in figures(self.monitor).items()}
+            if self._growth is not None:
+                values["batch_size"] = self._growth.batch_size
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._growth is None else self._growth.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._growth is not None:
+            self._growth.load_state_dict(state_dict)
 
 
 def _length_of(batch: Any) -> int | None:

@@ -152,6 +152,7 @@ class Monitor:
         self._scaler = options.scaler
         self._statistics = Statistics()
         self.handles: list[Any] = []  # of hooks, which `close` removes
+        self.observers: list[Callable[[StepStats], object]] = []  # get each step's figures, a step or two later
         self.watch: Callable[[], Any] = lambda: None  # returns what sees the model's forwards, while the model is there
         self._whys = deque[tuple[int, str]](maxlen=16)  # the newest finished steps' reasons, for those that had one
         self._told = set[str]()  # the reasons that were logged
@@ -211,10 +212,19 @@ class Monitor:
         if (watch := self.watch()) is not None:
             watch.forward_was_made()
 
-    def close(self) -> None:
-        """Sends the last step's figures to `kf.log_to`, and removes hooks (not DDP's, which torch cannot remove)."""
+    @property
+    def ended(self) -> int:
+        """The number of steps that have ended, those included whose figures are still on their way."""
+        return self._steps + (self._pending is not None)
+
+    def drain(self) -> None:
+        """Gives all ended steps' figures to `kf.log_to` and the observers. Waits for the device."""
         self._settle()
         self._send(lag=0)
+
+    def close(self) -> None:
+        """Sends the last step's figures to `kf.log_to`, and removes hooks (not DDP's, which torch cannot remove)."""
+        self.drain()
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -290,7 +300,7 @@ class Monitor:
         record[tail.LOSS], record[tail.GRAD_SQ] = math.nan, of_mean
         if self._scaler is not None:
             record[tail.SKIPPED] = (~torch.isfinite(seen)).double()  # by the scaler
-        self._statistics.keep_unread = bool(log.TARGETS)
+        self._statistics.keep_unread = bool(log.TARGETS or self.observers)
         self._statistics.push(self._steps, "micro-batches" if self.samples is None else "samples", record)
         self._steps += 1
         self._send(lag=int(devices.of(self.device).asynchronous))
@@ -312,6 +322,8 @@ class Monitor:
             return
         for stats in self._statistics.read(lag):
             self._reason(stats)
+            for observe in self.observers:
+                observe(stats)
             self._seen += stats.samples
             known = {"step": stats.step, "samples": self._seen, "batch_size": stats.samples, "workers": self.workers}
             record = {name: known[name] if name in known else getattr(stats, name) for name in log.FIGURES}

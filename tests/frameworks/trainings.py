@@ -7,10 +7,12 @@ distribution says: their numbers have a coefficient of variation near 1.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+import kfuse as kf
+from kfuse.integrations.growth import Growth
 from kfuse.statistics.step_stats import StepStats
 
 WORDS, LENGTH, SEQUENCES = 50, 33, 90
@@ -58,6 +62,33 @@ class Case:
     lr: float = 1e-3
     clip: float = 0.0
     bf16: bool = False
+    asked: dict[int, int] | None = None
+    """At which steps a policy asks for how many times the first batch. Then the rate falls in a line to zero."""
+    directory: str = "unused"
+    """Of checkpoints."""
+    save: int | None = None
+    """At this step a checkpoint is written; Lightning writes one at each epoch's end, and this is an epoch's number."""
+    resume: bool = False
+    """From that checkpoint."""
+
+    @property
+    def updates(self) -> int:
+        """Of the first batch size."""
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        micro_batches = math.ceil(SEQUENCES / 2 / processes)
+        return self.epochs * math.ceil(micro_batches / self.accumulate)
+
+    def growth(self) -> Growth | None:
+        return None if self.asked is None else Growth(AtSteps(self.asked), 1024)
+
+
+class AtSteps(kf.BasePolicy):
+    def __init__(self, asked: dict[int, int]) -> None:
+        self.asked = asked
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        times = self.asked.get(signals.step)
+        return None if times is None else kf.Decision(batch_size=times * (signals.base_batch_size or 0))
 
 
 @dataclass(frozen=True)
@@ -67,6 +98,8 @@ class Seen:
     parameters: list[Tensor]
     logged: list[dict[str, Any]]
     stats: list[StepStats]
+    batches: list[Row]
+    """Each micro-batch of this process."""
 
 
 Training = Callable[[Case, bool], Seen]
@@ -74,19 +107,22 @@ Training = Callable[[Case, bool], Seen]
 
 def by_trainer(case: Case, monitored: bool) -> Seen:
     model, stats = llama(), list[StepStats]()
+    batches = recorded(model)
+    kind = "constant" if case.asked is None else "linear"
     arguments = TrainingArguments(
-        output_dir="unused", per_device_train_batch_size=2, gradient_accumulation_steps=case.accumulate,
-        num_train_epochs=case.epochs, learning_rate=case.lr, lr_scheduler_type="constant", max_grad_norm=case.clip,
-        bf16=case.bf16, logging_steps=5, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, seed=1,
+        output_dir=case.directory, per_device_train_batch_size=2, gradient_accumulation_steps=case.accumulate,
+        num_train_epochs=case.epochs, learning_rate=case.lr, lr_scheduler_type=kind, max_grad_norm=case.clip,
+        bf16=case.bf16, logging_steps=5, report_to=[], save_strategy="steps" if case.save else "no", use_cpu=True,
+        save_steps=case.save or 1, disable_tqdm=True, seed=1,
     )  # fmt: skip
     trainer = Trainer(model=model, args=arguments, train_dataset=sequences(), data_collator=collate)
     if monitored:
         from kfuse.integrations.transformers import attach
 
-        attached = attach(trainer, tokens=True)
+        attached = attach(trainer, tokens=True, growth=case.growth())
         collect(trainer.add_callback, attached, stats)
-    trainer.train()
-    return Seen(parameters_of(model), trainer.state.log_history, stats)
+    trainer.train(resume_from_checkpoint=f"{case.directory}/checkpoint-{case.save}" if case.resume else None)
+    return Seen(parameters_of(model), trainer.state.log_history, stats, batches)
 
 
 def collect(add: Callable[[Any], object], attached: Any, stats: list[StepStats]) -> None:
@@ -111,28 +147,42 @@ def by_accelerate(case: Case, monitored: bool) -> Seen:
     logged, stats = list[dict[str, Any]](), list[StepStats]()
     accelerator.log = lambda values, step: logged.append(values)
     model: Any = llama()
+    batches = recorded(model)
     opt: Any = torch.optim.AdamW(model.parameters(), case.lr)
+    updates = case.updates * accelerator.num_processes  # the schedule is stepped once for each process
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(opt, lambda made: rate(case, made / updates))
     generator = torch.Generator().manual_seed(1)
-    loader: Any = DataLoader(sequences(), 2, shuffle=True, collate_fn=collate, generator=generator)  # type: ignore[arg-type]
-    model, opt, loader = accelerator.prepare(model, opt, loader)
+    loader: Any = DataLoader(sequences(), 2, shuffle=case.asked is None, collate_fn=collate, generator=generator)  # type: ignore[arg-type]
+    model, opt, loader, schedule = accelerator.prepare(model, opt, loader, schedule)
     if monitored:
         from kfuse.integrations.accelerate import attach
 
-        monitor = attach(accelerator, model)
-    for step in range(case.epochs):
-        for batch in loader:
+        monitor = attach(accelerator, model, growth=case.growth())
+    step = first = done = 0  # updates, epochs before, and micro-batches in the epoch
+    at = Path(case.directory, "at")
+    if case.resume:
+        accelerator.load_state(case.directory)
+        step, first, done = torch.load(at)
+    for epoch in range(first, case.epochs):
+        for index, batch in enumerate(accelerator.skip_first_batches(loader, done) if done else loader, done):
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and case.clip:
                     accelerator.clip_grad_norm_(model.parameters(), case.clip)
                 opt.step()
+                schedule.step()
                 opt.zero_grad()
             if accelerator.sync_gradients and monitored:
                 stats.append(monitor.stats)  # type: ignore[arg-type]
                 accelerator.log({"loss": loss.item()}, step=step)
+                step += 1
+                if step == case.save and not case.resume:
+                    accelerator.save_state(case.directory)
+                    torch.save((step, epoch, index + 1), at)
+        done = 0
     inner = accelerator.unwrap_model(model)
-    return Seen(parameters_of(inner), logged, stats)
+    return Seen(parameters_of(inner), logged, stats, batches)
 
 
 def by_lightning(case: Case, monitored: bool) -> Seen:
@@ -151,8 +201,10 @@ def by_lightning(case: Case, monitored: bool) -> Seen:
             loss: Tensor = self.inner(**batch).loss
             return loss
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), case.lr)
+        def configure_optimizers(self) -> Any:
+            opt = torch.optim.AdamW(self.parameters(), case.lr)
+            schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda made: rate(case, made / case.updates))
+            return [opt], [{"scheduler": schedule, "interval": "step"}]
 
     class Collect(lightning.Callback):
         def on_before_zero_grad(self, *given: Any) -> None:
@@ -160,23 +212,43 @@ def by_lightning(case: Case, monitored: bool) -> Seen:
                 stats.append(found)
 
     module, callbacks = Module(), list[Any]()
+    batches = recorded(module.inner)
     if monitored:
         from kfuse.integrations.lightning import NoiseScale
 
-        noise = NoiseScale()
+        noise = NoiseScale(case.growth())
         callbacks = [noise, Collect()]
+    if case.save is not None:
+        callbacks.append(lightning.pytorch.callbacks.ModelCheckpoint(case.directory, "{epoch}", save_top_k=-1))
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2 if several else 1, strategy="ddp" if several else "auto", max_epochs=case.epochs,
         accumulate_grad_batches=case.accumulate, gradient_clip_val=case.clip or None, callbacks=callbacks,
         precision="bf16-mixed" if case.bf16 else None, logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False,
+        enable_checkpointing=case.save is not None, enable_model_summary=False,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
-    trainer.fit(module, DataLoader(sequences(), 2, shuffle=True, collate_fn=collate, generator=generator))  # type: ignore[arg-type]
+    loader: Any = DataLoader(sequences(), 2, shuffle=case.asked is None, collate_fn=collate, generator=generator)  # type: ignore[arg-type]
+    trainer.fit(module, loader, ckpt_path=f"{case.directory}/epoch={case.save}.ckpt" if case.resume else None)
     if monitored:
         stats.append(noise.monitor.stats)  # type: ignore[union-attr, arg-type]
-    return Seen(parameters_of(module), [dict(trainer.callback_metrics)], stats)
+    return Seen(parameters_of(module), [dict(trainer.callback_metrics)], stats, batches)
+
+
+def rate(case: Case, done: float) -> float:
+    """The factor of the learning rate once this part of the training is done."""
+    return 1.0 if case.asked is None else max(0.0, 1.0 - done)
+
+
+def recorded(model: nn.Module) -> list[Row]:
+    """Returns a list in which each micro-batch's tensors will be."""
+    batches = list[Row]()
+
+    def record(module: nn.Module, arguments: Any, named: Any) -> None:
+        batches.append({name: named[name].clone() for name in ("input_ids", "labels")})
+
+    model.register_forward_pre_hook(record, with_kwargs=True)
+    return batches
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:

@@ -1,0 +1,249 @@
+"""A batch size that follows a policy in a training framework: by more micro-batches a step, and the rate with it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+
+from kfuse.integrations.measure import Monitor
+from kfuse.policies.autoscale import AutoscalePolicy
+from kfuse.policies.goodput import GoodputPolicy
+from kfuse.policies.signals import DECISION_LAG, BasePolicy, Bounds, Decision, Signals, check_whole, checked_decision
+from kfuse.statistics.figures import Measured
+from kfuse.statistics.step_stats import StepStats
+
+_EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+_VARIANCES = ("grad_variance", "mean_grad_variance")
+_NOISE_SCALES = ("noise_scale", "noise_scale_low", "noise_scale_high")
+
+
+class Growth:
+    """Has `policy` choose the batch size of a training by Trainer, Accelerate or Lightning, in steps of doubling.
+
+    The batch size is the first one times a power of two, not below the first one and at most `batch_max` samples of all
+    processes. A step of a larger batch has more micro-batches, so memory stays flat. It changes where the micro-batches
+    of the epoch so far divide by the new number, at least four steps after the one that was measured. Schedulers are
+    stepped as often as with the first batch size for the same samples.
+
+    policy: is asked, as `BasePolicy.decide`, after each step, in samples; its hooks are not called. It must decide by
+    statistics alone, for a batch size.
+    lr_scaling: how the learning rate follows the batch size: sqrt suits Adam, linear SGD, none leaves it.
+
+    Raises ValueError for values out of range, TypeError for a policy that decides by times.
+    """
+
+    def __init__(self, policy: BasePolicy, batch_max: int, lr_scaling: str = "sqrt") -> None:
+        check_whole("batch_max", batch_max, 1)
+        accepted = policy.lr_settings.get("scaling", tuple(_EXPONENTS))
+        if lr_scaling not in _EXPONENTS or lr_scaling not in accepted:
+            allowed = ", ".join(name for name in _EXPONENTS if name in accepted)
+            raise ValueError(f"lr_scaling={lr_scaling!r}: must be one of {allowed}")
+        if isinstance(policy, GoodputPolicy | AutoscalePolicy):
+            raise TypeError(
+                f"Growth: {type(policy).__name__} decides by the times of steps, which frameworks do not tell: must be "
+                "a policy that decides by statistics, such as GNSPolicy"
+            )
+        self.policy, self.batch_max, self.lr_scaling = policy, batch_max, lr_scaling
+        self.accumulate = self._first = self._wanted = 0
+        self._size = 0  # samples of a micro-batch
+        self._done, self._window = 0, 0  # micro-batches of this process in the epoch's ended steps, and in this step
+        self._updates_before = 0  # as of `updates`, in the epochs before
+        self._epoch = self._samples = 0
+        self._measured = self._micro_batches = 0.0  # samples, as measured, and micro-batches of all steps decided on
+        self._unread = deque[StepStats]()
+        self._accumulates = deque[tuple[int, float]]()  # of the steps that are not decided on yet, and their rates
+        self._loaded: dict[str, Any] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step of all processes; 0 before the first."""
+        if not self._first:
+            return 0
+        return self._size * self.accumulate * self._monitor.workers
+
+    @property
+    def saved_accumulate(self) -> int:
+        """As of `accumulate`, of the checkpoint that the training will go on from; 0: of none."""
+        return self._loaded["progress"]["accumulate"] if self._loaded else 0
+
+    @property
+    def updates(self) -> int:
+        """Updates that the first batch size would have made by now: what a schedule's length is counted in."""
+        return self._updates_before + math.ceil(self._done / self._first)
+
+    # -- for the integrations, in the order in which a training calls them -------------------------------------------
+
+    def begin(
+        self,
+        monitor: Monitor,
+        accumulate: int,
+        micro_batch: int,
+        optimizers: Sequence[Any],
+        schedulers: Sequence[Any],
+        stepped: Sequence[Any],
+    ) -> None:
+        """A training begins, before its first backward. After `load_state_dict` it goes on.
+
+        accumulate: micro-batches of a first step on each process. micro_batch: samples of one. optimizers, schedulers:
+        as of torch. stepped: those schedulers that are stepped with each update.
+
+        Raises ValueError where the first batch is above batch_max, TypeError for a scheduler that overwrites the rate,
+        RuntimeError where a training has used it already.
+        """
+        if self._first:
+            raise RuntimeError("Growth: its policy keeps what it has seen: must be a new one for each training")
+        for scheduler in schedulers:
+            if isinstance(scheduler, OneCycleLR | CyclicLR):
+                raise TypeError(
+                    f"Growth: {type(scheduler).__name__} sets the learning rate to numbers of its own: must be a "
+                    "scheduler that multiplies the optimizer's rate, such as LambdaLR or CosineAnnealingLR"
+                )
+        self._monitor, self._optimizers = monitor, list(optimizers)
+        self._schedulers, self._stepped = list(schedulers), list(stepped)
+        self.accumulate = self._first = self._wanted = accumulate
+        self._size = micro_batch
+        if self.batch_size > self.batch_max:
+            raise ValueError(f"batch_max={self.batch_max}: must be at least the first batch, {self.batch_size} samples")
+        monitor.observers.append(self._unread.append)
+        if self._loaded is not None:
+            self._go_on(self._loaded)
+
+    def micro_batch(self) -> None:
+        """A micro-batch of this process."""
+        self._window += 1
+
+    def begin_epoch(self) -> None:
+        self._updates_before, self._done = self.updates, 0
+        self._epoch += 1
+
+    def end_step(self, skipped: bool = False) -> None:
+        """An update was made: asks the policy, and sets `accumulate` and the rates for the next step.
+
+        skipped: by the gradient scaler; then the training has not stepped its schedulers either.
+        """
+        if not self._window:
+            raise RuntimeError(
+                "Growth: an update without micro-batches: each must be in `with accelerator.accumulate(model)`"
+            )
+        before = self.updates
+        self._done, self._window = self._done + self._window, 0
+        for scheduler in self._stepped:
+            for _ in range(0 if skipped else self.updates - before - 1):
+                scheduler.step()
+        self._accumulates.append((self.accumulate, float(self._optimizers[0].param_groups[0]["lr"])))
+        while self._unread and self._unread[0].step <= self._monitor.ended - DECISION_LAG:
+            self._decide(self._unread.popleft())
+        if self._wanted != self.accumulate and self._done % self._wanted == 0:
+            ratio = self._wanted / self.accumulate
+            self.accumulate = self._wanted
+            _scale_rates(self._optimizers, self._schedulers, ratio ** _EXPONENTS[self.lr_scaling])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values; the rates are in the states of optimizers and schedulers. Waits for the device."""
+        if not self._first:
+            return {}
+        self._monitor.drain()
+        return {
+            "progress": {name: getattr(self, name) for name in _PROGRESS},
+            "unread": [asdict(stats) for stats in self._unread],
+            "accumulates": list(self._accumulates),
+            "policy": self.policy.state_dict(),
+            "monitor": self._monitor.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned, now or when training begins."""
+        self._loaded = state
+        if self._first and state:
+            self._go_on(state)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        if state["progress"]["_first"] != self._first or state["progress"]["_size"] != self._size:
+            raise ValueError(
+                f"Growth: the checkpoint began with {state['progress']['_first']} micro-batches of "
+                f"{state['progress']['_size']} samples: must be the same here, {self._first} of {self._size}"
+            )
+        for name, value in state["progress"].items():
+            setattr(self, name, value)
+        self.policy.load_state_dict(state["policy"])
+        self._monitor.load_state_dict(state["monitor"])
+        self._unread.extend(_stats(each) for each in state["unread"])
+        self._accumulates = deque((accumulate, lr) for accumulate, lr in state["accumulates"])
+        self._loaded = None
+
+    def _decide(self, stats: StepStats) -> None:
+        """Asks the policy about a finished step; the same on every process."""
+        accumulate, lr = self._accumulates.popleft()
+        workers, size = self._monitor.workers, self._size
+        self._samples += stats.micro_batches * size
+        self._measured, self._micro_batches = self._measured + stats.samples, self._micro_batches + stats.micro_batches
+        # Where the monitor counts tokens, or nothing: what was measured, in samples.
+        here = stats.micro_batches * size / stats.samples if stats.samples else 1.0
+        on_average = self._micro_batches * size / self._measured if self._measured else 1.0
+        measured = {each.name: getattr(stats, each.name) for each in fields(Measured)}
+        for name in (*_VARIANCES, *_NOISE_SCALES):
+            if measured[name] is not None:
+                measured[name] *= here if name == "grad_variance" else on_average
+        first = size * self._first * workers
+        decision = self.policy.decide(
+            Signals(
+                step=stats.step,
+                epoch=self._epoch,
+                samples=self._samples,
+                lr=lr,
+                lr_scale=1.0,
+                workers=workers,
+                batch_size=size * accumulate * workers,
+                micro_batch=size,
+                base_batch_size=first,
+                bounds=Bounds(first, self.batch_max, workers, workers),
+                **measured,
+            )
+        )
+        self._take(checked_decision(decision, "decide"), first)
+
+    def _take(self, decision: Decision | None, first: int) -> None:
+        if decision is None:
+            return
+        others = [each.name for each in fields(Decision) if getattr(decision, each.name) is not None]
+        others = [name for name in others if name not in ("batch_size", "workers")]  # the bounds hold workers fixed
+        if others:
+            raise ValueError(f"Growth: the policy asked for {others[0]}: only the batch size can change here")
+        if decision.batch_size is not None:
+            doublings = math.log2(max(min(decision.batch_size, self.batch_max), first) / first)
+            self._wanted = self._first * 2 ** math.floor(doublings + 1e-9)
+
+
+_PROGRESS = (
+    "accumulate", "_first", "_wanted", "_size", "_done", "_updates_before", "_epoch", "_samples", "_measured",
+    "_micro_batches",
+)  # fmt: skip
+
+
+def _stats(values: dict[str, Any]) -> StepStats:
+    """Returns what asdict made plain, also where lists have taken the place of tuples."""
+    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return StepStats(**made)
+
+
+def _scale_rates(optimizers: Sequence[Any], schedulers: Sequence[Any], factor: float) -> None:
+    """Multiplies the learning rates, and what schedulers compute them from."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name in ("lr", "initial_lr"):
+                if isinstance(group.get(name), Tensor):
+                    group[name].mul_(factor)
+                elif name in group:
+                    group[name] *= factor
+    for scheduler in schedulers:
+        _scale_rates([], getattr(scheduler, "_schedulers", []), factor)  # of SequentialLR and ChainedScheduler
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]

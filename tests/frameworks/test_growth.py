@@ -1,0 +1,104 @@
+"""A batch size that follows a policy in Trainer, Accelerate and Lightning: the samples and rates of a plain loop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from test_frameworks import trained
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from trainings import TRAININGS, Case, Row, Seen, llama, parameters_of, rate
+
+import kfuse as kf
+from kfuse.integrations.growth import Growth
+
+CASE = Case(accumulate=1, epochs=2, asked={1: 2, 5: 4, 16: 1})
+"""Of 45 micro-batches an epoch on one process, 23 on each of two: the last step of an epoch is a short one."""
+
+
+def rates_of(framework: str, cases: list[Case], monitored: bool) -> tuple[list[Seen], list[float]]:
+    """As `trained`, with the learning rate of each step."""
+    rates = list[float]()
+
+    def record(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+
+    register_optimizer_step_pre_hook(record)
+    return trained(framework, cases, monitored), rates
+
+
+def sum_of_losses(model: Any, batch: Row) -> tuple[Tensor, int]:
+    """Over the tokens that count, and their number."""
+    labels = batch["labels"][:, 1:]
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return total, int((labels != -100).sum())
+
+
+def by_hand(framework: str, case: Case, ranks: list[list[Row]]) -> tuple[list[Tensor], list[int], list[float]]:
+    """A plain loop over all processes' micro-batches: its parameters, each step's micro-batches, and its rates."""
+    model, windows, rates = llama(), list[int](), list[float]()
+    opt = torch.optim.AdamW(model.parameters(), case.lr, weight_decay=0.0 if framework == "trainer" else 1e-2)
+    assert case.asked is not None
+    epoch = len(ranks[0]) // case.epochs
+    updates = math.ceil(epoch / case.accumulate)
+    accumulate = wanted = case.accumulate
+    for first in range(0, len(ranks[0]), epoch):
+        done = 0
+        while done < epoch:
+            window = range(first + done, first + min(done + accumulate, epoch))
+            losses = [[sum_of_losses(model, batches[index]) for index in window] for batches in ranks]
+            if framework == "trainer":
+                tokens = sum(count for mine in losses for _, count in mine)
+                loss = sum(total for mine in losses for total, _ in mine) / tokens  # type: ignore[operator]
+            else:
+                means = [total / count for mine in losses for total, count in mine]
+                loss = sum(means) / (accumulate * len(ranks))  # type: ignore[assignment]
+            over = (first // epoch * updates + math.ceil(done / case.accumulate)) / (case.epochs * updates)
+            rates.append(case.lr * math.sqrt(accumulate / case.accumulate) * rate(case, over))
+            opt.param_groups[0]["lr"] = rates[-1]
+            windows.append(len(window) * len(ranks))
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            done += len(window)
+            wanted = case.accumulate * case.asked.get(len(windows) - 4, wanted // case.accumulate)
+            if done % wanted == 0 or done == epoch:
+                accumulate = wanted
+    return parameters_of(model), windows, rates
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("framework", TRAININGS)
+def test_a_training_that_grows_is_that_of_a_plain_loop(framework: str, workers: int) -> None:
+    results = run_workers(workers, rates_of, framework, [CASE], True)
+    (seen,), rates = results[0]
+    parameters, windows, expected = by_hand(framework, CASE, [ranks[0].batches for ranks, _ in results])
+    assert [stats.micro_batches for stats in seen.stats] == windows
+    assert len(set(windows)) >= 3
+    assert rates == pytest.approx(expected, rel=1e-6)
+    for ours, theirs in zip(seen.parameters, parameters, strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-5), float((ours - theirs).abs().max())
+
+
+@pytest.mark.parametrize("framework", TRAININGS)
+def test_a_resumed_training_goes_on_with_its_batch(framework: str, tmp_path: Path) -> None:
+    saved = replace(CASE, directory=str(tmp_path), save=0 if framework == "lightning" else 10)
+    first, resumed = run_workers(1, trained, framework, [saved, replace(saved, resume=True)], True)[0]
+    assert all(map(torch.equal, first.parameters, resumed.parameters))
+    assert first.stats[-1].step == resumed.stats[-1].step
+    assert first.stats[-1].noise_scale_low == resumed.stats[-1].noise_scale_low
+
+
+def test_what_growth_cannot_do_is_refused() -> None:
+    with pytest.raises(TypeError, match="GoodputPolicy decides by the times of steps"):
+        Growth(kf.policies.GoodputPolicy(), 64)
+    with pytest.raises(ValueError, match="lr_scaling='none': must be one of sqrt, linear"):
+        Growth(kf.policies.CriticalBatchPolicy(), 64, "none")
