@@ -36,6 +36,7 @@ _TOOLS = {
     "plan": "kfuse.tools.plan.command",
     "ramp": "kfuse.tools.ramp",
     "replay": "kfuse.tools.replay.command",
+    "report": "kfuse.tools.report.command",
     "schedule": "kfuse.tools.step_programs",
 }
 # A home directory at the start of a value: bash expands none after a name with a dot, and Hydra does not read it.
@@ -124,7 +125,7 @@ def _tool_arguments(name: str, words: list[str]) -> tuple[Any, ...]:
     `replay` has overrides of the policy alone. It gets them, and the function that composes a configuration from some.
     Raises ConfigError.
     """
-    if name in ("cbs", "plan", "ramp"):
+    if name in ("cbs", "plan", "ramp", "report"):
         return (words,)
     try:
         args = _parse(words)

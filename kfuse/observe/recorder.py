@@ -278,4 +278,4 @@ class Recorder:
         if self.summary is None and why in ("failed", NOT_TRAINED):
             self._display.stop()
         else:
-            self._display.finish(summary)
+            self._display.finish({**summary, "report": f"kfuse report {self.directory.path}"})

@@ -1,0 +1,1 @@
+"""`kfuse report RUN_DIR...`: one HTML page about runs."""

@@ -1,0 +1,41 @@
+"""The command `kfuse report RUN_DIR...`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kfuse.observe import write_whole
+from kfuse.settings.tree import ConfigError
+from kfuse.tools.report.recorded import read_run
+
+USAGE = """\
+kfuse report RUN_DIR [RUN_DIR ...]
+
+Writes report.html into the first run's directory, and prints its path: loss, accuracy, noise scale and batch size,
+learning rate, workers and events, throughput and the time of a step, with the settings and the summary. Several runs
+are drawn over each other. The page is one file and needs no network. Needs bokeh (pip install 'kfuse[report]').
+Exit status 0; 2 for what is no run directory."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Writes the page. Returns the exit status. Raises ConfigError, in one line."""
+    if not words:
+        raise ConfigError("kfuse report: must be given the directories of one run or more")
+    print(write_report([Path(word) for word in words]))
+    return 0
+
+
+def write_report(run_dirs: Sequence[Path]) -> Path:
+    """Writes report.html about these runs into the first one's directory. Returns its path. Raises ConfigError."""
+    try:
+        from kfuse.tools.report.page import page
+    except ImportError as error:
+        raise ConfigError(f"kfuse report needs bokeh: pip install 'kfuse[report]' ({error})") from error
+    runs = [read_run(path) for path in run_dirs]
+    html, path = page(runs), run_dirs[0] / "report.html"
+    try:
+        write_whole(path, lambda to: to.write_text(html, encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return path
