@@ -91,7 +91,7 @@ def _read(datasets: Any, name: str, subset: str | None, split: str) -> Any:
             return datasets.load_dataset(builder, data_files=str(path), split=split)
         if any((path / file).exists() for file in _SAVED):
             saved = datasets.load_from_disk(str(path))
-            return saved[split] if isinstance(saved, Mapping) else saved
+            return (saved if isinstance(saved, Mapping) else {"train": saved})[split]
         return datasets.load_dataset(str(path) if path.is_dir() else name, subset, split=split)
     except Exception as error:
         raise DataError(f"name={name}, split {split}: {_short(error)}") from error
@@ -124,11 +124,12 @@ class TokenBlocks:
         return max(0, (int(self.starts[-1]) - 1) // self.block_size)
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        windows = torch.from_numpy(np.stack([self._window(i * self.block_size) for i in indices.tolist()]))
+        found = np.stack([self._window(i * self.block_size) for i in indices.tolist()])
+        windows = torch.from_numpy(found.astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def _window(self, start: int) -> np.ndarray:
-        """Returns block_size + 1 tokens, int64."""
+        """Returns block_size + 1 tokens."""
         stop = start + self.block_size + 1
         first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
         pieces = range(first, last + 1)
@@ -183,13 +184,8 @@ def _for_classification(train: Any, held: Any, text: str, label: str, tokenizer:
     classes, labels = _labels(train, held, label)
     make = partial(_cut, text=text, tokenizer=tokenizer, length=block_size)
     parts = [LabelledTexts(_tokenised(rows, make), y, tokenizer) for rows, y in zip((train, held), labels, strict=True)]
-    spec: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "block_size": block_size,
-        "num_classes": len(classes),
-        "classes": classes,
-    }
-    return DataSplit(parts[0], parts[1], spec | {"pad_token_id": tokenizer.pad_token_id})
+    spec = {"vocab_size": len(tokenizer), "block_size": block_size, "pad_token_id": tokenizer.pad_token_id}
+    return DataSplit(parts[0], parts[1], spec | {"num_classes": len(classes), "classes": classes})
 
 
 def _cut(batch: Mapping[str, list[Any]], text: str, tokenizer: Any, length: int) -> dict[str, list[list[int]]]:
