@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -198,3 +201,53 @@ class ConvNet(nn.Module):
         features: Tensor = self.stages(self.stem(x))
         logits: Tensor = self.head(features.mean(dim=(2, 3)))
         return logits
+
+
+def load_hf(
+    name: str,
+    pretrained: bool = True,
+    vocab_size: int | None = None,
+    block_size: int | None = None,
+    num_classes: int | None = None,
+    pad_token_id: int | None = None,
+) -> nn.Module:
+    """Returns a model of Hugging Face's `transformers`, fp32, that returns its logits.
+
+    A causal language model; where the data have classes, one for the classification of texts. Its parameters have the
+    names that they have in transformers. name: on the hub, or a folder. pretrained: False: random weights, in the sizes
+    of its configuration. Raises ValueError, in one line, also where the data's tokens do not fit it.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"model=hf needs transformers (pip install 'kfuse[transformers]'): {error}") from error
+    if name.startswith(("/", ".", "~")) and not os.path.isdir(os.path.expanduser(name)):
+        raise ValueError(f"name={name}: no such folder")
+    auto: Any = transformers.AutoModelForCausalLM
+    own: dict[str, Any] = {"use_cache": False}  # of keys and values, for generation
+    if num_classes is not None:
+        auto = transformers.AutoModelForSequenceClassification
+        own |= {"num_labels": num_classes, "pad_token_id": pad_token_id}
+    transformers.utils.logging.disable_progress_bar()  # a worker's output is shown by lines
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(os.path.expanduser(name), **own)
+        if pretrained:
+            model: Any = auto.from_pretrained(os.path.expanduser(name), config=config, dtype=torch.float32)
+        else:
+            model = auto.from_config(config, dtype=torch.float32)
+    except Exception as error:  # many types, by what the folder or the hub gave
+        raise ValueError(f"name={name}: {textwrap.shorten(f'{type(error).__name__}: {error}', 300)}") from error
+    words = model.get_input_embeddings().num_embeddings
+    places = getattr(config, "max_position_embeddings", None)
+    if vocab_size is not None and vocab_size > words:
+        raise ValueError(f"name={name}: has {words} tokens: the data's tokenizer, of {vocab_size}, must have no more")
+    if block_size is not None and places is not None and block_size > places:
+        raise ValueError(f"name={name}: takes {places} tokens at most: data.block_size={block_size} must not be above")
+    model.register_forward_hook(_logits)
+    made: nn.Module = model
+    return made
+
+
+def _logits(model: nn.Module, inputs: Any, output: Any) -> Tensor:
+    logits: Tensor = output.logits
+    return logits

@@ -55,7 +55,7 @@ WRONG = [
     ("batch.sise=8", ["batch.sise", "did you mean batch.size?"]),
     ("size=8", ["size", "did you mean batch.size?"]),
     ("+lr_base=1", ["lr_base", "did you mean lr.base?"]),
-    ("model=gpr", ["model=gpr", "convnet, gpt, mlp", "did you mean gpt?"]),
+    ("model=gpr", ["model=gpr", "convnet, gpt, hf, mlp", "did you mean gpt?"]),
     ("~seed", ["seed", "needed"]),
     ("--config-dir=absent", ["absent", "searchpath"]),
     ("--epochs 5", ["--epochs", "did you mean train.epochs?"]),

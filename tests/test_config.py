@@ -82,6 +82,8 @@ Runs = list[tuple[DictConfig, Path]]
 NEEDED = {
     "data=cifar10": None,  # files, which no test has
     "data=image_folder": None,
+    "data=hf": None,
+    "model=hf": None,
     "launcher=torchrun": None,
     "policy=schedule": "policy.phases='[{epoch: 1, batch_size: 64}]'",
     "policy=compose": "policy@policy.first=seesaw policy@policy.second=gns policy.second.factor=2",

@@ -24,6 +24,9 @@ CONTEXT.set_forkserver_preload(
         "soak_worker",
         "hypothesis",
         "sklearn.datasets",
+        "datasets",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.auto.tokenization_auto",
         "torch._dynamo",  # torch's own optimizers import it, which takes longer than torch itself
     ]
 )  # those that there are; read once, as the first process is started

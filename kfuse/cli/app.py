@@ -29,6 +29,12 @@ from kfuse.settings.tree import ConfigError
 from kfuse.version import __version__
 
 USAGE_ERROR = 2
+
+
+class FailedElsewhere(Exception):
+    """A job of a sweep ended with this exit status, in a process that a launcher of Hydra's started (submitit)."""
+
+
 # The commands that train nothing. Each module has `USAGE` and `main`.
 _TOOLS = {
     "cbs": "kfuse.tools.cbs.command",
@@ -192,6 +198,7 @@ def _run_hydra(sweep: int, first: FirstWorker) -> int:
     sweep: how many jobs there are; 0: one, and no sweep.
     """
     statuses: list[int] = []
+    here = os.getpid()
 
     @hydra.main(config_path="pkg://kfuse.configs", config_name="config", version_base="1.3")
     def job(cfg: DictConfig) -> None:
@@ -202,6 +209,8 @@ def _run_hydra(sweep: int, first: FirstWorker) -> int:
                 flush=True,
             )
         status = _job(cfg, Path(context.runtime.output_dir), first)
+        if status and os.getpid() != here:
+            raise FailedElsewhere(status)  # Hydra raises it again in the command's process
         statuses.append(status)
         if status in STOP_STATUS.values():  # by Ctrl-C or SIGTERM, which mean the rest of a sweep too
             raise KeyboardInterrupt
@@ -213,6 +222,9 @@ def _run_hydra(sweep: int, first: FirstWorker) -> int:
         if len(statuses) < sweep:
             print(f"not run: {sweep - len(statuses)} of {sweep} jobs")
         statuses.append(STOP_STATUS["interrupted"])
+    except FailedElsewhere as error:
+        print("kfuse: error: a job has failed; what it wrote is in hydra.sweep.dir, .submitit", file=sys.stderr)
+        statuses += error.args
     return max(statuses, default=0)
 
 

@@ -29,7 +29,7 @@ CROP_AREA = (0.25, 1.0)
 CROP_RATIO = (3 / 4, 4 / 3)
 
 
-def _import(module: str, data: str, package: str, install: str) -> Any:
+def import_for(module: str, data: str, package: str, install: str) -> Any:
     """Imports a module that only this data set needs. Raises DataError, which names what to install."""
     try:
         return importlib.import_module(module)
@@ -74,7 +74,7 @@ def _digits() -> np.ndarray:
         file = Path(folder, "datasets", "data", "digits.csv.gz")
         if file.is_file():
             return np.loadtxt(file, delimiter=",")
-    bunch = _import("sklearn.datasets", "digits", "scikit-learn", "scikit-learn").load_digits()
+    bunch = import_for("sklearn.datasets", "digits", "scikit-learn", "scikit-learn").load_digits()
     return np.column_stack([bunch.data, bunch.target])
 
 
@@ -163,7 +163,7 @@ class ImageFiles(Images):
     def __init__(self, files: Sequence[Path], labels: np.ndarray, size: int, augment: bool) -> None:
         super().__init__(torch.from_numpy(labels.astype(np.int64)), IMAGENET_PIXELS, augment)
         self.files, self.size = list(files), size
-        self._pillow = _import("PIL.Image", "image_folder", "Pillow", "'kfuse[vision]'")
+        self._pillow = import_for("PIL.Image", "image_folder", "Pillow", "'kfuse[vision]'")
 
     def pixels(self, indices: np.ndarray, generator: torch.Generator | None) -> Tensor:
         """Returns the decoded images. Raises DataError, which names the file, for one that cannot be decoded."""

@@ -159,6 +159,7 @@ class TrainSettings(LoopSettings, total=False):
         ),
     ]
     train_eval_every: Annotated[int | None, Setting(None, "steps between evaluations; null: once an epoch", at_least=1)]
+    train_eval_batch: Annotated[int, Setting(256, "samples of one forward pass of an evaluation", at_least=1)]
     train_target_accuracy: Annotated[
         float | None,
         Setting(None, "fraction; an evaluation that reaches it ends the run; null: none does", above=0, at_most=1),

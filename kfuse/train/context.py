@@ -52,6 +52,7 @@ class Settings:
     train_clip_norm: float | None
     train_precision: str
     train_eval_every: int | None
+    train_eval_batch: int
     train_target_accuracy: float | None
     observe_ledger: bool
     lr_base: float | None  # the configured rate, which wins over a checkpoint's; None: group["lr"] is the user's

@@ -20,8 +20,6 @@ from kfuse.train.loss import Metric, Objective, Outcome, forward
 from kfuse.train.step import generators_restored, seed_forward
 from kfuse.train.synchronisation import Synchronisation
 
-_CHUNK = 256  # samples; fixed, so that the result does not depend on the number of workers
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -48,8 +46,8 @@ def evaluate_once(training: TrainContext, synchronisation: Synchronisation, step
     if training.heldout is None or at.evaluated == steps:
         return
     with synchronisation.method.shown():
-        group, precision = training.session.group, settings.train_precision
-        result = evaluate(model, training.heldout, training.objective, group, precision, training.metrics)
+        group, precision, at_once = training.session.group, settings.train_precision, settings.train_eval_batch
+        result = evaluate(model, training.heldout, training.objective, group, precision, training.metrics, at_once)
         is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
         if training.scheduler is not None:
             training.scheduler.after("evaluation", result.loss)
@@ -69,21 +67,23 @@ def evaluate(
     group: Group,
     precision: str = "fp32",
     metrics: Mapping[str, Metric] | None = None,
+    chunk: int = 256,
 ) -> Evaluation:
     """Evaluates the model, in eval mode. Each worker takes every n-th chunk; every worker returns the same numbers.
 
-    A chunk's sums come from one worker, so that adding zeros from the others is exact; chunks are summed in order. The
-    random numbers of a chunk are seeded by its place. Raises ValueError for a metric that is neither [B] nor a scalar.
+    chunk: how many samples it has, on any number of workers. A chunk's sums come from one worker, so that adding zeros
+    from the others is exact; chunks are summed in order. The random numbers of a chunk are seeded by its place. Raises
+    ValueError for a metric that is neither [B] nor a scalar.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        chunks = -(-len(data) // _CHUNK)
+        chunks = -(-len(data) // chunk)
         mine = range(group.rank, chunks, group.size)
         rows: dict[int, tuple[list[str], Tensor]] = {}
         with generators_restored(group.device):
             for c in mine or range(1):  # a worker with no chunk learns the names of the sums from the first one
-                indices = np.arange(c * _CHUNK, min((c + 1) * _CHUNK, len(data)), dtype=np.int64)
+                indices = np.arange(c * chunk, min((c + 1) * chunk, len(data)), dtype=np.int64)
                 seed_host(random_key(0, 0, c))
                 fetched = data.fetch(indices)
                 weight, batch = objective.weight(fetched, len(indices)), to_device(fetched, group.device)
