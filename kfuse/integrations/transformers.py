@@ -1,4 +1,4 @@
-"""The gradient noise scale in a training by Hugging Face's Trainer (transformers 5.23)."""
+"""Hugging Face's Trainer (transformers 5.23): `attach` measures its training, `fit` trains in its place."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from kfuse.integrations.accelerate import length_of
 from kfuse.integrations.attached import figures, known, monitor_of
 from kfuse.integrations.measure import Monitor
+from kfuse.integrations.transformers_fit import fit as fit
+from kfuse.integrations.transformers_fit import init as init
 
 if TYPE_CHECKING:
     from transformers import Trainer
