@@ -25,6 +25,7 @@ from kfuse.comm.settings import CommSettings
 from kfuse.data import MapData
 from kfuse.data.fetching import fetch
 from kfuse.elastic.protocol import ENV_CONTROL
+from kfuse.integrations.attached import figures, known
 from kfuse.integrations.transformers_refuse import refuse
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer, Optimizer
@@ -46,17 +47,18 @@ _NO_TOKENS = 1e-9  # the weight of a micro-batch of which no token counts: its g
 def init(**settings: Unpack[CommSettings]) -> Session:
     """Joins the other workers, as `kf.init`. A script for kfuse-run calls it before it makes TrainingArguments.
 
-    Accelerate takes LOCAL_RANK, by which kfuse-run gives a worker its GPU, for torchrun's, and Trainer takes the first
-    GPU that it sees. So LOCAL_RANK is removed, and the process sees this GPU alone. Raises RuntimeError where it has
-    used a GPU already, and what kf.init does.
+    Accelerate takes LOCAL_RANK, by which kfuse-run gives a worker its GPU, for torchrun's, and fails without RANK;
+    Trainer takes the first GPU that it sees. So LOCAL_RANK is removed, and the process sees its own GPU alone. Raises
+    RuntimeError where it is too late for that, and what kf.init does.
     """
     given = os.environ.pop("LOCAL_RANK", None) if ENV_CONTROL in os.environ else None
+    if given is not None:  # no look at the GPUs before: CUDA reads the variable once
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = given if seen is None else "".join(seen.split(",")[int(given) :][:1])
+    made = session.init(**settings)
     if given is not None and devices.count() > 1:
-        if torch.cuda.is_initialized():
-            raise RuntimeError("init: this process has used a GPU already: must be called before")
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[int(given)] if seen else given
-    return session.init(**settings)
+        raise RuntimeError("init: this process has looked at its GPUs already, and sees all: must be called before")
+    return made
 
 
 def fit(trainer: Trainer, hook: loop.Hook | None = None, **settings: Unpack[TrainSettings]) -> TrainOutput | None:
@@ -81,6 +83,17 @@ def fit(trainer: Trainer, hook: loop.Hook | None = None, **settings: Unpack[Trai
     data = _Samples(loader)
     epochs, steps_an_epoch, _, samples, _, _, steps = trainer.set_initial_training_values(args, loader)
     by_epochs = args.max_steps <= 0 and args.num_train_epochs == epochs
+    own: TrainSettings = {
+        **settings,
+        "seed": args.seed,
+        "batch_size": micro * args.gradient_accumulation_steps,
+        "batch_micro": micro,
+        "train_epochs": epochs if by_epochs else None,
+        "train_steps": None if by_epochs else steps,
+        "train_clip_norm": args.max_grad_norm if args.max_grad_norm > 0 else None,
+        "data_workers": args.dataloader_num_workers,
+        "data_prefetch": args.dataloader_prefetch_factor or 2,
+    }
     model = trainer.accelerator.prepare_model(trainer.model)
     opt, scheduler = _optimizer(trainer, steps)
     handler = trainer.callback_handler
@@ -97,15 +110,7 @@ def fit(trainer: Trainer, hook: loop.Hook | None = None, **settings: Unpack[Trai
             step_fn=_step(trainer, opt, callbacks, losses),
             weight_fn=_weight(trainer, model, data, micro, losses),
             scheduler=scheduler,
-            seed=args.seed,
-            batch_size=micro * args.gradient_accumulation_steps,
-            batch_micro=micro,
-            train_epochs=epochs if by_epochs else None,
-            train_steps=None if by_epochs else steps,
-            train_clip_norm=args.max_grad_norm if args.max_grad_norm > 0 else None,
-            data_workers=args.dataloader_num_workers,
-            data_prefetch=args.dataloader_prefetch_factor or 2,
-            **settings,
+            **own,
         )
     return callbacks.output
 
@@ -152,6 +157,12 @@ def _instead_of_trainers(trainer: Trainer, opt: DistributedOptimizer, callbacks:
     trainer.accelerator.backward = lambda loss, **_: losses.append(loss)
     # A step's random numbers are keyed by (seed, step, micro-batch): the generators' states tell nothing.
     trainer._save_rng_state = lambda folder: None
+    log = trainer.log
+
+    def log_noise_scale(logs: dict[str, float], *given: Any, **named: Any) -> None:
+        log({**logs, **known(figures(opt))} if "loss" in logs else logs, *given, **named)
+
+    trainer.log = log_noise_scale
     trainer.current_gradient_accumulation_steps = 1  # kfuse itself takes the mean over the step's micro-batches
     hooks = [
         opt.register_step_pre_hook(lambda *_: callbacks.call("on_pre_optimizer_step")),
@@ -160,7 +171,7 @@ def _instead_of_trainers(trainer: Trainer, opt: DistributedOptimizer, callbacks:
     try:
         yield losses
     finally:
-        del trainer.accelerator.backward, trainer._save_rng_state
+        del trainer.accelerator.backward, trainer._save_rng_state, trainer.log
         for hook in hooks:
             hook.remove()
 
@@ -260,8 +271,8 @@ class _Callbacks(BasePolicy):
 
     def call(self, event: str) -> None:
         """Calls an event of all callbacks. This worker's place may have changed since the one before."""
-        trainer, now = self._trainer, session.current()
-        place = trainer.args.distributed_state
+        trainer, now, place = self._trainer, session.current(), self._trainer.args.distributed_state
+        now.ensure_joined()  # before the first step
         place.process_index, place.local_process_index = now.group.rank, now.local_rank
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()

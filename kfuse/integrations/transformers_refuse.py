@@ -25,9 +25,15 @@ _OF_ARGUMENTS = {
     "data_prefetch": "dataloader_prefetch_factor",
 }
 _LEFT_OUT = (
-    "activation_checkpointing auto_find_batch_size dataloader_drop_last fp16 load_best_model_at_end push_to_hub "
-    "torch_compile use_liger_kernel"
-).split()
+    "activation_checkpointing",
+    "auto_find_batch_size",
+    "dataloader_drop_last",
+    "fp16",
+    "load_best_model_at_end",
+    "push_to_hub",
+    "torch_compile",
+    "use_liger_kernel",
+)
 _OWN_LOOPS = ("train", "_inner_training_loop", "_run_epoch", "get_batch_samples", "_get_num_items_in_batch")
 
 
