@@ -24,6 +24,6 @@ arguments = TrainingArguments(
 )  # fmt: skip
 torch.manual_seed(0)
 trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
-output = fit(trainer)  # kf.fit's hook and settings too: fit(trainer, kf.Hook(kf.CriticalBatchPolicy()))
+output = fit(trainer)  # a policy: fit(trainer, kf.Hook(CriticalBatchPolicy()))
 if output is not None and kf.rank() == 0:
     print(output.metrics)

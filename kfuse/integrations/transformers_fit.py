@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -16,8 +14,7 @@ from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import SequentialSampler
-from transformers import Trainer, TrainerState
-from transformers.trainer_callback import ExportableState
+from transformers import Trainer
 
 from kfuse import session
 from kfuse.comm import devices
@@ -26,17 +23,14 @@ from kfuse.data import MapData
 from kfuse.data.fetching import fetch
 from kfuse.elastic.protocol import ENV_CONTROL
 from kfuse.integrations.attached import figures, known
+from kfuse.integrations.transformers_callbacks import Callbacks
 from kfuse.integrations.transformers_refuse import refuse
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer, Optimizer
-from kfuse.policies import BasePolicy
 from kfuse.policies.compose import ComposePolicy
 from kfuse.settings.tree import TrainSettings
-from kfuse.train import context
 from kfuse.train import fit as loop
-from kfuse.train.progress import STOP_REASONS
 from kfuse.train.step import generators_restored
-from kfuse.train.trainer import Trainer as Training
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput
@@ -100,7 +94,7 @@ def fit(trainer: Trainer, hook: loop.Hook | None = None, **settings: Unpack[Trai
     handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, scheduler
     trainer.model_wrapped, handler.train_dataloader = model, loader
     trainer._init_training_state(steps, steps_an_epoch, epochs, None, None)
-    callbacks = _Callbacks(trainer, opt, micro, samples)
+    callbacks = Callbacks(trainer, opt, micro, samples)
     with _instead_of_trainers(trainer, opt, callbacks) as losses:
         loop.fit(
             model,
@@ -108,7 +102,7 @@ def fit(trainer: Trainer, hook: loop.Hook | None = None, **settings: Unpack[Trai
             opt,
             loop.Hook(callbacks if hook is None else ComposePolicy(callbacks, hook.policy)),
             step_fn=_step(trainer, opt, callbacks, losses),
-            weight_fn=_weight(trainer, model, data, micro, losses),
+            weight_fn=_weight(trainer, model, data, micro),
             scheduler=scheduler,
             **own,
         )
@@ -151,7 +145,7 @@ def _optimizer(trainer: Trainer, steps: int) -> tuple[DistributedOptimizer, LRSc
 
 
 @contextlib.contextmanager
-def _instead_of_trainers(trainer: Trainer, opt: DistributedOptimizer, callbacks: _Callbacks) -> Iterator[list[Tensor]]:
+def _instead_of_trainers(trainer: Trainer, opt: DistributedOptimizer, callbacks: Callbacks) -> Iterator[list[Tensor]]:
     """Context of training. Yields a list to which `training_step` adds the loss that it is to go backward from."""
     losses: list[Tensor] = []
     trainer.accelerator.backward = lambda loss, **_: losses.append(loss)
@@ -177,13 +171,13 @@ def _instead_of_trainers(trainer: Trainer, opt: DistributedOptimizer, callbacks:
 
 
 def _step(
-    trainer: Trainer, opt: DistributedOptimizer, callbacks: _Callbacks, losses: list[Tensor]
+    trainer: Trainer, opt: DistributedOptimizer, callbacks: Callbacks, losses: list[Tensor]
 ) -> Callable[[nn.Module, Any], Tensor]:
     def step(model: nn.Module, batch: Any) -> Tensor:
         now = opt.engine.now
         if now.current is not None and now.done:
             callbacks.call("on_substep_end")  # of the micro-batch before
-        items = _items(trainer, batch)
+        items = _items(trainer, batch, trainer.args.device)
         losses.clear()
         trainer.training_step(model, batch, None if items is None else items.clamp(min=1))
         if len(losses) != 1:
@@ -193,15 +187,13 @@ def _step(
     return step
 
 
-def _items(trainer: Trainer, batch: Any) -> Tensor | None:
+def _items(trainer: Trainer, batch: Any, device: str | torch.device) -> Tensor | None:
     """Returns what Trainer counts in a micro-batch to divide its loss by, tokens for instance; None: nothing."""
-    items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+    items = trainer._get_num_items_in_batch([batch], torch.device(device))
     return None if items is None else torch.as_tensor(items)
 
 
-def _weight(
-    trainer: Trainer, model: nn.Module, data: _Samples, micro: int, losses: list[Tensor]
-) -> Callable[[Any], float] | None:
+def _weight(trainer: Trainer, model: nn.Module, data: _Samples, micro: int) -> Callable[[Any], float] | None:
     """Returns by what kfuse weighs a micro-batch's mean loss, so that the step's is Trainer's.
 
     Trainer gives each micro-batch the tokens N of the whole step, and adds up the losses sum_j / N; or it averages the
@@ -210,14 +202,14 @@ def _weight(
     first micro-batch shows. Raises ValueError for one that is neither.
     """
     batch = fetch(data, data.order(0)[:micro], trainer.args.seed, 0)
-    items = _items(trainer, batch)
+    items = _items(trainer, batch, trainer.args.device)
     divides = trainer.loss_is_scaled_for_ga
     if divides is None:
         divides = trainer.compute_loss_func is not None or (trainer.model_accepts_loss_kwargs and items is not None)
     if items is not None:
         once, twice = _losses(trainer, model, batch, items)
         if divides and math.isclose(once, 2 * twice, rel_tol=1e-3):
-            return lambda batch: float(items) if (items := _items(trainer, batch)) else _NO_TOKENS
+            return lambda batch: max(float(_items(trainer, batch, "cpu")), _NO_TOKENS)  # type: ignore[arg-type]
         if not divides and not math.isclose(once, twice, rel_tol=1e-3):
             raise ValueError("fit: loss_is_scaled_for_ga=False, and the loss depends on num_items_in_batch: must not")
     if divides and trainer.args.gradient_accumulation_steps > 1:
@@ -241,113 +233,3 @@ def _losses(trainer: Trainer, model: nn.Module, batch: Any, items: Tensor) -> li
     for module, training in modes.items():
         module.training = training
     return losses
-
-
-# -- callbacks --------------------------------------------------------------------------------------------------------
-
-
-class _Callbacks(BasePolicy):
-    """Calls the trainer's callbacks, logs, evaluates and saves, as Trainer's own loop does. Its state is the trainer's.
-
-    As a policy it is part of the training state: a worker that joins or is behind takes it over.
-    """
-
-    output: TrainOutput | None = None  # once training is over
-
-    def __init__(self, trainer: Trainer, opt: DistributedOptimizer, micro: int, samples: float) -> None:
-        """samples: planned ones."""
-        self._trainer, self._opt, self._micro, self._samples = trainer, opt, micro, samples
-        self._began = time.time()
-        self._of_step: list[float | None] = [None, None]  # the newest step's gradient norm and learning rate
-        trainer._initial_num_input_tokens_seen = trainer._initial_global_step = 0
-        trainer._tr_loss, trainer._total_loss_scalar = torch.tensor(0.0, device=trainer.args.device), 0.0
-        trainer._globalstep_last_logged = 0
-
-    @property
-    def _training(self) -> Training:
-        training = context.newest()
-        assert training is not None
-        return training
-
-    def call(self, event: str) -> None:
-        """Calls an event of all callbacks. This worker's place may have changed since the one before."""
-        trainer, now, place = self._trainer, session.current(), self._trainer.args.distributed_state
-        now.ensure_joined()  # before the first step
-        place.process_index, place.local_process_index = now.group.rank, now.local_rank
-        trainer.state.is_world_process_zero = trainer.is_world_process_zero()
-        trainer.state.is_local_process_zero = trainer.is_local_process_zero()
-        trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
-
-    def before_train(self) -> None:
-        self.call("on_train_begin")
-
-    def before_epoch(self) -> None:
-        if self._trainer.args.eval_on_start and self._training.progress.step == 0:
-            self._trainer._evaluate(None, None, skip_scheduler=True)
-        self.call("on_epoch_begin")
-
-    def before_step(self) -> None:
-        training = self._training
-        # Another number than at the start where a policy has changed the batch size.
-        self._trainer.state.max_steps = training.progress.planned_steps(training.settings, training.samples_an_epoch)
-        self.call("on_step_begin")
-
-    def after_step(self) -> None:
-        trainer, at, stats = self._trainer, self._training.progress, self._opt.stats
-        assert stats is not None and stats.loss is not None
-        if trainer.args.logging_nan_inf_filter and not math.isfinite(stats.loss):
-            trainer._tr_loss += trainer._tr_loss / (1 + at.step - trainer._globalstep_last_logged)
-        else:
-            trainer._tr_loss += stats.loss
-        self._of_step = [stats.grad_norm, at.contexts[at.step].lr]
-        length = self._training.samples_an_epoch
-        assert length is not None
-        trainer.state.global_step = at.step + 1
-        trainer.state.epoch = at.epoch + -(-at.cursor // self._micro) / -(-length // self._micro)
-        self.call("on_step_end")
-        self._log_save_evaluate()
-        if at.cursor < length and trainer.control.should_training_stop:
-            self.after_epoch()
-
-    def after_epoch(self) -> None:
-        self.call("on_epoch_end")
-        self._log_save_evaluate()
-        at, epoch_is_over = self._training.progress, self._training.progress.cursor == self._training.samples_an_epoch
-        if self._trainer.control.should_training_stop and not at.is_last_step(self._training.settings, epoch_is_over):
-            at.stop = STOP_REASONS.index("stopped")
-
-    def _log_save_evaluate(self) -> None:
-        trainer, epoch = self._trainer, self._training.progress.epoch
-        norm, lr = self._of_step
-        trainer._maybe_log_save_evaluate(
-            trainer._tr_loss, norm, trainer.model_wrapped, None, epoch, None, self._began, learning_rate=lr
-        )
-        if trainer.control.should_epoch_stop and not trainer.control.should_training_stop:
-            raise RuntimeError("fit: a callback has set should_epoch_stop: must not: an epoch uses each sample once")
-
-    def after_train(self) -> None:
-        self.output = self._trainer._finalize_training(None, self._samples, self._began)
-
-    def state_dict(self) -> dict[str, Any]:
-        trainer = self._trainer
-        return {
-            "state": asdict(trainer.state),
-            "callbacks": [each.state()["attributes"] for each in self._exportable],
-            "losses": [trainer._tr_loss.item(), trainer._total_loss_scalar, trainer._globalstep_last_logged],
-            "of_step": self._of_step,
-        }
-
-    def load_state_dict(self, state: Any) -> None:
-        trainer = self._trainer
-        trainer.state = TrainerState(**state["state"])
-        for each, attributes in zip(self._exportable, state["callbacks"], strict=True):
-            vars(each).update(attributes)
-        loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = state["losses"]
-        trainer._tr_loss.fill_(loss)
-        self._of_step = list(state["of_step"])
-
-    @property
-    def _exportable(self) -> list[ExportableState]:
-        """The callbacks that have state, and the flags by which callbacks control training."""
-        every = [*self._trainer.callback_handler.callbacks, self._trainer.control]
-        return [each for each in every if isinstance(each, ExportableState)]

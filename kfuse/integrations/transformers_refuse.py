@@ -61,6 +61,7 @@ def refuse(trainer: Trainer, settings: Mapping[str, Any]) -> None:
         if getattr(args, name, False):
             raise ValueError(f"fit: {name}={getattr(args, name)}: must be left out")
     others = {
+        "trainer.train() before": getattr(trainer.optimizer, "_is_accelerate_prepared", False),
         "model_init": trainer.model_init is not None,
         "neftune_noise_alpha": trainer.neftune_noise_alpha is not None,
         "include_num_input_tokens_seen": args.include_num_input_tokens_seen != "no",
