@@ -102,7 +102,7 @@ def fit(trainer: Trainer, hook: loop.Hook | None = None, **settings: Unpack[Trai
             opt,
             loop.Hook(callbacks if hook is None else ComposePolicy(callbacks, hook.policy)),
             step_fn=_step(trainer, opt, callbacks, losses),
-            weight_fn=_weight(trainer, model, data, micro),
+            weight_fn=_weight(trainer, model, data, micro, adapts=hook is not None),
             scheduler=scheduler,
             **own,
         )
@@ -193,7 +193,9 @@ def _items(trainer: Trainer, batch: Any, device: str | torch.device) -> Tensor |
     return None if items is None else torch.as_tensor(items)
 
 
-def _weight(trainer: Trainer, model: nn.Module, data: _Samples, micro: int) -> Callable[[Any], float] | None:
+def _weight(
+    trainer: Trainer, model: nn.Module, data: _Samples, micro: int, adapts: bool
+) -> Callable[[Any], float] | None:
     """Returns by what kfuse weighs a micro-batch's mean loss, so that the step's is Trainer's.
 
     Trainer gives each micro-batch the tokens N of the whole step, and adds up the losses sum_j / N; or it averages the
@@ -201,7 +203,8 @@ def _weight(trainer: Trainer, model: nn.Module, data: _Samples, micro: int) -> C
     same number, which no worker has to know before. That needs a loss that is divided by the number given, which the
     first micro-batch shows. Raises ValueError for one that is neither.
     """
-    batch = fetch(data, data.order(0)[:micro], trainer.args.seed, 0)
+    with generators_restored(trainer.args.device):
+        batch = fetch(data, data.order(0)[:micro], trainer.args.seed, 0)
     items = _items(trainer, batch, trainer.args.device)
     divides = trainer.loss_is_scaled_for_ga
     if divides is None:
@@ -212,10 +215,10 @@ def _weight(trainer: Trainer, model: nn.Module, data: _Samples, micro: int) -> C
             return lambda batch: max(float(_items(trainer, batch, "cpu")), _NO_TOKENS)  # type: ignore[arg-type]
         if not divides and not math.isclose(once, twice, rel_tol=1e-3):
             raise ValueError("fit: loss_is_scaled_for_ga=False, and the loss depends on num_items_in_batch: must not")
-    if divides and trainer.args.gradient_accumulation_steps > 1:
+    if divides and (adapts or trainer.args.gradient_accumulation_steps > 1):
         raise ValueError(
-            "fit: the loss is not a sum divided by num_items_in_batch, so that Trainer would add up the means of "
-            "gradient_accumulation_steps micro-batches: set trainer.loss_is_scaled_for_ga = False to average them"
+            "fit: the loss is not a sum divided by num_items_in_batch, so that Trainer would add up the means of a "
+            "step's micro-batches: set trainer.loss_is_scaled_for_ga = False to average them"
         )
     return None if len(data) % micro == 0 else lambda batch: 1.0  # Trainer weighs an epoch's short last one alike
 

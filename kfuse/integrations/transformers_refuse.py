@@ -68,6 +68,7 @@ def refuse(trainer: Trainer, settings: Mapping[str, Any]) -> None:
         "attach": getattr(trainer.training_step, "is_attached", False),
         "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
         **{f"a {name} of its own": getattr(type(trainer), name) is not getattr(Trainer, name) for name in _OWN_LOOPS},
+        f"device {args.device}, which is not kfuse's {current().group.device}": args.device != current().group.device,
         f"comm_sync={current().comm.sync}": current().comm.sync != "ssgd",
     }
     for name, is_used in others.items():

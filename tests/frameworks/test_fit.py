@@ -225,8 +225,8 @@ def test_what_is_not_trained_as_trainer_does_is_refused_in_one_line(tmp_path: Pa
         "fit: loss_is_scaled_for_ga=False, and": {"tuning": {"loss_is_scaled_for_ga": False}},
     }  # fmt: skip
     for text, given in refused.items():
-        assert refusal(tmp_path, **given).startswith(text)
-        assert "\n" not in refusal(tmp_path, **given)
+        said = refusal(tmp_path, **given)
+        assert said.startswith(text) and "\n" not in said, said
 
 
 if __name__ == "__main__":
