@@ -105,3 +105,24 @@ def test_digits_are_the_published_ones(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DataError, match="pip install scikit-learn"):
         load_digits()
+
+
+def test_a_data_set_has_an_order_of_its_own() -> None:
+    class Turned:
+        def __init__(self) -> None:
+            self.used: list[int] = []
+
+        def __len__(self) -> int:
+            return 5
+
+        def order(self, epoch: int) -> np.ndarray:
+            return np.roll(np.arange(5), epoch)
+
+        def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> torch.Tensor:
+            self.used += indices.tolist()
+            return torch.ones(len(indices), 1)
+
+    model, data = torch.nn.Linear(1, 1), Turned()
+    opt = kf.FusedSGD(model.parameters(), lr=0.1)
+    kf.fit(model, data, opt, step_fn=lambda model, x: model(x).mean(), batch_size=2, batch_micro=1, train_epochs=2)
+    assert data.used == [0, 1, 2, 3, 4, 4, 0, 1, 2, 3]

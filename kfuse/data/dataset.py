@@ -94,7 +94,11 @@ class DataError(ValueError):
 
 @runtime_checkable
 class Dataset(Protocol):
-    """A finite, indexable set of samples, fetched in batches."""
+    """A finite, indexable set of samples, fetched in batches.
+
+    Training uses each once an epoch, in an order of kfuse's own, or of the data set's where it has a method
+    `order(epoch)`: int64 `[len]`, a function of the epoch alone, the same on every worker.
+    """
 
     def __len__(self) -> int:
         """The number of samples."""

@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from kfuse.integrations.backward import monitor
 from kfuse.integrations.ddp import ddp_hook
 from kfuse.integrations.measure import Monitor
+from kfuse.optim import DistributedOptimizer
 
 LOGGED = ("noise_scale", "noise_scale_low", "noise_scale_high")
 
@@ -40,9 +41,9 @@ def monitor_of(who: str, model: nn.Module, scaler: torch.amp.GradScaler | None) 
     return monitor(model, scaler=scaler)
 
 
-def figures(monitor: Monitor) -> dict[str, float | None]:
+def figures(of: Monitor | DistributedOptimizer) -> dict[str, float | None]:
     """Returns those of LOGGED, None where unknown. Waits for the device."""
-    stats = monitor.stats
+    stats = of.stats
     return {name: None if stats is None else getattr(stats, name) for name in LOGGED}
 
 

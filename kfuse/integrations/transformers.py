@@ -1,4 +1,4 @@
-"""The gradient noise scale in a training by Hugging Face's Trainer (transformers 5.23)."""
+"""Hugging Face's Trainer (transformers 5.23): `attach` measures its training, `fit` trains in its place."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from kfuse.integrations.accelerate import length_of
 from kfuse.integrations.attached import figures, known, monitor_of
 from kfuse.integrations.growth import Growth
 from kfuse.integrations.measure import Monitor
+from kfuse.integrations.transformers_fit import fit, init
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["Attached", "Growth", "attach"]
+__all__ = ["Attached", "Growth", "attach", "fit", "init"]
 
 _FILE = "kfuse_growth.pt"  # in a checkpoint
 _WHICH = (

@@ -146,7 +146,7 @@ class TrainContext:
         if isinstance(self.data, Stream):
             self.sampler = StreamSampler(settings.seed)
         else:
-            self.sampler = EpochSampler(len(self.data), settings.seed)
+            self.sampler = EpochSampler(len(self.data), settings.seed, getattr(self.data, "order", None))
         if scheduler is not None and scheduler.interval == "epoch" and self.samples_an_epoch is None:
             raise ValueError("scheduler_interval=epoch: must be step with data=stream (a stream has no epochs)")
         self.schedule = settings.schedule(self.samples_an_epoch)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from kfuse.train.context import Settings
     from kfuse.train.step import Throughput
 
-# Why training is told to stop, by the number in a decision; "": it is not.
-STOP_REASONS = ("", "interrupted", "terminated")
+# Why training is told to stop, by the number in a decision; "": it is not; "stopped": by the training itself.
+STOP_REASONS = ("", "interrupted", "terminated", "stopped")
 
 
 class Stage(IntEnum):

@@ -26,7 +26,7 @@ from kfuse.optim.consistency import parameter_layout
 from kfuse.optim.updates import ShardsLost, begun_update, has_begun, resume_update
 from kfuse.train.context import TrainContext
 from kfuse.train.decisions import Decisions, PolicyCalls
-from kfuse.train.progress import Stage
+from kfuse.train.progress import STOP_REASONS, Stage
 from kfuse.train.state import LARGE, STAYS, Snapshots, TrainingState
 from kfuse.train.step import generators_restored
 
@@ -162,7 +162,7 @@ class Recovery:
     def save_last(self) -> None:
         if self._checkpoints is not None:
             self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader)
-            if not self._progress.stop:  # a job that was told to stop has little time left
+            if STOP_REASONS[self._progress.stop] in ("", "stopped"):  # a job that was told to stop has little time left
                 self._checkpoints.close()
 
     # -- for kf.state_dict ----------------------------------------------------------------------------------------
