@@ -28,8 +28,9 @@ def attach(accelerator: Accelerator, model: nn.Module, *, weighted: bool = False
     is in these samples.
 
     Raises ValueError for a model that was not prepared, TypeError for one that no monitor measures, RuntimeError where
-    one of the accelerator's models is measured already.
+    one of the accelerator's models is measured already, and where sequences are sharded (context parallelism).
     """
+    refuse_shards_of_sequences(accelerator)
     if not getattr(model, "_is_accelerate_prepared", False):
         raise ValueError("attach: the model must be what accelerator.prepare has returned")
     if isinstance(getattr(accelerator.backward, "__self__", None), _Attached):
@@ -66,6 +67,12 @@ class _Attached:
 
     def log(self, values: dict[str, Any], *given: Any, **named: Any) -> None:
         self._log({**values, **known(figures(self.monitor))}, *given, **named)
+
+
+def refuse_shards_of_sequences(accelerator: Accelerator) -> None:
+    """Raises RuntimeError where a process has only a part of each sequence."""
+    if getattr(accelerator.parallelism_config, "cp_enabled", False):
+        raise RuntimeError("attach: context parallelism shards a micro-batch: must be left out")
 
 
 def length_of(batch: Any) -> int | None:

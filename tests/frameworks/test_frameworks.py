@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,11 +29,16 @@ def trained(framework: str, cases: list[Case], monitored: bool) -> list[Seen]:
     return seen
 
 
+def shards(framework: str, workers: int) -> bool:
+    return workers > 1 and framework != "lightning"
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("framework", TRAININGS)
 def test_parameters_have_the_same_bits(framework: str, workers: int) -> None:
-    with_monitor, without = (run_workers(workers, trained, framework, CASES, monitored) for monitored in (True, False))
-    for case, ours, theirs in zip(CASES, with_monitor[0], without[0], strict=True):
+    cases = [*CASES, Case(clip=0.1, fsdp=True)] if shards(framework, workers) else CASES
+    with_monitor, without = (run_workers(workers, trained, framework, cases, monitored) for monitored in (True, False))
+    for case, ours, theirs in zip(cases, with_monitor[0], without[0], strict=True):
         assert all(map(torch.equal, ours.parameters, theirs.parameters)), case
         assert len({stats.step for stats in ours.stats}) == ours.stats[-1].step + 1 > 8, case
         assert ours.stats[0].micro_batches == workers * case.accumulate, case
@@ -63,8 +69,12 @@ def truth(framework: str) -> tuple[float, float]:
 @pytest.mark.parametrize("framework", TRAININGS)
 def test_s_and_g2_are_those_of_the_samples_gradients(framework: str, workers: int) -> None:
     case = Case(accumulate=2, epochs=12, lr=0.0)
-    (seen,) = run_workers(workers, trained, framework, [case], True)[0]
+    cases = [case, replace(case, epochs=1, fsdp=True)] if shards(framework, workers) else [case]
+    seen, *sharded = run_workers(workers, trained, framework, cases, True)[0]
     values = np.array([(each.grad_variance, each.grad_sq) for each in seen.stats if each.micro_batches > 1], np.float64)
+    for of_shards in sharded:
+        found = [(each.grad_variance, each.grad_sq) for each in of_shards.stats]
+        np.testing.assert_allclose(found, values[: len(found)], rtol=1e-4, atol=1e-5)
     errors = values.std(0, ddof=1) / math.sqrt(len(values))
     assert np.all(np.abs(values.mean(0) - truth(framework)) < 5 * errors), (values.mean(0), truth(framework), errors)
     assert errors[0] < 0.05 * values[:, 0].mean(), errors

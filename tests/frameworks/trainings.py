@@ -51,13 +51,16 @@ def collate(rows: list[Row]) -> Row:
 
 @dataclass(frozen=True)
 class Case:
-    """accumulate: micro-batches of a step, of 2 sequences each on each process. lr 0: the model stays as it is."""
+    """accumulate: micro-batches of a step, of 2 sequences each on each process. lr 0: the model stays as it is. fsdp:
+    FSDP2 on several processes, not by Lightning.
+    """
 
     accumulate: int = 2
     epochs: int = 2
     lr: float = 1e-3
     clip: float = 0.0
     bf16: bool = False
+    fsdp: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,10 @@ def by_trainer(case: Case, monitored: bool) -> Seen:
         output_dir="unused", per_device_train_batch_size=2, gradient_accumulation_steps=case.accumulate,
         num_train_epochs=case.epochs, learning_rate=case.lr, lr_scheduler_type="constant", max_grad_norm=case.clip,
         bf16=case.bf16, logging_steps=5, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, seed=1,
+        fsdp=case.fsdp, fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]} if case.fsdp else None,
     )  # fmt: skip
+    if case.fsdp:
+        let_accelerate_shard()
     trainer = Trainer(model=model, args=arguments, train_dataset=sequences(), data_collator=collate)
     if monitored:
         from kfuse.integrations.transformers import attach
@@ -86,7 +92,7 @@ def by_trainer(case: Case, monitored: bool) -> Seen:
         attached = attach(trainer, tokens=True)
         collect(trainer.add_callback, attached, stats)
     trainer.train()
-    return Seen(parameters_of(model), trainer.state.log_history, stats)
+    return Seen(parameters_of(model, case.fsdp), trainer.state.log_history, stats)
 
 
 def collect(add: Callable[[Any], object], attached: Any, stats: list[StepStats]) -> None:
@@ -101,13 +107,20 @@ def collect(add: Callable[[Any], object], attached: Any, stats: list[StepStats])
 
 
 def by_accelerate(case: Case, monitored: bool) -> Seen:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(True)  # of the case before
+    sharding = None
+    if case.fsdp:
+        PartialState(cpu=True)
+        let_accelerate_shard()
+        units: Any = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+        sharding = FullyShardedDataParallelPlugin(fsdp_version=2, **units)
     accelerator = Accelerator(
-        gradient_accumulation_steps=case.accumulate, cpu=True, mixed_precision="bf16" if case.bf16 else "no"
-    )
+        gradient_accumulation_steps=case.accumulate, cpu=True, mixed_precision="bf16" if case.bf16 else "no",
+        fsdp_plugin=sharding,
+    )  # fmt: skip
     logged, stats = list[dict[str, Any]](), list[StepStats]()
     accelerator.log = lambda values, step: logged.append(values)
     model: Any = llama()
@@ -132,7 +145,14 @@ def by_accelerate(case: Case, monitored: bool) -> Seen:
                 stats.append(monitor.stats)  # type: ignore[arg-type]
                 accelerator.log({"loss": loss.item()}, step=step)
     inner = accelerator.unwrap_model(model)
-    return Seen(parameters_of(inner), logged, stats)
+    return Seen(parameters_of(inner, case.fsdp), logged, stats)
+
+
+def let_accelerate_shard() -> None:
+    """On CPUs Accelerate takes DDP where FSDP2 was asked for, and says nothing: it shards for GPUs alone."""
+    from accelerate import DistributedType, PartialState
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def by_lightning(case: Case, monitored: bool) -> Seen:
@@ -179,8 +199,9 @@ def by_lightning(case: Case, monitored: bool) -> Seen:
     return Seen(parameters_of(module), [dict(trainer.callback_metrics)], stats)
 
 
-def parameters_of(model: nn.Module) -> list[Tensor]:
-    return [param.detach().clone() for param in model.parameters()]
+def parameters_of(model: nn.Module, sharded: bool = False) -> list[Tensor]:
+    params: list[Any] = list(model.parameters())
+    return [(param.full_tensor() if sharded else param.clone()).detach() for param in params]
 
 
 TRAININGS: dict[str, Training] = {"trainer": by_trainer, "accelerate": by_accelerate, "lightning": by_lightning}
