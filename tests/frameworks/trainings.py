@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from kfuse.statistics.step_stats import StepStats
 
 WORDS, LENGTH, SEQUENCES = 50, 33, 90
+UNITS = ["LlamaDecoderLayer"]  # FSDP2 gathers each of them by itself
 
 Row = dict[str, Tensor]
 
@@ -81,7 +82,7 @@ def by_trainer(case: Case, monitored: bool) -> Seen:
         output_dir="unused", per_device_train_batch_size=2, gradient_accumulation_steps=case.accumulate,
         num_train_epochs=case.epochs, learning_rate=case.lr, lr_scheduler_type="constant", max_grad_norm=case.clip,
         bf16=case.bf16, logging_steps=5, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, seed=1,
-        fsdp=case.fsdp, fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]} if case.fsdp else None,
+        fsdp=case.fsdp, fsdp_config={"transformer_layer_cls_to_wrap": UNITS} if case.fsdp else None,
     )  # fmt: skip
     if case.fsdp:
         let_accelerate_shard()
@@ -115,7 +116,7 @@ def by_accelerate(case: Case, monitored: bool) -> Seen:
     if case.fsdp:
         PartialState(cpu=True)
         let_accelerate_shard()
-        units: Any = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+        units: Any = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": UNITS}
         sharding = FullyShardedDataParallelPlugin(fsdp_version=2, **units)
     accelerator = Accelerator(
         gradient_accumulation_steps=case.accumulate, cpu=True, mixed_precision="bf16" if case.bf16 else "no",
