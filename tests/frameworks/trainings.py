@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from kfuse.statistics.step_stats import StepStats
 
@@ -52,8 +55,11 @@ def collate(rows: list[Row]) -> Row:
 
 @dataclass(frozen=True)
 class Case:
-    """accumulate: micro-batches of a step, of 2 sequences each on each process. lr 0: the model stays as it is. fsdp:
-    FSDP2 on several processes, not by Lightning.
+    """accumulate: micro-batches of a step, of 2 sequences each on each process. lr 0: the model stays as it is.
+
+    launched: by torchrun, one process too. fsdp: FSDP2 on several processes, not by Lightning. By Trainer alone:
+    evaluated: with evaluations, in which the model generates, and checkpoints in between. compiled: by torch.compile.
+    interrupted: within the second step, and then trained again.
     """
 
     accumulate: int = 2
@@ -61,7 +67,11 @@ class Case:
     lr: float = 1e-3
     clip: float = 0.0
     bf16: bool = False
+    launched: bool = False
     fsdp: bool = False
+    evaluated: bool = False
+    compiled: bool = False
+    interrupted: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,27 +88,49 @@ Training = Callable[[Case, bool], Seen]
 
 def by_trainer(case: Case, monitored: bool) -> Seen:
     model, stats = llama(), list[StepStats]()
+    folder, between = tempfile.mkdtemp(), "steps" if case.evaluated else "no"
     arguments = TrainingArguments(
-        output_dir="unused", per_device_train_batch_size=2, gradient_accumulation_steps=case.accumulate,
+        output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=case.accumulate,
         num_train_epochs=case.epochs, learning_rate=case.lr, lr_scheduler_type="constant", max_grad_norm=case.clip,
-        bf16=case.bf16, logging_steps=5, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, seed=1,
+        bf16=case.bf16, logging_steps=5, report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
+        eval_strategy=between, save_strategy=between, eval_steps=3, save_steps=3, torch_compile=case.compiled,
+        torch_compile_backend="eager" if case.compiled else None,
         fsdp=case.fsdp, fsdp_config={"transformer_layer_cls_to_wrap": UNITS} if case.fsdp else None,
     )  # fmt: skip
     if case.fsdp:
         let_accelerate_shard()
-    trainer = Trainer(model=model, args=arguments, train_dataset=sequences(), data_collator=collate)
+    trainer = Trainer(model, arguments, collate, sequences(), sequences(4))
+    trainer.add_callback(Generate())
     if monitored:
         from kfuse.integrations.transformers import attach
 
         attached = attach(trainer, tokens=True)
         collect(trainer.add_callback, attached, stats)
+    if case.interrupted:
+        trainer.add_callback(Interrupt())
+        with suppress(InterruptedError):
+            trainer.train()
     trainer.train()
+    shutil.rmtree(folder)
     return Seen(parameters_of(model, case.fsdp), trainer.state.log_history, stats)
+
+
+class Generate(TrainerCallback):  # type: ignore[misc]
+    def on_evaluate(self, *given: Any, model: Any, **named: Any) -> None:
+        model.generate(torch.zeros(1, 4, dtype=torch.long), max_new_tokens=2)
+
+
+class Interrupt(TrainerCallback):  # type: ignore[misc]
+    seen = 0
+
+    def on_substep_end(self, *given: Any, **named: Any) -> None:
+        self.seen += 1
+        if self.seen == 2:
+            raise InterruptedError
 
 
 def collect(add: Callable[[Any], object], attached: Any, stats: list[StepStats]) -> None:
     """Keeps each step's figures."""
-    from transformers import TrainerCallback
 
     class Collect(TrainerCallback):
         def on_step_end(self, *given: Any, **named: Any) -> None:
@@ -108,27 +140,9 @@ def collect(add: Callable[[Any], object], attached: Any, stats: list[StepStats])
 
 
 def by_accelerate(case: Case, monitored: bool) -> Seen:
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)  # of the case before
-    sharding = None
-    if case.fsdp:
-        PartialState(cpu=True)
-        let_accelerate_shard()
-        units: Any = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": UNITS}
-        sharding = FullyShardedDataParallelPlugin(fsdp_version=2, **units)
-    accelerator = Accelerator(
-        gradient_accumulation_steps=case.accumulate, cpu=True, mixed_precision="bf16" if case.bf16 else "no",
-        fsdp_plugin=sharding,
-    )  # fmt: skip
+    accelerator, model, opt, loader = prepared(case)
     logged, stats = list[dict[str, Any]](), list[StepStats]()
     accelerator.log = lambda values, step: logged.append(values)
-    model: Any = llama()
-    opt: Any = torch.optim.AdamW(model.parameters(), case.lr)
-    generator = torch.Generator().manual_seed(1)
-    loader: Any = DataLoader(sequences(), 2, shuffle=True, collate_fn=collate, generator=generator)  # type: ignore[arg-type]
-    model, opt, loader = accelerator.prepare(model, opt, loader)
     if monitored:
         from kfuse.integrations.accelerate import attach
 
@@ -147,6 +161,51 @@ def by_accelerate(case: Case, monitored: bool) -> Seen:
                 accelerator.log({"loss": loss.item()}, step=step)
     inner = accelerator.unwrap_model(model)
     return Seen(parameters_of(inner, case.fsdp), logged, stats)
+
+
+def by_tokens(case: Case, monitored: bool) -> Seen:
+    """By Accelerate's guide to gradient accumulation with sequences of different lengths. Monitored."""
+    from kfuse.integrations.accelerate import attach
+
+    accelerator, model, opt, loader = prepared(case)
+    monitor, stats = attach(accelerator, model, weighted=True), list[StepStats]()
+    for _ in range(case.epochs):
+        batches = list(loader)
+        for window in (batches[k : k + case.accumulate] for k in range(0, len(batches), case.accumulate)):
+            counts = [(batch["labels"][:, 1:] != -100).sum() for batch in window]
+            everywhere = accelerator.reduce(torch.stack(counts).sum(), "sum")
+            for batch, mine in zip(window, counts, strict=True):
+                with nullcontext() if batch is window[-1] else accelerator.no_sync(model):
+                    loss = model(**batch).loss * mine * accelerator.num_processes * case.accumulate / everywhere
+                    monitor.samples, monitor.accumulate = mine, everywhere / (mine * accelerator.num_processes)
+                    accelerator.backward(loss)
+            opt.step()
+            opt.zero_grad()
+            stats.append(monitor.stats)  # type: ignore[arg-type]
+    return Seen(parameters_of(accelerator.unwrap_model(model)), [], stats)
+
+
+def prepared(case: Case) -> tuple[Any, Any, Any, Any]:
+    """Returns an accelerator, and a model, an optimizer and a loader that it has prepared."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)  # of the case before
+    sharding = None
+    if case.fsdp:
+        PartialState(cpu=True)
+        let_accelerate_shard()
+        units: Any = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": UNITS}
+        sharding = FullyShardedDataParallelPlugin(fsdp_version=2, **units)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=case.accumulate, cpu=True, mixed_precision="bf16" if case.bf16 else "no",
+        fsdp_plugin=sharding,
+    )  # fmt: skip
+    model = llama()
+    opt = torch.optim.AdamW(model.parameters(), case.lr)
+    generator = torch.Generator().manual_seed(1)
+    loader: Any = DataLoader(sequences(), 2, shuffle=True, collate_fn=collate, generator=generator)  # type: ignore[arg-type]
+    return accelerator, *accelerator.prepare(model, opt, loader)
 
 
 def let_accelerate_shard() -> None:
@@ -206,6 +265,7 @@ def parameters_of(model: nn.Module, sharded: bool = False) -> list[Tensor]:
 
 
 TRAININGS: dict[str, Training] = {"trainer": by_trainer, "accelerate": by_accelerate, "lightning": by_lightning}
+TRAININGS["tokens"] = by_tokens
 
 
 def gradients() -> Iterator[tuple[Tensor, int]]:
