@@ -64,7 +64,7 @@ $(FRAMEWORKS_VENV)/.installed: pyproject.toml constraints.txt | python
 	$(PYTHON) -m venv --clear $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) setuptools
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation '.[transformers,lightning,slurm]' \
-		pytest pytest-timeout pytest-xdist hypothesis
+		peft pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
 python:

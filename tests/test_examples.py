@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import difflib
 import io
 import runpy
 import sys
@@ -102,6 +103,28 @@ def test_an_example_runs(name: str, arguments: dict[str, str]) -> None:
     given = [arguments["llama"], str(EXAMPLES.parent / "README.md")] if name == "streaming_text" else []
     ranks = run_workers(2, run_example, str(EXAMPLES / f"{name}.py"), given)
     assert any(printed for printed, _ in ranks) and not any(warned for _, warned in ranks), ranks
+
+
+def test_nanogpts_loop_takes_three_lines_or_eight() -> None:
+    plain, monitored, elastic = (
+        (EXAMPLES / name).read_text().splitlines()[1:]  # without the docstring
+        for name in ("plain/nanogpt.py", "nanogpt_monitor.py", "nanogpt.py")
+    )
+    for script, added, removed in ((monitored, 3, 0), (elastic, 8, 14)):
+        signs = [line[0] for line in difflib.ndiff(plain, script)]
+        assert (signs.count("+"), signs.count("-")) == (added, removed)
+
+
+@pytest.mark.full
+def test_nanogpts_windows_are_the_same_on_any_workers(arguments: dict[str, str], tmp_path: Path) -> None:
+    norms = []
+    for count in (1, 2):
+        elasticity = Elasticity(count, count, count, script=True)
+        job = run_script(tmp_path / str(count), elasticity, str(EXAMPLES / "nanogpt.py"), arguments["llama"])
+        assert job.error is None, job.told()
+        norms.append([record["grad_norm"] for record in job.metrics])
+    assert len(norms[0]) == 61
+    np.testing.assert_allclose(norms[0][:5], norms[1][:5], rtol=1e-3)
 
 
 def run_example(script: str, arguments: list[str]) -> tuple[str, list[str]]:

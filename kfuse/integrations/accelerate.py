@@ -38,8 +38,10 @@ def attach(
     own end is the loop's; `growth.updates` counts the updates of the first batch size.
 
     Raises ValueError for a model that was not prepared, or where growth has not one optimizer, TypeError for a model
-    that no monitor measures, RuntimeError where one of the accelerator's models is measured already.
+    that no monitor measures, RuntimeError where one of the accelerator's models is measured already, and where
+    sequences are sharded (context parallelism).
     """
+    refuse_shards_of_sequences(accelerator)
     if not getattr(model, "_is_accelerate_prepared", False):
         raise ValueError("attach: the model must be what accelerator.prepare has returned")
     if isinstance(getattr(accelerator.backward, "__self__", None), _Attached):
@@ -119,6 +121,12 @@ class _Attached:
         self._growth.load_state_dict(state)
         if state:
             self._accelerator.gradient_accumulation_steps = state["progress"]["accumulate"]
+
+
+def refuse_shards_of_sequences(accelerator: Accelerator) -> None:
+    """Raises RuntimeError where a process has only a part of each sequence."""
+    if getattr(accelerator.parallelism_config, "cp_enabled", False):
+        raise RuntimeError("attach: context parallelism shards a micro-batch: must be left out")
 
 
 def length_of(batch: Any) -> int | None:

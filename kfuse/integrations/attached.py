@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from kfuse.integrations.backward import monitor
+from kfuse.integrations.backward import OneProcess, monitor
 from kfuse.integrations.ddp import ddp_hook
-from kfuse.integrations.measure import Monitor
+from kfuse.integrations.measure import Monitor, Options
 from kfuse.optim import DistributedOptimizer
 
 LOGGED = ("noise_scale", "noise_scale_low", "noise_scale_high")
@@ -30,6 +30,8 @@ def monitor_of(who: str, model: nn.Module, scaler: torch.amp.GradScaler | None) 
         return fsdp_monitor(model, scaler=scaler)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, DistributedDataParallel):
+        if dist.get_world_size(model.process_group) == 1:  # Accelerate then has no no_sync: each backward is reduced
+            return OneProcess(model, Options(None, 1, scaler, "train")).monitor
         return ddp_hook(model, scaler=scaler)
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     others = (DataParallel,) if fsdp is None else (DataParallel, fsdp.FullyShardedDataParallel)

@@ -225,13 +225,14 @@ def monitor(
     tensor = sys.modules.get("torch.distributed.tensor")  # takes long to import
     if tensor is not None and any(isinstance(param, tensor.DTensor) for param in model.parameters()):
         raise TypeError("kf.monitor: the model is sharded: use kf.fsdp_monitor(model)")
-    return _Plain(model, Options(samples, accumulate, scaler, name)).monitor
+    return OneProcess(model, Options(samples, accumulate, scaler, name)).monitor
 
 
-class _Plain(BackwardWatch):
-    """The hooks of one model. The model keeps them, and they go with it."""
+class OneProcess(BackwardWatch):
+    """The hooks of one model, which may be in DDP with one worker. The model keeps them, and they go with it."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
+        self._in_ddp = isinstance(model, DistributedDataParallel)
         params = [param for param in model.parameters() if param.requires_grad]
         super().__init__(model, params, Monitor(one_device("kf.monitor", params), options))
         for index, param in enumerate(params):
@@ -246,6 +247,12 @@ class _Plain(BackwardWatch):
                 "the wrapped model (with Accelerate, transformers.Trainer and Lightning: attach and NoiseScale of "
                 "kfuse.integrations.accelerate, .transformers and .lightning)"
             )
+
+    def _end(self) -> None:
+        if self._in_ddp:  # which has queued its last changes of the gradients behind this call
+            at_the_end_of_backward(super()._end)
+        else:
+            super()._end()
 
     def ended(self) -> None:
         self._square = self.square()

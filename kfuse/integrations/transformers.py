@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from kfuse.integrations.accelerate import length_of
+from kfuse.integrations.accelerate import length_of, refuse_shards_of_sequences
 from kfuse.integrations.attached import figures, known, monitor_of
 from kfuse.integrations.growth import Growth
 from kfuse.integrations.measure import Monitor
@@ -53,8 +53,7 @@ def attach(trainer: Trainer, *, tokens: bool | None = None, growth: Growth | Non
     """
     if getattr(trainer.training_step, "is_attached", False):
         raise RuntimeError("attach: this trainer has kfuse attached already: call it once")
-    if getattr(getattr(trainer.accelerator, "parallelism_config", None), "cp_enabled", False):
-        raise RuntimeError("attach: context parallelism shards a micro-batch: must be left out")
+    refuse_shards_of_sequences(trainer.accelerator)
     attached, measured = Attached(), None
 
     def training_step(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

@@ -6,11 +6,13 @@ import pickle
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from trainings import Trainer, TrainingArguments, llama, sequences
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -47,6 +49,10 @@ def test_wrong_uses_end_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"^attach: the model is trained as a DataParallel: must be on one device"):
         trainer.train()
     trainer = Trainer(llama(), arguments, train_dataset=sequences())
+    with patch.object(Accelerator, "parallelism_config", ParallelismConfig(cp_size=2)):
+        for refused in (partial(transformers.attach, trainer), partial(accelerate.attach, accelerator, model)):
+            with pytest.raises(RuntimeError, match=r"^attach: context parallelism shards a micro-batch"):
+                refused()
     transformers.attach(trainer)
     with pytest.raises(ValueError, match=r"^attach: this trainer counts tokens"):
         trainer.train()

@@ -9,8 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import kfuse as kf
 from kfuse.integrations.growth import Growth
 from kfuse.statistics.step_stats import StepStats
 
 WORDS, LENGTH, SEQUENCES = 50, 33, 90
+UNITS = ["LlamaDecoderLayer"]  # FSDP2 gathers each of them by itself
 
 Row = dict[str, Tensor]
 
@@ -55,13 +59,23 @@ def collate(rows: list[Row]) -> Row:
 
 @dataclass(frozen=True)
 class Case:
-    """accumulate: micro-batches of a step, of 2 sequences each on each process. lr 0: the model stays as it is."""
+    """accumulate: micro-batches of a step, of 2 sequences each on each process. lr 0: the model stays as it is.
+
+    launched: by torchrun, one process too. fsdp: FSDP2 on several processes, not by Lightning. By Trainer alone:
+    evaluated: with evaluations, in which the model generates, and checkpoints in between. compiled: by torch.compile.
+    interrupted: within the second step, and then trained again.
+    """
 
     accumulate: int = 2
     epochs: int = 2
     lr: float = 1e-3
     clip: float = 0.0
     bf16: bool = False
+    launched: bool = False
+    fsdp: bool = False
+    evaluated: bool = False
+    compiled: bool = False
+    interrupted: bool = False
     asked: dict[int, int] | None = None
     """At which steps a policy asks for how many times the first batch. Then the rate falls in a line to zero."""
     directory: str = "unused"
@@ -107,27 +121,53 @@ Training = Callable[[Case, bool], Seen]
 
 def by_trainer(case: Case, monitored: bool) -> Seen:
     model, stats = llama(), list[StepStats]()
-    batches = recorded(model)
-    kind = "constant" if case.asked is None else "linear"
+    batches = recorded(model) if case.asked else []
+    folder = case.directory if case.asked else tempfile.mkdtemp()
+    between, saving = "steps" if case.evaluated else "no", "steps" if case.evaluated or case.save else "no"
+    kind = "linear" if case.asked else "constant"
     arguments = TrainingArguments(
-        output_dir=case.directory, per_device_train_batch_size=2, gradient_accumulation_steps=case.accumulate,
+        output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=case.accumulate,
         num_train_epochs=case.epochs, learning_rate=case.lr, lr_scheduler_type=kind, max_grad_norm=case.clip,
-        bf16=case.bf16, logging_steps=5, report_to=[], save_strategy="steps" if case.save else "no", use_cpu=True,
-        save_steps=case.save or 1, disable_tqdm=True, seed=1,
+        bf16=case.bf16, logging_steps=5, report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
+        eval_strategy=between, save_strategy=saving, eval_steps=3, save_steps=case.save or 3,
+        torch_compile=case.compiled, torch_compile_backend="eager" if case.compiled else None,
+        fsdp=case.fsdp, fsdp_config={"transformer_layer_cls_to_wrap": UNITS} if case.fsdp else None,
     )  # fmt: skip
-    trainer = Trainer(model=model, args=arguments, train_dataset=sequences(), data_collator=collate)
+    if case.fsdp:
+        let_accelerate_shard()
+    trainer = Trainer(model, arguments, collate, sequences(), sequences(4))
+    trainer.add_callback(Generate())
     if monitored:
         from kfuse.integrations.transformers import attach
 
         attached = attach(trainer, tokens=True, growth=case.growth())
         collect(trainer.add_callback, attached, stats)
-    trainer.train(resume_from_checkpoint=f"{case.directory}/checkpoint-{case.save}" if case.resume else None)
-    return Seen(parameters_of(model), trainer.state.log_history, stats, batches)
+    if case.interrupted:
+        trainer.add_callback(Interrupt())
+        with suppress(InterruptedError):
+            trainer.train()
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{case.save}" if case.resume else None)
+    if not case.asked:
+        shutil.rmtree(folder)
+    return Seen(parameters_of(model, case.fsdp), trainer.state.log_history, stats, batches)
+
+
+class Generate(TrainerCallback):  # type: ignore[misc]
+    def on_evaluate(self, *given: Any, model: Any, **named: Any) -> None:
+        model.generate(torch.zeros(1, 4, dtype=torch.long), max_new_tokens=2)
+
+
+class Interrupt(TrainerCallback):  # type: ignore[misc]
+    seen = 0
+
+    def on_substep_end(self, *given: Any, **named: Any) -> None:
+        self.seen += 1
+        if self.seen == 2:
+            raise InterruptedError
 
 
 def collect(add: Callable[[Any], object], attached: Any, stats: list[StepStats]) -> None:
     """Keeps each step's figures."""
-    from transformers import TrainerCallback
 
     class Collect(TrainerCallback):
         def on_step_end(self, *given: Any, **named: Any) -> None:
@@ -137,23 +177,9 @@ def collect(add: Callable[[Any], object], attached: Any, stats: list[StepStats])
 
 
 def by_accelerate(case: Case, monitored: bool) -> Seen:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)  # of the case before
-    accelerator = Accelerator(
-        gradient_accumulation_steps=case.accumulate, cpu=True, mixed_precision="bf16" if case.bf16 else "no"
-    )
+    accelerator, model, opt, loader, schedule, batches = prepared(case)
     logged, stats = list[dict[str, Any]](), list[StepStats]()
     accelerator.log = lambda values, step: logged.append(values)
-    model: Any = llama()
-    batches = recorded(model)
-    opt: Any = torch.optim.AdamW(model.parameters(), case.lr)
-    updates = case.updates * accelerator.num_processes  # the schedule is stepped once for each process
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(opt, lambda made: rate(case, made / updates))
-    generator = torch.Generator().manual_seed(1)
-    loader: Any = DataLoader(sequences(), 2, shuffle=case.asked is None, collate_fn=collate, generator=generator)  # type: ignore[arg-type]
-    model, opt, loader, schedule = accelerator.prepare(model, opt, loader, schedule)
     if monitored:
         from kfuse.integrations.accelerate import attach
 
@@ -182,7 +208,62 @@ def by_accelerate(case: Case, monitored: bool) -> Seen:
                     torch.save((step, epoch, index + 1), at)
         done = 0
     inner = accelerator.unwrap_model(model)
-    return Seen(parameters_of(inner), logged, stats, batches)
+    return Seen(parameters_of(inner, case.fsdp), logged, stats, batches)
+
+
+def by_tokens(case: Case, monitored: bool) -> Seen:
+    """By Accelerate's guide to gradient accumulation with sequences of different lengths. Monitored."""
+    from kfuse.integrations.accelerate import attach
+
+    accelerator, model, opt, loader, *_ = prepared(case)
+    monitor, stats = attach(accelerator, model, weighted=True), list[StepStats]()
+    for _ in range(case.epochs):
+        batches = list(loader)
+        for window in (batches[k : k + case.accumulate] for k in range(0, len(batches), case.accumulate)):
+            counts = [(batch["labels"][:, 1:] != -100).sum() for batch in window]
+            everywhere = accelerator.reduce(torch.stack(counts).sum(), "sum")
+            for batch, mine in zip(window, counts, strict=True):
+                with nullcontext() if batch is window[-1] else accelerator.no_sync(model):
+                    loss = model(**batch).loss * mine * accelerator.num_processes * case.accumulate / everywhere
+                    monitor.samples, monitor.accumulate = mine, everywhere / (mine * accelerator.num_processes)
+                    accelerator.backward(loss)
+            opt.step()
+            opt.zero_grad()
+            stats.append(monitor.stats)  # type: ignore[arg-type]
+    return Seen(parameters_of(accelerator.unwrap_model(model)), [], stats, [])
+
+
+def prepared(case: Case) -> tuple[Any, Any, Any, Any, Any, list[Row]]:
+    """Returns an accelerator; a model, an optimizer, a loader and a schedule that it has prepared; and the batches."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)  # of the case before
+    sharding = None
+    if case.fsdp:
+        PartialState(cpu=True)
+        let_accelerate_shard()
+        units: Any = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": UNITS}
+        sharding = FullyShardedDataParallelPlugin(fsdp_version=2, **units)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=case.accumulate, cpu=True, mixed_precision="bf16" if case.bf16 else "no",
+        fsdp_plugin=sharding,
+    )  # fmt: skip
+    model = llama()
+    batches = recorded(model) if case.asked else []
+    opt = torch.optim.AdamW(model.parameters(), case.lr)
+    updates = case.updates * accelerator.num_processes  # the schedule is stepped once for each process
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda made: rate(case, made / updates))
+    generator = torch.Generator().manual_seed(1)
+    loader: Any = DataLoader(sequences(), 2, shuffle=not case.asked, collate_fn=collate, generator=generator)  # type: ignore[arg-type]
+    return accelerator, *accelerator.prepare(model, opt, loader, schedule), batches
+
+
+def let_accelerate_shard() -> None:
+    """On CPUs Accelerate takes DDP where FSDP2 was asked for, and says nothing: it shards for GPUs alone."""
+    from accelerate import DistributedType, PartialState
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def by_lightning(case: Case, monitored: bool) -> Seen:
@@ -212,7 +293,7 @@ def by_lightning(case: Case, monitored: bool) -> Seen:
                 stats.append(found)
 
     module, callbacks = Module(), list[Any]()
-    batches = recorded(module.inner)
+    batches = recorded(module.inner) if case.asked else []
     if monitored:
         from kfuse.integrations.lightning import NoiseScale
 
@@ -228,7 +309,7 @@ def by_lightning(case: Case, monitored: bool) -> Seen:
         enable_checkpointing=case.save is not None, enable_model_summary=False,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
-    loader: Any = DataLoader(sequences(), 2, shuffle=case.asked is None, collate_fn=collate, generator=generator)  # type: ignore[arg-type]
+    loader: Any = DataLoader(sequences(), 2, shuffle=not case.asked, collate_fn=collate, generator=generator)  # type: ignore[arg-type]
     trainer.fit(module, loader, ckpt_path=f"{case.directory}/epoch={case.save}.ckpt" if case.resume else None)
     if monitored:
         stats.append(noise.monitor.stats)  # type: ignore[union-attr, arg-type]
@@ -237,7 +318,7 @@ def by_lightning(case: Case, monitored: bool) -> Seen:
 
 def rate(case: Case, done: float) -> float:
     """The factor of the learning rate once this part of the training is done."""
-    return 1.0 if case.asked is None else max(0.0, 1.0 - done)
+    return max(0.0, 1.0 - done) if case.asked else 1.0
 
 
 def recorded(model: nn.Module) -> list[Row]:
@@ -251,11 +332,13 @@ def recorded(model: nn.Module) -> list[Row]:
     return batches
 
 
-def parameters_of(model: nn.Module) -> list[Tensor]:
-    return [param.detach().clone() for param in model.parameters()]
+def parameters_of(model: nn.Module, sharded: bool = False) -> list[Tensor]:
+    params: list[Any] = list(model.parameters())
+    return [(param.full_tensor() if sharded else param.clone()).detach() for param in params]
 
 
 TRAININGS: dict[str, Training] = {"trainer": by_trainer, "accelerate": by_accelerate, "lightning": by_lightning}
+TRAININGS["tokens"] = by_tokens
 
 
 def gradients() -> Iterator[tuple[Tensor, int]]:
