@@ -63,6 +63,7 @@ class _Attached:
         if not self._weighted:
             self.monitor.samples = self._samples
             self.monitor.accumulate = self._accelerator.gradient_accumulation_steps
+            self.monitor.last = self._accelerator.sync_gradients
         self._backward(loss, **named)
 
     def log(self, values: dict[str, Any], *given: Any, **named: Any) -> None:
