@@ -84,6 +84,7 @@ class _Attached:
         if not self._weighted:
             self.monitor.samples = self._samples
             self.monitor.accumulate = self._accelerator.gradient_accumulation_steps
+            self.monitor.last = self._accelerator.sync_gradients
         if self._growth is not None and not self._growth.batch_size:
             stepped = self._accelerator._schedulers  # these step once for each process
             schedulers, samples = [scheduler.scheduler for scheduler in stepped], self._samples or 1

@@ -257,8 +257,10 @@ class OneProcess(BackwardWatch):
     def ended(self) -> None:
         self._square = self.square()
         self.monitor.micro_batch(self._square)
-        if self.kept and isinstance(self._square, Tensor):
-            self._square = total_square(self.gradients())  # of the whole step
+        if self.kept and isinstance(self._square, Tensor):  # of the whole step; after it the loop may clip
+            self._square = total_square(self.gradients()) if self.monitor.last else math.nan
 
     def end_step(self) -> None:
+        if not self.monitor.last:
+            self.monitor.explain("an optimizer stepped within an accumulation")
         self.monitor.step(self.monitor.message(torch.as_tensor(self._square)))

@@ -141,6 +141,7 @@ class Monitor:
     accumulate: what this micro-batch's mean loss is divided by. Where the loop divides the sum over this micro-batch's
     tokens by all tokens of the step, it is all tokens / this micro-batch's tokens.
     Set both before a backward whose micro-batch has others. They may be scalar tensors, which nobody waits for.
+    last: False where another backward of the same step follows for certain: `kf.monitor`'s then leaves out a pass.
     device: where the squares are. workers: n, the workers whose gradients are averaged.
     micro_batches: this worker's of the step under way.
     """
@@ -149,6 +150,7 @@ class Monitor:
         self.name, self.device, self.workers, self._rank = options.name, device, workers, rank
         self.samples: float | Tensor | None = options.samples
         self.accumulate: float | Tensor = options.accumulate
+        self.last = True
         self._scaler = options.scaler
         self._statistics = Statistics()
         self.handles: list[Any] = []  # of hooks, which `close` removes

@@ -148,6 +148,7 @@ def _weigh(monitor: Monitor, trainer: Trainer, inputs: Any, items: Any, tokens: 
 
     items: the number of the step's tokens that the trainer gives to the model; None where it counts none.
     """
+    monitor.last = trainer.accelerator.sync_gradients
     counts = items is not None and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
     factor = trainer.accelerator.num_processes if counts and trainer.args.average_tokens_across_devices else 1
     scaled = trainer.loss_is_scaled_for_ga
