@@ -2,6 +2,7 @@
 # make test       static checks, and the quick tests against the installed wheel
 # make test-frameworks  Trainer, Accelerate, Lightning, data=hf, model=hf and submitit, in an environment of their own
 # make test-all   all tests; soak and repetition excepted (pytest -m long)
+# make docs       builds the documentation site in build/site/html, and checks its links
 # make lint       the static checks alone
 # make reference  writes the tables of docs/reference.md and docs/support.md, which tests compare with the code
 
@@ -9,9 +10,10 @@ PYTHON ?= python3
 VENV := .venv
 TEST_VENV := .venv-test
 FRAMEWORKS_VENV := .venv-frameworks
+DOCS_VENV := .venv-docs
 PIP := -m pip --quiet --quiet --disable-pip-version-check install -c constraints.txt
 
-.PHONY: run test test-all test-frameworks lint reference python clean
+.PHONY: run test test-all test-frameworks docs lint reference python clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
@@ -31,13 +33,23 @@ test: lint
 test-all: test
 	$(PYTEST) -m "full and jobs and not long"
 	$(PYTEST) --dist loadfile -m "full and not jobs and not long"
-	$(MAKE) test-frameworks
+	$(MAKE) test-frameworks docs
 
 # Hugging Face's libraries, Lightning and submitit have an environment of their own.
 test-frameworks: $(FRAMEWORKS_VENV)/.installed
 	rm -rf build
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall .
 	cd tests && KFUSE_TEST_INSTALLED=1 ../$(FRAMEWORKS_VENV)/bin/pytest -n 2 frameworks
+
+# The pages lie in the tree that they have here, so that their links to each other and to files are the same.
+docs: $(DOCS_VENV)/.installed
+	rm -rf build/site
+	mkdir -p build/site/pages
+	cp -r --parents README.md docs examples benchmarks/*.md benchmarks/*.py benchmarks/results tests/gpu build/site/pages
+	cp site/api.md build/site/pages
+	cp site/zensical.toml build/site
+	cd build/site && $(CURDIR)/$(DOCS_VENV)/bin/zensical build --clean
+	$(DOCS_VENV)/bin/python site/check_links.py build/site/html
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check
@@ -67,9 +79,14 @@ $(FRAMEWORKS_VENV)/.installed: pyproject.toml constraints.txt | python
 		peft pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
+$(DOCS_VENV)/.installed: constraints.txt | python
+	$(PYTHON) -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python $(PIP) zensical mkdocstrings-python
+	touch $@
+
 python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kfuse needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(FRAMEWORKS_VENV) build
+	rm -rf $(VENV) $(TEST_VENV) $(FRAMEWORKS_VENV) $(DOCS_VENV) build
