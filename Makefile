@@ -11,6 +11,8 @@ VENV := .venv
 TEST_VENV := .venv-test
 FRAMEWORKS_VENV := .venv-frameworks
 DOCS_VENV := .venv-docs
+# What is tested: this checkout, or a wheel (make test WHEEL=dist/kfuse-0.1.0-py3-none-any.whl).
+WHEEL ?= .
 PIP := -m pip --quiet --quiet --disable-pip-version-check install -c constraints.txt
 
 .PHONY: run test test-all test-frameworks docs lint reference python clean
@@ -25,7 +27,7 @@ PYTEST := cd tests && KFUSE_TEST_INSTALLED=1 ../$(TEST_VENV)/bin/pytest -n 2
 # the time a test waits for processes to come up, or to be missed.
 test: lint
 	rm -rf build
-	$(TEST_VENV)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall .
+	$(TEST_VENV)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall $(WHEEL)
 	$(PYTEST) --dist loadfile -m "not full and not long"
 
 # The jobs whose workers mostly wait for each other come first: beside busy processes each wait takes some milliseconds
@@ -38,14 +40,14 @@ test-all: test
 # Hugging Face's libraries, Lightning and submitit have an environment of their own.
 test-frameworks: $(FRAMEWORKS_VENV)/.installed
 	rm -rf build
-	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall .
+	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall $(WHEEL)
 	cd tests && KFUSE_TEST_INSTALLED=1 ../$(FRAMEWORKS_VENV)/bin/pytest -n 2 frameworks
 
 # The pages lie in the tree that they have here, so that their links to each other and to files are the same.
 docs: $(DOCS_VENV)/.installed
 	rm -rf build/site
 	mkdir -p build/site/pages
-	cp -r --parents README.md docs examples benchmarks/*.md benchmarks/*.py benchmarks/results tests/gpu build/site/pages
+	cp -r --parents README.md CHANGELOG.md CONTRIBUTING.md docs examples benchmarks/*.md benchmarks/*.py benchmarks/results tests/gpu build/site/pages
 	cp site/api.md build/site/pages
 	cp site/zensical.toml build/site
 	cd build/site && $(CURDIR)/$(DOCS_VENV)/bin/zensical build --clean
