@@ -37,20 +37,20 @@ def charts(runs: Sequence[Recorded]) -> list[Chart]:
     """Returns the charts that these runs have something to show in."""
     steps = [(run.name, run.steps) for run in runs]
     held_out = [(run.name, run.evaluations) for run in runs]
+    speeds = [(run.name, _speed(run.steps)) for run in runs]
     time = "seconds of training"
     made = [
         _lines("Training loss over samples", steps, "samples", "loss", "samples", "loss", _fell),
-        _lines("Training loss over time", steps, "seconds", "loss", time, "loss", _fell),
-        _lines("Held-out loss over samples", held_out, "samples", "loss", "samples", "loss", _fell),
-        _lines("Held-out accuracy over samples", held_out, "samples", "accuracy", "samples", "accuracy", _rose),
-        _lines("Held-out accuracy over time", held_out, "seconds", "accuracy", time, "accuracy", _rose),
         _noise(steps),
-        _lines("Learning rate over time", steps, "seconds", "lr", time, "learning rate", _went),
+        _lines("Held-out accuracy over samples", held_out, "samples", "accuracy", "samples", "accuracy", _rose),
         _workers(runs),
-        _lines("Samples a second", [(name, _speed(each)) for name, each in steps], "seconds", "throughput",
-               time, "samples a second", _went),
+        _lines("Held-out loss over samples", held_out, "samples", "loss", "samples", "loss", _fell),
+        _lines("Learning rate over time", steps, "seconds", "lr", time, "learning rate", _went),
+        _lines("Training loss over time", steps, "seconds", "loss", time, "loss", _fell),
+        _lines("Held-out accuracy over time", held_out, "seconds", "accuracy", time, "accuracy", _rose),
+        _lines("Samples a second", speeds, "seconds", "throughput", time, "samples a second", _went),
         *(_step_time(run) for run in runs),
-    ]  # fmt: skip
+    ]
     return [chart for chart in made if chart is not None]
 
 
@@ -118,7 +118,7 @@ def _noise(series: Sequence[Series]) -> Chart | None:
         batch = plot.step("samples", "batch_size", source=source, color=colour, line_width=2.5, mode="before")
         items += [
             LegendItem(label=f"{name}: batch size", renderers=[batch]),
-            LegendItem(label=f"{name}: noise scale, its interval", renderers=[noise, least, band]),
+            LegendItem(label=f"{name}: noise scale, low end dotted", renderers=[noise, least, band]),
         ]
         shown = {"step": "step", "batch size": "batch_size", "noise scale": "noise_scale", "low": "noise_scale_low"}
         plot.add_tools(_hover(batch, name, shown))
