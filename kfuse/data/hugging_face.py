@@ -155,7 +155,9 @@ def _tokenised(rows: Any, make: Any) -> Any:
         make({make.keywords["text"]: ["a"]})
         return rows.map(make, batched=True, remove_columns=rows.column_names)
     except (TypeError, ValueError) as error:
-        raise DataError(f"text={make.keywords['text']}: must be a column of texts: {_short(error)}") from error
+        raise DataError(
+            f"text={make.keywords['text']}: must be a column of texts, none of them null: {_short(error)}"
+        ) from error
 
 
 # -- classification ----------------------------------------------------------------------------------------------------
@@ -195,9 +197,9 @@ def _cut(batch: Mapping[str, list[Any]], text: str, tokenizer: Any, length: int)
 def _labels(train: Any, held: Any, label: str) -> tuple[tuple[str, ...], list[Tensor]]:
     """Returns the classes' names, and the labels of both parts. Texts are numbered in their sorted order."""
     columns = [list(rows[label]) for rows in (train, held)]
-    values = {*columns[0], *columns[1]}
+    values = [*columns[0], *columns[1]]
     if all(isinstance(value, str) for value in values):
-        classes = tuple(sorted(values))
+        classes = tuple(sorted(set(values)))
         number = {name: k for k, name in enumerate(classes)}
         columns = [[number[value] for value in column] for column in columns]
     elif all(isinstance(value, int) and value >= 0 for value in values):

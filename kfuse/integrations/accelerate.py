@@ -46,35 +46,34 @@ def attach(
         raise ValueError("attach: the model must be what accelerator.prepare has returned")
     if isinstance(getattr(accelerator.backward, "__self__", None), _Attached):
         raise RuntimeError("attach: this accelerator measures a model already: close its monitor first")
+    if growth is not None:
+        growth.refuse_second_training()
     if growth is not None and len(accelerator._optimizers) != 1:
         raise ValueError(f"attach: growth needs one prepared optimizer, not {len(accelerator._optimizers)}")
-    return _Attached(accelerator, model, weighted, growth).monitor
+    attached = _Attached(accelerator, model, weighted)
+    if growth is not None:
+        attached.grows = _Grows(accelerator, attached.monitor, growth)
+    return attached.monitor
 
 
 class _Attached:
-    """Takes the place of an accelerator's `backward` and `log`; with a growth of `accumulate` and `step` too."""
+    """Takes the place of an accelerator's `backward` and `log`."""
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, weighted: bool, growth: Growth | None) -> None:
-        self._accelerator, self._weighted, self._growth = accelerator, weighted, growth
+    grows: _Grows | None = None
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, weighted: bool) -> None:
+        self._accelerator, self._weighted = accelerator, weighted
         self.monitor = monitor_of("attach", model, accelerator.scaler)
         self._samples: int | None = None  # of the newest micro-batch
         self._hook = model.register_forward_pre_hook(OfOneModel(self._before_forward), with_kwargs=True)
         self._backward, self._log = accelerator.backward, accelerator.log
         accelerator.backward, accelerator.log = self.backward, self.log
-        if growth is not None:
-            self._first, self._optimizer = accelerator.gradient_accumulation_steps, accelerator._optimizers[0]
-            self._accumulate, self._step = accelerator.accumulate, self._optimizer.step
-            accelerator.accumulate, self._optimizer.step = self.accumulate, self.step
-            accelerator.register_for_checkpointing(self)
         self.monitor.handles.append(self)
 
     def remove(self) -> None:
         """As of the monitor's hooks."""
         self._hook.remove()
         self._accelerator.backward, self._accelerator.log = self._backward, self._log
-        if self._growth is not None:
-            self._accelerator.accumulate, self._optimizer.step = self._accumulate, self._step
-            self._accelerator._custom_objects.remove(self)
 
     def _before_forward(self, module: nn.Module, arguments: Any, named: Any) -> None:
         if torch.is_grad_enabled():
@@ -85,48 +84,65 @@ class _Attached:
             self.monitor.samples = self._samples
             self.monitor.accumulate = self._accelerator.gradient_accumulation_steps
             self.monitor.last = self._accelerator.sync_gradients
-        if self._growth is not None and not self._growth.batch_size:
-            stepped = self._accelerator._schedulers  # these step once for each process
-            schedulers, samples = [scheduler.scheduler for scheduler in stepped], self._samples or 1
-            self._growth.begin(self.monitor, self._first, samples, [self._optimizer], schedulers, stepped)
+        if self.grows is not None:
+            self.grows.before_backward(self._samples or 1)
         self._backward(loss, **named)
 
     def log(self, values: dict[str, Any], *given: Any, **named: Any) -> None:
         more = known(figures(self.monitor))
-        if self._growth is not None:
-            more["batch_size"] = self._growth.batch_size
+        if self.grows is not None:
+            more["batch_size"] = self.grows.growth.batch_size
         self._log({**values, **more}, *given, **named)
 
-    # -- with a growth -----------------------------------------------------------------------------------------------
+
+class _Grows:
+    """Takes the place of an accelerator's `accumulate` and of its optimizer's `step`."""
+
+    def __init__(self, accelerator: Accelerator, monitor: Monitor, growth: Growth) -> None:
+        self._accelerator, self._monitor, self.growth = accelerator, monitor, growth
+        self._first, self._optimizer = accelerator.gradient_accumulation_steps, accelerator._optimizers[0]
+        self._accumulate, self._step = accelerator.accumulate, self._optimizer.step
+        accelerator.accumulate, self._optimizer.step = self.accumulate, self.step
+        accelerator.register_for_checkpointing(self)
+        monitor.handles.append(self)
+
+    def remove(self) -> None:
+        """As of the monitor's hooks. The learning rate stays as it is."""
+        self._accelerator.accumulate, self._optimizer.step = self._accumulate, self._step
+        self._accelerator._custom_objects.remove(self)
+        self._accelerator.gradient_accumulation_steps = self._first
+
+    def before_backward(self, samples: int) -> None:
+        if not self.growth.batch_size:
+            stepped = self._accelerator._schedulers  # these step once for each process
+            schedulers = [scheduler.scheduler for scheduler in stepped]
+            self.growth.begin(self._monitor, self._first, samples, [self._optimizer], schedulers, stepped)
 
     def accumulate(self, *models: nn.Module) -> Any:
-        assert self._growth is not None
-        self._growth.micro_batch()
+        self.growth.micro_batch()
         return self._accumulate(*models)
 
     def step(self, closure: Any = None) -> None:
-        assert self._growth is not None
         self._step(closure)
         if self._accelerator.sync_gradients:
-            self._growth.end_step(self._optimizer.step_was_skipped)
-            self._accelerator.gradient_accumulation_steps = self._growth.accumulate
+            self.growth.end_step(self._optimizer.step_was_skipped)
+            self._accelerator.gradient_accumulation_steps = self.growth.accumulate
             if self._accelerator.step == 0:  # the data's end
-                self._growth.begin_epoch()
+                self.growth.begin_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._growth is not None
-        return self._growth.state_dict()
+        return self.growth.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert self._growth is not None
-        self._growth.load_state_dict(state)
+        self.growth.load_state_dict(state)
         if state:
             self._accelerator.gradient_accumulation_steps = state["progress"]["accumulate"]
 
 
 def refuse_shards_of_sequences(accelerator: Accelerator) -> None:
     """Raises RuntimeError where a process has only a part of each sequence."""
-    if getattr(accelerator.parallelism_config, "cp_enabled", False):
+    config = accelerator.parallelism_config
+    if config is not None and config.cp_enabled:
         raise RuntimeError("attach: context parallelism shards a micro-batch: must be left out")
 
 

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from kfuse.integrations.measure import Monitor
 from kfuse.policies.autoscale import AutoscalePolicy
+from kfuse.policies.compose import ComposePolicy
 from kfuse.policies.goodput import GoodputPolicy
 from kfuse.policies.signals import DECISION_LAG, BasePolicy, Bounds, Decision, Signals, check_whole, checked_decision
 from kfuse.statistics.figures import Measured
@@ -44,10 +45,10 @@ class Growth:
         if lr_scaling not in _EXPONENTS or lr_scaling not in accepted:
             allowed = ", ".join(name for name in _EXPONENTS if name in accepted)
             raise ValueError(f"lr_scaling={lr_scaling!r}: must be one of {allowed}")
-        if isinstance(policy, GoodputPolicy | AutoscalePolicy):
+        if timed := [each for each in _parts(policy) if isinstance(each, GoodputPolicy | AutoscalePolicy)]:
             raise TypeError(
-                f"Growth: {type(policy).__name__} decides by the times of steps, which frameworks do not tell: must be "
-                "a policy that decides by statistics, such as GNSPolicy"
+                f"Growth: {type(timed[0]).__name__} decides by the times of steps, which frameworks do not tell: "
+                "must be a policy that decides by statistics, such as GNSPolicy"
             )
         self.policy, self.batch_max, self.lr_scaling = policy, batch_max, lr_scaling
         self.accumulate = self._first = self._wanted = 0
@@ -96,8 +97,7 @@ class Growth:
         Raises ValueError where the first batch is above batch_max, TypeError for a scheduler that overwrites the rate,
         RuntimeError where a training has used it already.
         """
-        if self._first:
-            raise RuntimeError("Growth: its policy keeps what it has seen: must be a new one for each training")
+        self.refuse_second_training()
         for scheduler in schedulers:
             if isinstance(scheduler, OneCycleLR | CyclicLR):
                 raise TypeError(
@@ -114,6 +114,11 @@ class Growth:
         if self._loaded is not None:
             self._go_on(self._loaded)
 
+    def refuse_second_training(self) -> None:
+        """Raises RuntimeError where a training has used it already."""
+        if self._first:
+            raise RuntimeError("Growth: its policy keeps what it has seen: must be a new one for each training")
+
     def micro_batch(self) -> None:
         """A micro-batch of this process."""
         self._window += 1
@@ -127,6 +132,10 @@ class Growth:
 
         skipped: by the gradient scaler; then the training has not stepped its schedulers either.
         """
+        if self._window > self.accumulate:
+            raise RuntimeError(
+                f"Growth: an update after {self._window} micro-batches: must be {self.accumulate}, as was set"
+            )
         if not self._window:
             raise RuntimeError(
                 "Growth: an update without micro-batches: each must be in `with accelerator.accumulate(model)`"
@@ -226,6 +235,13 @@ _PROGRESS = (
     "accumulate", "_first", "_wanted", "_size", "_done", "_updates_before", "_epoch", "_samples", "_measured",
     "_micro_batches",
 )  # fmt: skip
+
+
+def _parts(policy: BasePolicy) -> list[BasePolicy]:
+    """Returns the policies that a composed one asks; else itself."""
+    if not isinstance(policy, ComposePolicy):
+        return [policy]
+    return [each for part in policy.parts.values() for each in _parts(part)]
 
 
 def _stats(values: dict[str, Any]) -> StepStats:

@@ -31,7 +31,8 @@ class NoiseScale(Callback):  # type: ignore[misc]
     still ends where max_steps of the first batch size, or max_epochs, would have ended it. Schedulers of the interval
     "step" and frequency 1 are stepped as with the first batch size.
 
-    Training raises TypeError for a strategy that no monitor measures (must be one device or DDP), for manual
+    Training raises RuntimeError for a growth that a training has used, ValueError for a checkpoint that was written
+    without it, TypeError for a strategy that no monitor measures (must be one device or DDP), for manual
     optimization and for LBFGS.
     """
 
@@ -58,6 +59,9 @@ class NoiseScale(Callback):  # type: ignore[misc]
                 raise TypeError(
                     "NoiseScale: growth and GradientAccumulationScheduler both set the accumulation: must be one"
                 )
+            self._growth.refuse_second_training()
+            if trainer.global_step and not self._growth.saved_accumulate:
+                raise ValueError("Growth: the checkpoint was written without growth: must be resumed without it")
             self._first, self._updates = trainer.accumulate_grad_batches, trainer.global_step
             trainer.accumulate_grad_batches = self._growth.saved_accumulate or self._first
 
@@ -109,6 +113,12 @@ class NoiseScale(Callback):  # type: ignore[misc]
             if self._growth is not None:
                 values["batch_size"] = self._growth.batch_size
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self.monitor is not None
+        self.monitor.drain()
+        if self._growth is not None:
+            trainer.accumulate_grad_batches = self._first
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._growth is None else self._growth.state_dict()

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
+from transformers.optimization import GreedyLR
 
 from kfuse.integrations.accelerate import length_of, refuse_shards_of_sequences
 from kfuse.integrations.attached import figures, known, monitor_of
@@ -21,18 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["Attached", "Growth", "attach", "fit", "init"]
 
 _FILE = "kfuse_growth.pt"  # in a checkpoint
-_WHICH = (
-    "attach: this trainer counts tokens, and whether the model divides its loss by them cannot be seen: must be "
+_TOKENS = (
+    "attach: this trainer counts tokens, and kfuse must be told whether the model divides its loss by them: must be "
     "attach(trainer, tokens=True) for a causal language model such as Llama, tokens=False where a micro-batch's loss "
     "is a mean (classification, BERT, T5, ...)"
 )
-
-
-class Attached:
-    """What `attach` returns."""
-
-    monitor: Monitor | None = None
-    """Of the newest training; None before its first step."""
 
 
 def attach(trainer: Trainer, *, tokens: bool | None = None, growth: Growth | None = None) -> Attached:
@@ -51,96 +46,122 @@ def attach(trainer: Trainer, *, tokens: bool | None = None, growth: Growth | Non
     Training raises ValueError where `tokens` is needed, and TypeError for a model that no monitor measures. Raises
     RuntimeError where it is attached already, or where the trainer shards sequences (context parallelism).
     """
-    if getattr(trainer.training_step, "is_attached", False):
+    if getattr(getattr(trainer.training_step, "__self__", None), "is_attached", False):
         raise RuntimeError("attach: this trainer has kfuse attached already: call it once")
     refuse_shards_of_sequences(trainer.accelerator)
-    attached, measured = Attached(), None
+    return Attached(trainer, tokens, growth)
 
-    def training_step(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        nonlocal measured
-        if num_items_in_batch is not None and tokens is None:
-            raise ValueError(_WHICH)
-        if measured is not model:
-            attached.monitor, measured = monitor_of("attach", model, trainer.accelerator.scaler), model
-            if grows is not None:
-                grows.begin(attached.monitor)
-        assert attached.monitor is not None
-        if growth is not None:
-            growth.micro_batch()
-        _weigh(attached.monitor, trainer, inputs, num_items_in_batch, bool(tokens))
-        loss: Tensor = plain_step(model, inputs, num_items_in_batch)
+
+class Attached(TrainerCallback):  # type: ignore[misc]
+    """What `attach` returns. It takes the place of the trainer's `training_step` and `log`."""
+
+    is_attached = True
+    monitor: Monitor | None = None
+    """Of the newest training; None before its first step."""
+
+    def __init__(self, trainer: Trainer, tokens: bool | None, growth: Growth | None) -> None:
+        self._trainer, self._tokens = trainer, tokens
+        self._growth = None if growth is None else _Grows(trainer, growth)
+        self._measured: nn.Module | None = None
+        self._training_step, self._log = trainer.training_step, trainer.log
+        trainer.training_step, trainer.log = self.training_step, self.log
+        trainer.add_callback(self)
+
+    def close(self) -> None:
+        """Makes the trainer what it was. With a growth: between trainings, and the learning rate stays as it is."""
+        self._trainer.training_step, self._trainer.log = self._training_step, self._log
+        self._trainer.remove_callback(self)
+        if self._growth is not None:
+            self._growth.close()
+        if self.monitor is not None:
+            self.monitor.close()
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if num_items_in_batch is not None and self._tokens is None:
+            raise ValueError(_TOKENS)
+        if self._measured is not model:
+            self.monitor, self._measured = monitor_of("attach", model, self._trainer.accelerator.scaler), model
+            if self._growth is not None:
+                self._growth.begin(self.monitor)
+        assert self.monitor is not None
+        if self._growth is not None:
+            self._growth.growth.micro_batch()
+        _weigh(self.monitor, self._trainer, inputs, num_items_in_batch, bool(self._tokens))
+        loss: Tensor = self._training_step(model, inputs, num_items_in_batch)
         return loss
 
-    def log(logs: dict[str, float], *given: Any, **named: Any) -> None:
-        if attached.monitor is not None and "loss" in logs:
-            logs = {**logs, **known(figures(attached.monitor))}
-            if growth is not None:
-                logs["batch_size"] = growth.batch_size
-        plain_log(logs, *given, **named)
+    def log(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
+        if self.monitor is not None and "loss" in logs:
+            logs = {**logs, **known(figures(self.monitor))}
+            if self._growth is not None:
+                logs["batch_size"] = self._growth.growth.batch_size
+        self._log(logs, *given, **named)
 
-    training_step.is_attached = True  # type: ignore[attr-defined]
-    plain_step, plain_log = trainer.training_step, trainer.log
-    trainer.training_step, trainer.log = training_step, log
-    grows = None if growth is None else _grow(trainer, growth)
-    return attached
+    def on_train_end(self, *given: Any, **named: Any) -> None:
+        if self.monitor is not None:
+            self.monitor.drain()
 
 
-def _grow(trainer: Trainer, growth: Growth) -> _Grows:
-    """Has the growth step with the trainer, be in its checkpoints, and be found in them."""
-    callback, plain = _Grows(trainer, growth), trainer._init_training_state
+class _Grows(TrainerCallback):  # type: ignore[misc]
+    """Has a growth step with the trainer, be in its checkpoints, and be found in them."""
 
-    def init_training_state(*given: Any) -> tuple[int, int]:
+    def __init__(self, trainer: Trainer, growth: Growth) -> None:
+        self._trainer, self.growth = trainer, growth
+        self._first = trainer.args.gradient_accumulation_steps
+        self._begins_epoch = False  # the training was resumed at an epoch's first micro-batch
+        self._init_training_state = trainer._init_training_state
+        trainer._init_training_state = self.init_training_state
+        trainer.add_callback(self)
+
+    def close(self) -> None:
+        self._trainer._init_training_state = self._init_training_state
+        self._trainer.remove_callback(self)
+
+    def init_training_state(self, *given: Any) -> tuple[int, int]:
         """Returns the epoch in which the training begins, and how many of its micro-batches are done."""
-        epochs, done = plain(*given)
+        self.growth.refuse_second_training()
+        epochs, done = self._init_training_state(*given)
         *_, checkpoint, _ = given
-        if not trainer.state.global_step:
+        state = self._trainer.state
+        if not state.global_step:
             return epochs, done
         if not (file := Path(checkpoint, _FILE)).exists():
             raise ValueError(f"Growth: {checkpoint} was written without growth: must be resumed without it")
         saved = torch.load(file, weights_only=True)
-        growth.load_state_dict(saved)
-        trainer.args.gradient_accumulation_steps = saved["progress"]["accumulate"]
-        epochs = int(trainer.state.epoch)
-        callback.new_epoch = epochs == trainer.state.epoch or trainer.args.ignore_data_skip
-        return epochs, 0 if callback.new_epoch else saved["progress"]["_done"]
-
-    trainer._init_training_state = init_training_state
-    trainer.add_callback(callback)
-    return callback
-
-
-class _Grows(TrainerCallback):  # type: ignore[misc]
-    """Steps with the trainer."""
-
-    def __init__(self, trainer: Trainer, growth: Growth) -> None:
-        self._trainer, self._growth = trainer, growth
-        self._first = trainer.args.gradient_accumulation_steps
-        self.new_epoch = False  # the training was resumed at an epoch's first micro-batch
+        self.growth.load_state_dict(saved)
+        self._trainer.args.gradient_accumulation_steps = saved["progress"]["accumulate"]
+        epochs = int(state.epoch)
+        self._begins_epoch = epochs == state.epoch or self._trainer.args.ignore_data_skip
+        return epochs, 0 if self._begins_epoch else saved["progress"]["_done"]
 
     def begin(self, monitor: Monitor) -> None:
-        trainer, growth = self._trainer, self._growth
-        by_metrics = hasattr(trainer.lr_scheduler, "patience")  # stepped after an evaluation
-        scheduler, stepped = trainer.lr_scheduler, [] if by_metrics else [trainer.lr_scheduler]
-        growth.begin(monitor, self._first, trainer._train_batch_size, [trainer.optimizer], [scheduler], stepped)
-        if self.new_epoch:
-            growth.begin_epoch()
+        trainer = self._trainer
+        by_metrics = isinstance(trainer.lr_scheduler, ReduceLROnPlateau | GreedyLR)  # stepped after an evaluation
+        schedulers = [trainer.lr_scheduler]
+        stepped = [] if by_metrics else schedulers
+        self.growth.begin(monitor, self._first, trainer._train_batch_size, [trainer.optimizer], schedulers, stepped)
+        if self._begins_epoch:
+            self.growth.begin_epoch()
 
     def on_epoch_begin(self, *given: Any, **named: Any) -> None:
-        if self._growth.batch_size:
-            self._growth.begin_epoch()
+        if self.growth.batch_size:
+            self.growth.begin_epoch()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        self._growth.end_step(self._trainer.accelerator.optimizer_step_was_skipped)
-        args.gradient_accumulation_steps = self._growth.accumulate
-        if self._growth.updates >= state.max_steps:
+        self.growth.end_step(self._trainer.accelerator.optimizer_step_was_skipped)
+        args.gradient_accumulation_steps = self.growth.accumulate
+        if self.growth.updates >= state.max_steps:
             control.should_training_stop = True
             control.should_save = control.should_save or args.save_strategy == "steps"
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         if args.should_save:
             file = Path(args.output_dir, f"checkpoint-{state.global_step}", _FILE)
-            torch.save(self._growth.state_dict(), file.with_suffix(".part"))
+            torch.save(self.growth.state_dict(), file.with_suffix(".part"))
             file.with_suffix(".part").replace(file)
+
+    def on_train_end(self, args: TrainingArguments, *given: Any, **named: Any) -> None:
+        args.gradient_accumulation_steps = self._first
 
 
 def _weigh(monitor: Monitor, trainer: Trainer, inputs: Any, items: Any, tokens: bool) -> None:

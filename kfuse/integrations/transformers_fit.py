@@ -14,7 +14,8 @@ from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import SequentialSampler
-from transformers import Trainer
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer
+from transformers.trainer_utils import align_special_tokens
 
 from kfuse import session
 from kfuse.comm import devices
@@ -48,7 +49,10 @@ def init(**settings: Unpack[CommSettings]) -> Session:
     given = os.environ.pop("LOCAL_RANK", None) if ENV_CONTROL in os.environ else None
     if given is not None:  # no look at the GPUs before: CUDA reads the variable once
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = given if seen is None else "".join(seen.split(",")[int(given) :][:1])
+        names = None if seen is None else seen.split(",") if seen else []
+        if names and int(given) >= len(names):
+            raise devices.DeviceError(f"LOCAL_RANK={given}: must be below {len(names)}: CUDA_VISIBLE_DEVICES={seen}")
+        os.environ["CUDA_VISIBLE_DEVICES"] = given if names is None else names[int(given)] if names else ""
     made = session.init(**settings)
     if given is not None and devices.count() > 1:
         raise RuntimeError("init: this process has looked at its GPUs already, and sees all: must be called before")
@@ -60,7 +64,7 @@ def fit(trainer: Trainer, hook: loop.Hook | None = None, **settings: Unpack[Trai
 
     None on a worker that left before the end. The trainer's model, data, collator, loss, optimizer, scheduler,
     callbacks and arguments count. A step has gradient_accumulation_steps micro-batches of per_device_train_batch_size
-    samples, over all workers together, in Trainer's order. docs/monitoring.md has the rest.
+    samples, over all workers together, in Trainer's order. docs/frameworks.md has the rest.
 
     hook, settings: as kf.fit's, but for those settings that TrainingArguments have.
 
@@ -69,9 +73,11 @@ def fit(trainer: Trainer, hook: loop.Hook | None = None, **settings: Unpack[Trai
     if hook is not None and not isinstance(hook, loop.Hook):
         raise TypeError(f"fit takes kf.Hook(policy), not {type(hook).__name__}")
     refuse(trainer, settings)
-    args, micro = trainer.args, trainer._train_batch_size
+    args, model, micro = trainer.args, trainer.model, trainer._train_batch_size
     trainer.is_in_train = True
     trainer._memory_tracker.start()
+    if isinstance(trainer.processing_class, PreTrainedTokenizerBase | ProcessorMixin) and hasattr(model, "config"):
+        align_special_tokens(model, trainer.processing_class)
     trainer.accelerator.free_memory()
     loader = trainer.get_train_dataloader()
     data = _Samples(loader)
@@ -148,10 +154,10 @@ def _optimizer(trainer: Trainer, steps: int) -> tuple[DistributedOptimizer, LRSc
 def _instead_of_trainers(trainer: Trainer, opt: DistributedOptimizer, callbacks: Callbacks) -> Iterator[list[Tensor]]:
     """Context of training. Yields a list to which `training_step` adds the loss that it is to go backward from."""
     losses: list[Tensor] = []
+    backward, log = trainer.accelerator.backward, trainer.log
     trainer.accelerator.backward = lambda loss, **_: losses.append(loss)
     # A step's random numbers are keyed by (seed, step, micro-batch): the generators' states tell nothing.
     trainer._save_rng_state = lambda folder: None
-    log = trainer.log
 
     def log_noise_scale(logs: dict[str, float], *given: Any, **named: Any) -> None:
         log({**logs, **known(figures(opt))} if "loss" in logs else logs, *given, **named)
@@ -165,7 +171,8 @@ def _instead_of_trainers(trainer: Trainer, opt: DistributedOptimizer, callbacks:
     try:
         yield losses
     finally:
-        del trainer.accelerator.backward, trainer._save_rng_state, trainer.log
+        del trainer._save_rng_state
+        trainer.accelerator.backward, trainer.log = backward, log
         for hook in hooks:
             hook.remove()
 
@@ -211,10 +218,16 @@ def _weight(
         divides = trainer.compute_loss_func is not None or (trainer.model_accepts_loss_kwargs and items is not None)
     if items is not None:
         once, twice = _losses(trainer, model, batch, items)
-        if divides and math.isclose(once, 2 * twice, rel_tol=1e-3):
+        rounding = 1e-5 if not trainer.args.bf16 and {p.dtype for p in model.parameters()} == {torch.float32} else 1e-3
+        is_divided = math.isclose(once, 2 * twice, rel_tol=rounding)
+        if not is_divided and not math.isclose(once, twice, rel_tol=rounding):
+            raise ValueError("fit: a part of the loss is divided by num_items_in_batch: must be all of it, or nothing")
+        if divides and is_divided:
             return lambda batch: max(float(_items(trainer, batch, "cpu")), _NO_TOKENS)  # type: ignore[arg-type]
-        if not divides and not math.isclose(once, twice, rel_tol=1e-3):
-            raise ValueError("fit: loss_is_scaled_for_ga=False, and the loss depends on num_items_in_batch: must not")
+        if not divides and is_divided:
+            raise ValueError(
+                "fit: loss_is_scaled_for_ga=False, and the loss is divided by num_items_in_batch: must not"
+            )
     if divides and (adapts or trainer.args.gradient_accumulation_steps > 1):
         raise ValueError(
             "fit: the loss is not a sum divided by num_items_in_batch, so that Trainer would add up the means of a "

@@ -43,7 +43,7 @@ def refuse(trainer: Trainer, settings: Mapping[str, Any]) -> None:
         if name in _OF_ARGUMENTS:
             raise TypeError(f"fit: {name} is not a setting here: TrainingArguments have it, as {_OF_ARGUMENTS[name]}")
     args, accelerator = trainer.args, trainer.accelerator
-    spread = {
+    distributed = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP": trainer.is_fsdp_enabled or bool(args.fsdp),
         "a model that was sharded as it was loaded": trainer.is_distributed_loading_by_transformers,
@@ -54,23 +54,23 @@ def refuse(trainer: Trainer, settings: Mapping[str, Any]) -> None:
         "DataParallel": args.n_gpu > 1 or isinstance(trainer.model, DataParallel),
         "Accelerate's processes (torchrun)": accelerator.distributed_type != DistributedType.NO,
     }
-    for name, is_used in spread.items():
+    for name, is_used in distributed.items():
         if is_used:
             raise ValueError(f"fit: {name}: must be left out: kfuse's workers have the whole model on one device each")
     for name in _LEFT_OUT:
-        if getattr(args, name, False):
+        if getattr(args, name):
             raise ValueError(f"fit: {name}={getattr(args, name)}: must be left out")
-    others = {
+    unsupported = {
         "trainer.train() before": getattr(trainer.optimizer, "_is_accelerate_prepared", False),
         "model_init": trainer.model_init is not None,
         "neftune_noise_alpha": trainer.neftune_noise_alpha is not None,
         "include_num_input_tokens_seen": args.include_num_input_tokens_seen != "no",
-        "attach": getattr(trainer.training_step, "is_attached", False),
+        "attach": getattr(getattr(trainer.training_step, "__self__", None), "is_attached", False),
         "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
         **{f"a {name} of its own": getattr(type(trainer), name) is not getattr(Trainer, name) for name in _OWN_LOOPS},
         f"device {args.device}, which is not kfuse's {current().group.device}": args.device != current().group.device,
         f"comm_sync={current().comm.sync}": current().comm.sync != "ssgd",
     }
-    for name, is_used in others.items():
+    for name, is_used in unsupported.items():
         if is_used:
             raise ValueError(f"fit: {name}: must be left out")

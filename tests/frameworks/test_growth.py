@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -102,3 +103,18 @@ def test_what_growth_cannot_do_is_refused() -> None:
         Growth(kf.policies.GoodputPolicy(), 64)
     with pytest.raises(ValueError, match="lr_scaling='none': must be one of sqrt, linear"):
         Growth(kf.policies.CriticalBatchPolicy(), 64, "none")
+
+
+def trained_twice(framework: str) -> str:
+    """Returns the error of a second training with the same growth."""
+    growth = CASE.growth()
+    with patch.object(Case, "growth", lambda _: growth):
+        trained(framework, [CASE], True)
+        with pytest.raises(RuntimeError) as refused:
+            trained(framework, [CASE], True)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("framework", ["trainer", "accelerate", "lightning"])
+def test_a_growth_is_for_one_training(framework: str) -> None:
+    assert "must be a new one for each training" in run_workers(1, trained_twice, framework)[0]

@@ -204,8 +204,8 @@ def _speed(columns: dict[str, Column]) -> dict[str, Column]:
     """Adds the samples a second, as a mean over about a hundredth of the run on either side."""
     samples, seconds = columns["samples"], columns["seconds"]
     width = max(len(samples) // 100, 1)
-    last, first = np.arange(len(samples)), np.arange(len(samples))
-    last, first = np.minimum(last + width, len(samples) - 1), np.maximum(first - width, 0)
+    rows = np.arange(len(samples))
+    first, last = np.maximum(rows - width, 0), np.minimum(rows + width, len(samples) - 1)
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = (samples[last] - samples[first]) / (seconds[last] - seconds[first])
     return columns | {"throughput": np.where(np.isfinite(speed), speed, np.nan)}

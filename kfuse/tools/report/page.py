@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from bokeh.embed import components
-from bokeh.resources import INLINE
+from bokeh.resources import Resources
 
 from kfuse.tools.report.charts import Chart, charts, number
 from kfuse.tools.report.recorded import Recorded
@@ -82,7 +82,7 @@ def page(runs: Sequence[Recorded]) -> str:
     title = "kfuse: " + ", ".join(run.name for run in runs)
     parts = [
         _HEAD.format(title=escape(title)),
-        *(f"<script>{code}</script>\n" for code in INLINE.js_raw[:1]),  # the others are widgets, tables and WebGL
+        *(f"<script>{code}</script>\n" for code in Resources(mode="inline", components=["bokeh"]).js_raw),
         "</head>\n<body>\n<main>\n",
         f"<h1>{escape(title)}</h1>\n",
         _summaries(runs),
@@ -97,8 +97,8 @@ def page(runs: Sequence[Recorded]) -> str:
 
 def _section(chart: Chart, place: str) -> str:
     heading = escape(chart.title)
-    numbers = _table(chart.header, chart.rows) if chart.rows else ""
-    table = f"<details><summary>{heading}: the numbers</summary>\n{numbers}</details>\n" if numbers else ""
+    numbers = _table(chart.header, chart.rows)
+    table = f"<details><summary>{heading}: the numbers</summary>\n{numbers}</details>\n"
     return (
         f"<section>\n<h2>{heading}</h2>\n<p>{escape(chart.text)}</p>\n"
         f'<div role="img" aria-label="{heading}. {escape(chart.text)}">{place}</div>\n{table}</section>\n'
