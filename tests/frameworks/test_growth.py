@@ -108,10 +108,8 @@ def test_what_growth_cannot_do_is_refused() -> None:
 def trained_twice(framework: str) -> str:
     """Returns the error of a second training with the same growth."""
     growth = CASE.growth()
-    with patch.object(Case, "growth", lambda _: growth):
-        trained(framework, [CASE], True)
-        with pytest.raises(RuntimeError) as refused:
-            trained(framework, [CASE], True)
+    with patch.object(Case, "growth", lambda _: growth), pytest.raises(RuntimeError) as refused:
+        trained(framework, [CASE, CASE], True)
     return str(refused.value)
 
 
