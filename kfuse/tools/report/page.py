@@ -41,7 +41,8 @@ section h2 {{ margin-top: 0; }}
 table {{ border-collapse: collapse; font-size: 0.85rem; }}
 th, td {{ border-bottom: 1px solid var(--line); padding: 0.15rem 0.7rem 0.15rem 0; text-align: left; }}
 th {{ color: var(--soft); font-weight: 600; }}
-td, th {{ overflow-wrap: anywhere; max-width: 24rem; }}
+td {{ overflow-wrap: anywhere; max-width: 24rem; }}
+td:first-child {{ overflow-wrap: normal; }}
 td {{ font-variant-numeric: tabular-nums; }}
 :focus-visible {{ outline: 2px solid var(--link); outline-offset: 2px; }}
 </style>
