@@ -93,6 +93,8 @@ def _read(datasets: Any, name: str, subset: str | None, split: str) -> Any:
             saved = datasets.load_from_disk(str(path))
             return (saved if isinstance(saved, Mapping) else {"train": saved})[split]
         return datasets.load_dataset(str(path) if path.is_dir() else name, subset, split=split)
+    except StopIteration:
+        raise DataError(f"name={name}, split {split}: has no row") from None
     except Exception as error:
         raise DataError(f"name={name}, split {split}: {_short(error)}") from error
 
@@ -174,7 +176,9 @@ class LabelledTexts:
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[dict[str, Tensor], Tensor]:
         chosen = indices.tolist()
-        padded = self.tokenizer.pad(self.rows[chosen], return_tensors="pt", verbose=False)
+        rows = self.rows[chosen]
+        longest = max(1, *map(len, rows["input_ids"]))  # texts may be empty, all of them
+        padded = self.tokenizer.pad(rows, padding="max_length", max_length=longest, return_tensors="pt", verbose=False)
         return dict(padded), self.labels[chosen]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate.utils.operations import find_batch_size
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kfuse.integrations.attached import figures, known, monitor_of
 from kfuse.integrations.backward import OfOneModel
@@ -20,7 +21,12 @@ __all__ = ["Growth", "attach"]
 
 
 def attach(
-    accelerator: Accelerator, model: nn.Module, *, weighted: bool = False, growth: Growth | None = None
+    accelerator: Accelerator,
+    model: nn.Module,
+    *,
+    weighted: bool = False,
+    growth: Growth | None = None,
+    scheduler_interval: Literal["step", "epoch"] = "step",
 ) -> Monitor:
     """Measures a model that `accelerator.prepare` has returned; parameters keep their bits. Call it on every process.
 
@@ -33,26 +39,31 @@ def attach(
     is in these samples.
 
     growth: chooses the batch size, by `accelerator.gradient_accumulation_steps`, and multiplies the learning rate. It
-    needs one prepared optimizer, whose prepared schedulers are stepped with each update, and
-    `with accelerator.accumulate(model):` around each micro-batch. It is saved by `accelerator.save_state`. The loop's
-    own end is the loop's; `growth.updates` counts the updates of the first batch size.
+    needs one prepared optimizer, prepared schedulers, and `with accelerator.accumulate(model):` around each
+    micro-batch. It is saved by `accelerator.save_state`. The loop's own end is the loop's; `growth.updates` counts the
+    updates of the first batch size.
 
-    Raises ValueError for a model that was not prepared, or where growth has not one optimizer, TypeError for a model
-    that no monitor measures, RuntimeError where one of the accelerator's models is measured already, and where
-    sequences are sharded (context parallelism).
+    scheduler_interval: how often the loop steps its schedulers, with each update or each epoch. With "step" the growth
+    steps them as often more as a larger batch has more samples.
+
+    Raises ValueError for another interval, for a model that was not prepared, or where growth has not one optimizer,
+    TypeError for a model that no monitor measures, RuntimeError where one of the accelerator's models is measured
+    already, and where sequences are sharded (context parallelism).
     """
     refuse_shards_of_sequences(accelerator)
     if not getattr(model, "_is_accelerate_prepared", False):
         raise ValueError("attach: the model must be what accelerator.prepare has returned")
     if isinstance(getattr(accelerator.backward, "__self__", None), _Attached):
         raise RuntimeError("attach: this accelerator measures a model already: close its monitor first")
+    if scheduler_interval not in ("step", "epoch"):
+        raise ValueError(f"attach: scheduler_interval={scheduler_interval!r}: must be step or epoch")
     if growth is not None:
         growth.refuse_second_training()
     if growth is not None and len(accelerator._optimizers) != 1:
         raise ValueError(f"attach: growth needs one prepared optimizer, not {len(accelerator._optimizers)}")
     attached = _Attached(accelerator, model, weighted)
     if growth is not None:
-        attached.grows = _Grows(accelerator, attached.monitor, growth)
+        attached.grows = _Grows(accelerator, attached.monitor, growth, scheduler_interval)
     return attached.monitor
 
 
@@ -98,8 +109,8 @@ class _Attached:
 class _Grows:
     """Takes the place of an accelerator's `accumulate` and of its optimizer's `step`."""
 
-    def __init__(self, accelerator: Accelerator, monitor: Monitor, growth: Growth) -> None:
-        self._accelerator, self._monitor, self.growth = accelerator, monitor, growth
+    def __init__(self, accelerator: Accelerator, monitor: Monitor, growth: Growth, interval: str) -> None:
+        self._accelerator, self._monitor, self.growth, self._interval = accelerator, monitor, growth, interval
         self._first, self._optimizer = accelerator.gradient_accumulation_steps, accelerator._optimizers[0]
         self._accumulate, self._step = accelerator.accumulate, self._optimizer.step
         accelerator.accumulate, self._optimizer.step = self.accumulate, self.step
@@ -114,8 +125,10 @@ class _Grows:
 
     def before_backward(self, samples: int) -> None:
         if not self.growth.batch_size:
-            stepped = self._accelerator._schedulers  # these step once for each process
-            schedulers = [scheduler.scheduler for scheduler in stepped]
+            prepared = self._accelerator._schedulers  # a step of them is one for each process
+            schedulers = [each.scheduler for each in prepared]
+            by_updates = self._interval == "step"
+            stepped = [each for each in prepared if by_updates and not isinstance(each.scheduler, ReduceLROnPlateau)]
             self.growth.begin(self._monitor, self._first, samples, [self._optimizer], schedulers, stepped)
 
     def accumulate(self, *models: nn.Module) -> Any:
@@ -126,9 +139,9 @@ class _Grows:
         self._step(closure)
         if self._accelerator.sync_gradients:
             self.growth.end_step(self._optimizer.step_was_skipped)
-            self._accelerator.gradient_accumulation_steps = self.growth.accumulate
             if self._accelerator.step == 0:  # the data's end
                 self.growth.begin_epoch()
+            self._accelerator.gradient_accumulation_steps = self.growth.accumulate
 
     def state_dict(self) -> dict[str, Any]:
         return self.growth.state_dict()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
@@ -74,6 +75,12 @@ class Growth:
         return self._loaded["progress"]["accumulate"] if self._loaded else 0
 
     @property
+    def saved_updates(self) -> int:
+        """As of `updates`, of that checkpoint."""
+        progress = self._loaded["progress"] if self._loaded else {"_updates_before": 0, "_done": 0, "_first": 1}
+        return int(progress["_updates_before"] + math.ceil(progress["_done"] / progress["_first"]))
+
+    @property
     def updates(self) -> int:
         """Updates that the first batch size would have made by now: what a schedule's length is counted in."""
         return self._updates_before + math.ceil(self._done / self._first)
@@ -91,8 +98,8 @@ class Growth:
     ) -> None:
         """A training begins, before its first backward. After `load_state_dict` it goes on.
 
-        accumulate: micro-batches of a first step on each process. micro_batch: samples of one. optimizers, schedulers:
-        as of torch. stepped: those schedulers that are stepped with each update.
+        accumulate: micro-batches of a first step on each process. micro_batch: samples of one, on rank 0. optimizers,
+        schedulers: as of torch. stepped: those schedulers that are stepped with each update.
 
         Raises ValueError where the first batch is above batch_max, TypeError for a scheduler that overwrites the rate,
         RuntimeError where a training has used it already.
@@ -107,7 +114,7 @@ class Growth:
         self._monitor, self._optimizers = monitor, list(optimizers)
         self._schedulers, self._stepped = list(schedulers), list(stepped)
         self.accumulate = self._first = self._wanted = accumulate
-        self._size = micro_batch
+        self._size = _of_rank_0(micro_batch)
         if self.batch_size > self.batch_max:
             raise ValueError(f"batch_max={self.batch_max}: must be at least the first batch, {self.batch_size} samples")
         monitor.observers.append(self._unread.append)
@@ -124,8 +131,11 @@ class Growth:
         self._window += 1
 
     def begin_epoch(self) -> None:
-        self._updates_before, self._done = self.updates, 0
+        """Each process begins an epoch; `accumulate` may have changed."""
+        self._updates_before = self.updates
+        self._done = self._window = 0  # micro-batches that were left over, for want of a length, belong to no update
         self._epoch += 1
+        self._change()
 
     def end_step(self, skipped: bool = False) -> None:
         """An update was made: asks the policy, and sets `accumulate` and the rates for the next step.
@@ -148,6 +158,9 @@ class Growth:
         self._accumulates.append((self.accumulate, float(self._optimizers[0].param_groups[0]["lr"])))
         while self._unread and self._unread[0].step <= self._monitor.ended - DECISION_LAG:
             self._decide(self._unread.popleft())
+        self._change()
+
+    def _change(self) -> None:
         if self._wanted != self.accumulate and self._done % self._wanted == 0:
             ratio = self._wanted / self.accumulate
             self.accumulate = self._wanted
@@ -180,6 +193,8 @@ class Growth:
                 f"Growth: the checkpoint began with {state['progress']['_first']} micro-batches of "
                 f"{state['progress']['_size']} samples: must be the same here, {self._first} of {self._size}"
             )
+        self._monitor.drain()
+        self._unread.clear()  # steps after the one that the training goes back to
         for name, value in state["progress"].items():
             setattr(self, name, value)
         self.policy.load_state_dict(state["policy"])
@@ -237,6 +252,14 @@ _PROGRESS = (
 )  # fmt: skip
 
 
+def _of_rank_0(number: int) -> int:
+    """Returns rank 0's number, so that all processes decide alike."""
+    numbers = [number]
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(numbers)
+    return numbers[0]
+
+
 def _parts(policy: BasePolicy) -> list[BasePolicy]:
     """Returns the policies that a composed one asks; else itself."""
     if not isinstance(policy, ComposePolicy):
@@ -252,14 +275,20 @@ def _stats(values: dict[str, Any]) -> StepStats:
 
 def _scale_rates(optimizers: Sequence[Any], schedulers: Sequence[Any], factor: float) -> None:
     """Multiplies the learning rates, and what schedulers compute them from."""
+    tensors = dict[int, Tensor]()  # several groups may have the same one
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name in ("lr", "initial_lr"):
                 if isinstance(group.get(name), Tensor):
-                    group[name].mul_(factor)
+                    tensors[id(group[name])] = group[name]
                 elif name in group:
                     group[name] *= factor
+    for tensor in tensors.values():
+        tensor.mul_(factor)
     for scheduler in schedulers:
         _scale_rates([], getattr(scheduler, "_schedulers", []), factor)  # of SequentialLR and ChainedScheduler
-        if hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
+        for name in ("base_lrs", "_last_lr"):
+            if hasattr(scheduler, name):
+                setattr(scheduler, name, [lr * factor for lr in getattr(scheduler, name)])
+        if hasattr(scheduler, "eta_min"):
+            scheduler.eta_min *= factor

@@ -29,11 +29,11 @@ class NoiseScale(Callback):  # type: ignore[misc]
 
     growth: chooses the batch size, by `trainer.accumulate_grad_batches`, and multiplies the learning rate. The training
     still ends where max_steps of the first batch size, or max_epochs, would have ended it. Schedulers of the interval
-    "step" and frequency 1 are stepped as with the first batch size.
+    "step" are stepped as with the first batch size, but for those by a metric.
 
     Training raises RuntimeError for a growth that a training has used, ValueError for a checkpoint that was written
-    without it, TypeError for a strategy that no monitor measures (must be one device or DDP), for manual
-    optimization and for LBFGS.
+    without it, for min_steps or min_epochs beside max_steps, for a scheduler of another frequency than 1, TypeError for
+    a strategy that no monitor measures (must be one device or DDP), for manual optimization and for LBFGS.
     """
 
     monitor: Monitor | None = None
@@ -60,10 +60,16 @@ class NoiseScale(Callback):  # type: ignore[misc]
                     "NoiseScale: growth and GradientAccumulationScheduler both set the accumulation: must be one"
                 )
             self._growth.refuse_second_training()
+            if trainer.max_steps >= 0 and (trainer.min_steps or trainer.min_epochs):
+                raise ValueError("NoiseScale: growth with max_steps and min_steps or min_epochs: must be one of both")
+            if any(each.interval == "step" and each.frequency != 1 for each in trainer.lr_scheduler_configs):
+                raise ValueError("NoiseScale: growth with a scheduler of interval step: must have the frequency 1")
             if trainer.global_step and not self._growth.saved_accumulate:
                 raise ValueError("Growth: the checkpoint was written without growth: must be resumed without it")
             self._first, self._updates = trainer.accumulate_grad_batches, trainer.global_step
             trainer.accumulate_grad_batches = self._growth.saved_accumulate or self._first
+            if 0 <= trainer.max_steps <= self._growth.saved_updates:
+                trainer.should_stop = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         assert self.monitor is not None
@@ -80,19 +86,20 @@ class NoiseScale(Callback):  # type: ignore[misc]
 
     def _begin_growth(self, growth: Growth, trainer: Trainer, monitor: Monitor) -> None:
         configs = trainer.lr_scheduler_configs
-        stepped = [each for each in configs if each.interval == "step" and each.frequency == 1]
+        stepped = [each for each in configs if each.interval == "step" and not each.reduce_on_plateau]
         growth.begin(
             monitor,
             self._first,
             int(monitor.samples or 1),
             trainer.optimizers,
             [each.scheduler for each in configs],
-            [each.scheduler for each in stepped if not each.reduce_on_plateau],
+            [each.scheduler for each in stepped],
         )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._growth is not None and self._growth.batch_size:
             self._growth.begin_epoch()
+            trainer.accumulate_grad_batches = self._growth.accumulate
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         assert self.monitor is not None

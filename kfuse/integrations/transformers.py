@@ -143,9 +143,10 @@ class _Grows(TrainerCallback):  # type: ignore[misc]
         if self._begins_epoch:
             self.growth.begin_epoch()
 
-    def on_epoch_begin(self, *given: Any, **named: Any) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, *given: Any, **named: Any) -> None:
         if self.growth.batch_size:
             self.growth.begin_epoch()
+            args.gradient_accumulation_steps = self.growth.accumulate
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         self.growth.end_step(self._trainer.accelerator.optimizer_step_was_skipped)
