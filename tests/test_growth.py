@@ -1,0 +1,52 @@
+"""`Growth` beside a plain loop: the learning rate of groups that share a tensor, and a return to an earlier state."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import kfuse as kf
+from kfuse.integrations.growth import Growth
+
+
+class Doubles(kf.BasePolicy):
+    """Doubles the batch at step 1, and keeps what it has seen."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.seen.append((signals.step, signals.batch_size))
+        return kf.Decision(batch_size=8) if signals.step == 1 else None
+
+
+def test_a_training_that_goes_back_asks_about_each_step_once() -> None:
+    torch.manual_seed(0)
+    net, policy = nn.Linear(4, 1), Doubles()
+    monitor, growth = kf.monitor(net, samples=2), Growth(policy, 64)
+    rate = torch.tensor(0.01)
+    opt = torch.optim.AdamW([{"params": [net.weight]}, {"params": [net.bias]}], lr=rate)
+    growth.begin(monitor, 2, 2, [opt], [], [])
+
+    def step() -> None:
+        opt.zero_grad()
+        for _ in range(growth.accumulate):
+            growth.micro_batch()
+            net(torch.randn(2, 4)).square().mean().backward()
+        opt.step()
+        growth.end_step()
+
+    for _ in range(8):
+        step()
+    assert growth.batch_size == 8
+    assert [float(group["lr"]) for group in opt.param_groups] == pytest.approx([0.01 * math.sqrt(2)] * 2)
+    state = growth.state_dict()
+    for _ in range(3):
+        step()
+    growth.load_state_dict(state)
+    for _ in range(4):
+        step()
+    assert policy.seen == [(number, 4 if number < 6 else 8) for number in range(9)]
