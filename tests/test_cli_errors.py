@@ -97,7 +97,7 @@ def test_run_directory_that_cannot_be_written_is_one_line(
     assert_one_line((status, "", err), str(run_dir / taken.removesuffix("/x")), "cannot be written", "hydra.run.dir")
 
 
-RUN = "model=mlp data=digits train.steps=3 policy=none observe.tensorboard=false hydra.run.dir=run"
+RUN = "model=mlp data=digits train.steps=3 policy=none observe.sinks=[] hydra.run.dir=run"
 
 
 @pytest.mark.full

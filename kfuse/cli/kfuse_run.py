@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     if RunDirectory.is_used(run_dir):
         return _refuse(f"--run-dir {run_dir}: holds a run already; must be a new directory")
     try:
-        directory = RunDirectory(run_dir, tensorboard=True, ledger=False)
+        directory = RunDirectory(run_dir)
     except OSError as error:
         return _refuse(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}")
     settings = args.settings

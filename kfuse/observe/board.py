@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import struct
@@ -10,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from kfuse.observe.sinks import Groups, numbers
 
 
 class Board:
@@ -28,6 +29,7 @@ class Board:
         # Without a plugin's name TensorBoard warns of each scalar. It needs to be told once.
         plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="scalars")
         self._scalar: Any = summary_pb2.SummaryMetadata(plugin_data=plugin)
+        self.name = str(path)
         path.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._file: BinaryIO = (path / name).open("ab", buffering=0)
@@ -53,20 +55,19 @@ class Board:
         log = self._event.SessionLog(status=self._event.SessionLog.START)
         self._add(self._event.Event(step=step, session_log=log))
 
-    def scalars(self, group: str, record: Mapping[str, Any], step: int) -> None:
-        numbers = {
-            key: value
-            for key, value in record.items()
-            if (type(value) is int or (isinstance(value, float) and math.isfinite(value))) and key != "step"
-        }
+    def log(self, groups: Groups, step: int) -> None:
+        for group, record in groups.items():
+            self._scalars(group, numbers(record), step)
+
+    def _scalars(self, group: str, figures: Mapping[str, float], step: int) -> None:
         keys, event, values = self._newest.get(group, (None, None, []))
-        if is_new := keys != (*numbers,):
-            tags = [f"{group}/{key}" for key in numbers]
+        if is_new := keys != (*figures,):
+            tags = [f"{group}/{key}" for key in figures]
             values = [self._summary.Summary.Value(tag=tag, metadata=self._scalar) for tag in tags]
             event = self._event.Event(summary=self._summary.Summary(value=values))
             values = list(event.summary.value)
-            self._newest[group] = (*numbers,), event, values
-        for value, number in zip(values, numbers.values(), strict=True):
+            self._newest[group] = (*figures,), event, values
+        for value, number in zip(values, figures.values(), strict=True):
             value.simple_value = number
         event.step = step
         self._add(event)
@@ -80,5 +81,5 @@ class Board:
             self._file.write(b"".join(self._waiting))
             self._waiting.clear()
 
-    def close(self) -> None:
+    def close(self, summary: Mapping[str, Any]) -> None:
         self._file.close()
