@@ -38,7 +38,7 @@ WRONG = [
     ("lr.decay=cosine lr.warmup_steps=9 train.steps=9", ["lr.warmup_steps=9"]),
     ("checkpoint.resume=folder", ["checkpoint.resume=folder"]),
     # Arguments of classes.
-    ("model.hidden=[a]", ["model.hidden=['a']", "a list, each a whole number"]),
+    ("model.hidden=[a]", ["model.hidden=[a]", "a list, each a whole number"]),
     ("optimizer=sgd optimizer.momentum=nan", ["optimizer.momentum=nan", "finite"]),
     ("policy=compose policy@policy.first=gns policy@policy.second=none policy.first.every=0", ["policy.first.every=0"]),
     ("model=gpt data=digits", ["model:", "vocab_size, block_size"]),

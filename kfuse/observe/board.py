@@ -38,6 +38,21 @@ class Board:
         # Of each group its latest keys, the event with them, and that event's values: to make them takes most time.
         self._newest: dict[str, Any] = {}
         self._add(event_pb2.Event(file_version="brain.Event:2"))
+        self._add(event_pb2.Event(summary=summary_pb2.Summary(value=[self._band()])))
+
+    def _band(self) -> Any:
+        """The layout of the tab Custom Scalars: the noise scale as a line within its interval."""
+        from tensorboard.compat.proto import tensor_pb2
+        from tensorboard.plugins.custom_scalar import layout_pb2 as layouts
+
+        line, low, high = (f"train/noise_scale{end}" for end in ("", "_low", "_high"))
+        series = layouts.MarginChartContent.Series(value=line, lower=low, upper=high)
+        chart = layouts.Chart(title="noise scale", margin=layouts.MarginChartContent(series=[series]))
+        layout = layouts.Layout(category=[layouts.Category(title="kfuse", chart=[chart])])
+        tensor = tensor_pb2.TensorProto(dtype="DT_STRING", string_val=[layout.SerializeToString()])
+        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="custom_scalars")
+        about = self._summary.SummaryMetadata(plugin_data=plugin)
+        return self._summary.Summary.Value(tag="custom_scalars__config__", tensor=tensor, metadata=about)
 
     def _add(self, event: Any) -> None:
         event.wall_time = time.time()
@@ -57,23 +72,21 @@ class Board:
 
     def log(self, groups: Groups, step: int) -> None:
         for group, record in groups.items():
-            self._scalars(group, numbers(record), step)
-
-    def _scalars(self, group: str, figures: Mapping[str, float], step: int) -> None:
-        keys, event, values = self._newest.get(group, (None, None, []))
-        if is_new := keys != (*figures,):
-            tags = [f"{group}/{key}" for key in figures]
-            values = [self._summary.Summary.Value(tag=tag, metadata=self._scalar) for tag in tags]
-            event = self._event.Event(summary=self._summary.Summary(value=values))
-            values = list(event.summary.value)
-            self._newest[group] = (*figures,), event, values
-        for value, number in zip(values, figures.values(), strict=True):
-            value.simple_value = number
-        event.step = step
-        self._add(event)
-        if is_new:
-            for value in values:
-                value.ClearField("metadata")
+            figures = numbers(record)
+            keys, event, values = self._newest.get(group, (None, None, []))
+            if is_new := keys != (*figures,):
+                tags = [f"{group}/{key}" for key in figures]
+                values = [self._summary.Summary.Value(tag=tag, metadata=self._scalar) for tag in tags]
+                event = self._event.Event(summary=self._summary.Summary(value=values))
+                values = list(event.summary.value)
+                self._newest[group] = (*figures,), event, values
+            for value, number in zip(values, figures.values(), strict=True):
+                value.simple_value = number
+            event.step = step
+            self._add(event)
+            if is_new:
+                for value in values:
+                    value.ClearField("metadata")
 
     def write(self) -> None:
         """Writes the waiting events. Raises OSError."""

@@ -267,7 +267,7 @@ class _Lines:
     def last_step(self, kind: str | None = None) -> int:
         """Returns the last step of the lines, of those of this kind; -1 where there is none."""
         with self.path.open("rb") as file:
-            records = (record for record in map(_record, file) if record and kind in (None, record["kind"]))
+            records = (record for record in map(_record, file) if record and kind in (None, record.get("kind")))
             return max((record["step"] for record in records), default=-1)
 
     def close(self) -> int:
