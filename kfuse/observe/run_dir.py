@@ -82,9 +82,12 @@ class RunDirectory:
             return Board(self.path / "tb")
         if name == "csv":
             return CsvFile(self.path / "metrics.csv")
+        about = About.of_directory(self.path, self._arguments[2])
+        if about.is_new:
+            return Sender(name, about, {})
         # What an earlier process of this run has recorded was sent then.
         sent = {"train": self._metrics.last_step(), "evaluation": self._events.last_step("evaluation")}
-        return Sender(name, About.of_directory(self.path, self._arguments[2]), sent)
+        return Sender(name, about, sent)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:

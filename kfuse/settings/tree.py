@@ -21,10 +21,19 @@ BATCH_MAX, WORKERS_MAX = 2**24, 2**20  # float32 holds every whole number up to 
 
 
 class ShownSettings(TypedDict, total=False):
-    """What is shown while training runs."""
+    """What is shown while training runs, and where its figures go."""
 
     observe_progress: Annotated[
         bool | None, Setting(None, "show progress; null: commands do, a script where its output is a terminal")
+    ]
+    observe_sinks: Annotated[
+        list[str],
+        Setting(
+            ["tensorboard"],
+            "where figures go beside metrics.jsonl; tensorboard: tb/ in the run directory, csv: metrics.csv there; "
+            "wandb, mlflow, trackio: a run of that service (`pip install 'kfuse[wandb]'`)",
+            choices=("tensorboard", "csv", "wandb", "mlflow", "trackio"),
+        ),
     ]
 
 
@@ -179,15 +188,6 @@ class CommandSettings(TypedDict, total=False):
         ),
     ]
     lr_base: Annotated[float, Setting(0.001, "learning rate at the first batch size; the default suits AdamW", above=0)]
-    observe_sinks: Annotated[
-        list[str],
-        Setting(
-            ["tensorboard"],
-            "where figures go beside metrics.jsonl: tensorboard (tb/ in the run directory), csv (metrics.csv there); "
-            "wandb, mlflow, trackio: the service, of which a run of its own is made (`pip install 'kfuse[wandb]'`)",
-            choices=("tensorboard", "csv", "wandb", "mlflow", "trackio"),
-        ),
-    ]
     observe_ledger: Annotated[bool, Setting(False, "write ledger.jsonl: the samples of each micro-batch")]
 
 

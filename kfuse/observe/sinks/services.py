@@ -37,11 +37,11 @@ class About:
     @classmethod
     def of_directory(cls, folder: Path, settings: Mapping[str, Any]) -> About:
         """The id is kept in the folder: a resumed run goes on in the same run of a service. Raises OSError."""
-        path, about = folder / "run_id", cls(folder, settings)
-        with contextlib.suppress(FileExistsError), path.open("x") as file:
-            file.write(about.id)
-            return about
-        return cls(folder, settings, path.read_text(), is_new=False)
+        path = folder / "run_id"
+        known = path.read_text() if path.exists() else ""
+        about = cls(folder, settings, known or uuid.uuid4().hex, is_new=not known)
+        path.write_text(about.id)
+        return about
 
     @property
     def name(self) -> str:
