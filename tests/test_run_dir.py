@@ -51,6 +51,7 @@ def test_tensorboard_has_the_numbers_and_each_step_once_after_a_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
     for first, steps in ((0, 4), (2, 5)):
         directory = RunDirectory(tmp_path)
@@ -66,6 +67,11 @@ def test_tensorboard_has_the_numbers_and_each_step_once_after_a_resume(
     losses = [(event.step, event.value) for event in board.Scalars("train/loss")]
     assert losses == [(0, 0), (1, 1), (2, 4), (3, 5), (4, 6)]
     assert [event.value for event in board.Scalars("evaluation/accuracy")] == [0.75]
+    (layout,) = board.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val
+    (series,) = Layout.FromString(layout).category[0].chart[0].margin.series
+    assert (series.value, series.lower, series.upper) == tuple(
+        f"train/noise_scale{end}" for end in ("", "_low", "_high")
+    )
     assert not any("plugin" in record.getMessage() for record in caplog.records)
 
 

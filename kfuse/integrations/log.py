@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from kfuse.observe.sinks import Sink
+    from kfuse.observe.sinks import Sinks
 
 _LOG = logging.getLogger("kfuse")
 
@@ -31,7 +31,7 @@ FIGURES = (
 
 Target = Callable[[dict[str, Any]], object]
 TARGETS: list[Target] = []  # Those of the latest `log_to`
-_OPEN: list[Sink] = []  # what is to be closed of them
+_OPEN: list[Sinks] = []  # what is to be closed of them
 
 
 def log_to(*targets: Any) -> None:
@@ -50,7 +50,8 @@ def log_to(*targets: Any) -> None:
     - a path that ends in .csv: that file, of which what it has of the first step and later ones is dropped;
     - any other path: a folder, for which a SummaryWriter is made at the first step (needs the package tensorboard).
 
-    Raises TypeError for anything else, ModuleNotFoundError for a service whose package is not installed.
+    Raises TypeError for anything else, ModuleNotFoundError for a service whose package is not installed, OSError for a
+    .csv file that cannot be written.
     """
     new = [_target(target) for target in targets]
     _close()
@@ -70,48 +71,35 @@ def _target(target: Any) -> Target:
     return cast("Target", target)
 
 
-def _sink(target: Any) -> Target:
-    """Returns what logs records to a sink, which is opened at the first one. Its failure is told of once."""
-    from kfuse.observe.sinks import SinkError, missing
+def _sink(target: str | os.PathLike[str]) -> Target:
+    """Returns what logs records to a file, which is opened here, or a service, whose run is begun by the first one."""
+    from kfuse.observe.sinks import Sinks, missing
     from kfuse.observe.sinks.csv_file import CsvFile
     from kfuse.observe.sinks.services import SERVICES, About, Sender, current_run
 
-    if target in SERVICES and (why := missing([target])):
+    if target in SERVICES and (why := missing([str(target)])):
         raise ModuleNotFoundError(f"log_to target={target!r}: {why}")
-    sink: Sink | None = None
-    has_failed = False
+    file = None if target in SERVICES else CsvFile(Path(target))
+    sinks: Sinks | None = None
 
     def write(record: dict[str, Any]) -> None:
-        nonlocal sink, has_failed
+        nonlocal sinks
         step = record["step"]
-        if has_failed:
-            return
-        try:
-            if sink is None:
-                service = target in SERVICES
-                sink = Sender(target, About(Path()), {}, current_run(target)) if service else CsvFile(Path(target))
-                sink.rewind(step)
-                _OPEN.append(sink)
-                atexit.register(_close)
-            sink.log({record["monitor"]: record}, step)
-            sink.write()
-        except (OSError, SinkError) as error:
-            has_failed = True
-            _OPEN[:] = [each for each in _OPEN if each is not sink]
-            _LOG.warning("log_to target=%r: no more is written: %s", target, error)
+        if sinks is None:
+            name = str(target)
+            sinks = Sinks([file or Sender(name, About(Path()), {}, current_run(name))], _LOG.warning)
+            sinks.rewind(step)
+            _OPEN.append(sinks)
+            atexit.register(_close)
+        sinks.log({record["monitor"]: record}, step)
+        sinks.write()
 
     return write
 
 
 def _close() -> None:
-    from kfuse.observe.sinks import SinkError
-
     while _OPEN:
-        sink = _OPEN.pop()
-        try:
-            sink.close({})
-        except (OSError, SinkError) as error:
-            _LOG.warning("log_to target=%r: not all was written: %s", sink.name, error)
+        _OPEN.pop().close({})
 
 
 def _scalars(writer: Any) -> Target:

@@ -38,7 +38,6 @@ class Board:
         # Of each group its latest keys, the event with them, and that event's values: to make them takes most time.
         self._newest: dict[str, Any] = {}
         self._add(event_pb2.Event(file_version="brain.Event:2"))
-        self._add(event_pb2.Event(summary=summary_pb2.Summary(value=[self._band()])))
 
     def _band(self) -> Any:
         """The layout of the tab Custom Scalars: the noise scale as a line within its interval."""
@@ -69,6 +68,9 @@ class Board:
         """TensorBoard drops what the files have of `step` and later steps: it comes again."""
         log = self._event.SessionLog(status=self._event.SessionLog.START)
         self._add(self._event.Event(step=step, session_log=log))
+        self._add(
+            self._event.Event(step=step, summary=self._summary.Summary(value=[self._band()]))
+        )  # it is dropped too
 
     def log(self, groups: Groups, step: int) -> None:
         for group, record in groups.items():

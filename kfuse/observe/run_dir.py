@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from kfuse.elastic.protocol import Encoded, encode_record
 from kfuse.observe import write_whole
 from kfuse.observe.board import Board
-from kfuse.observe.sinks import Sink, SinkError
+from kfuse.observe.sinks import Sink, Sinks
 from kfuse.observe.sinks.csv_file import CsvFile
 from kfuse.observe.sinks.services import About, Sender
 from kfuse.statistics.figures import METRICS
@@ -62,7 +62,7 @@ class RunDirectory:
         self._next_step: int | None = None  # the one whose record is to come; None: any may
         self.lines_lost = 0  # lines of the JSON lines files that are known to be missing; each was said in an event
         self._last_entries: dict[int | None, tuple[int, int]] = {}  # of the ledger, by the worker that reports its own
-        self._sinks = [self._sink(name) for name in dict.fromkeys(sinks)]
+        self._sinks = Sinks(map(self._sink, dict.fromkeys(sinks)), lambda text: self.warn(text))
         self._summary: Mapping[str, Any] = {}
         self._full_since: float | None = None
         self._batching = False
@@ -120,8 +120,7 @@ class RunDirectory:
         self._metrics.add(_line(record))
         figures = record.get("figures")
         groups = {"train": record, "figures": figures} if figures else {"train": record}
-        for sink in self._sinks:
-            sink.log(groups, step)
+        self._sinks.log(groups, step)
         self._write()
         return True
 
@@ -134,8 +133,7 @@ class RunDirectory:
             self._next_step = max(self._next_step or 0, record["steps"][1] + 1)
         self._events.add(_JSON.encode({**first, **rest}).encode() + b"\n")
         if first["kind"] == "evaluation":
-            for sink in self._sinks:
-                sink.log({"evaluation": rest, "evaluation/metrics": rest.get("metrics", {})}, first["step"])
+            self._sinks.log({"evaluation": rest, "evaluation/metrics": rest.get("metrics", {})}, first["step"])
         self._write()
 
     def ledger(self, record: Mapping[str, Any]) -> None:
@@ -156,8 +154,7 @@ class RunDirectory:
         if self._ledger is not None:
             self._last_entries.clear()
             self._ledger.rewind(step, self._know_entry)
-        for sink in [*self._sinks]:
-            self._ask(sink, lambda sink: sink.rewind(self._last_step + 1))
+        self._sinks.rewind(self._last_step + 1)
 
     def _know_entry(self, record: Mapping[str, Any]) -> None:
         self._last_entries[record.get("worker")] = (record["step"], record["micro_batch"])
@@ -176,25 +173,13 @@ class RunDirectory:
         for file in self._files:
             if lines := file.close():
                 self.warn(f"kfuse: warning: {file.path}: {lines} lines could not be written")
-        for sink in [*self._sinks]:
-            self._ask(sink, lambda sink: sink.close(self._summary))
-        self._sinks.clear()
-
-    def _ask(self, sink: Sink, what: Callable[[Sink], None]) -> None:
-        """Asks a sink for something. One that takes no more is told of once, and dropped: its file may be torn."""
-        try:
-            what(sink)
-        except (OSError, SinkError) as error:
-            self._sinks.remove(sink)
-            why = error.strerror or error if isinstance(error, OSError) else error
-            self.warn(f"kfuse: warning: {sink.name}: no more is written: {why}")
+        self._sinks.close(self._summary)
 
     def _write(self) -> None:
         """Writes the waiting lines, unless a batch is being collected. Warns if they cannot be written."""
         if self._batching:
             return
-        for sink in [*self._sinks]:
-            self._ask(sink, lambda sink: sink.write())
+        self._sinks.write()
         try:
             for file in self._files:
                 file.write()

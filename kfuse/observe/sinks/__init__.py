@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 # The packages that each needs beside kfuse's own. mlflow's others are those of its databases.
@@ -40,6 +40,36 @@ class SinkError(Exception):
     """A sink takes no more. The message is one line."""
 
 
+class Sinks:
+    """Several sinks. Of one that takes no more `warn` is told once, and it is dropped: its file may be torn."""
+
+    def __init__(self, sinks: Iterable[Sink], warn: Callable[[str], object]) -> None:
+        self._sinks, self._warn = [*sinks], warn
+
+    def log(self, groups: Groups, step: int) -> None:
+        for sink in self._sinks:
+            sink.log(groups, step)
+
+    def rewind(self, step: int) -> None:
+        self._ask(lambda sink: sink.rewind(step))
+
+    def write(self) -> None:
+        self._ask(lambda sink: sink.write())
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self._ask(lambda sink: sink.close(summary))
+        self._sinks.clear()
+
+    def _ask(self, what: Callable[[Sink], None]) -> None:
+        for sink in [*self._sinks]:
+            try:
+                what(sink)
+            except (OSError, SinkError) as error:
+                self._sinks.remove(sink)
+                why = error.strerror or error if isinstance(error, OSError) else error
+                self._warn(f"kfuse: warning: {sink.name}: no more is written: {why}")
+
+
 def missing(sinks: Iterable[str]) -> str | None:
     """Returns one line about the first of these sinks that needs a package that is not installed."""
     for name in sinks:
@@ -57,8 +87,8 @@ def flat(groups: Groups) -> dict[str, float]:
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Returns a record's finite numbers, but the step."""
-    return {
-        key: value
-        for key, value in record.items()
-        if (type(value) is int or (isinstance(value, float) and math.isfinite(value))) and key != "step"
-    }
+    found = {}
+    for key, value in record.items():
+        if (type(value) is int or (isinstance(value, float) and math.isfinite(value))) and key != "step":
+            found[key] = value
+    return found

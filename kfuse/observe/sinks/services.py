@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
-from typing import Any, Protocol
+from typing import Any
 
 from kfuse.observe.sinks import Groups, SinkError, flat, numbers
 
@@ -54,16 +54,6 @@ class About:
             with contextlib.suppress(PackageNotFoundError):
                 versions[package] = version(package)
         return {**self.settings, "versions": versions}
-
-
-class Service(Protocol):
-    """A run of a service. All methods may raise what they like, and take as long."""
-
-    def log(self, rows: Sequence[Row]) -> None:
-        """Takes the figures of steps, in order of time: those of an evaluation may be of an earlier step."""
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """The run has ended."""
 
 
 class Sender:
@@ -151,6 +141,7 @@ class Wandb:
                 name=about.name,
                 dir=str(about.folder),
                 config=about.config,
+                allow_val_change=True,
                 resume="allow",
                 reinit="create_new",
                 settings=settings,
@@ -177,7 +168,7 @@ class Mlflow:
     """MLflow. Without MLFLOW_TRACKING_URI its database is a file in the folder."""
 
     def __init__(self, about: About, run: Any) -> None:
-        from mlflow import MlflowClient
+        from mlflow import MlflowClient, is_tracking_uri_set
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
@@ -186,15 +177,17 @@ class Mlflow:
             self._client, self._id = MlflowClient(), run
             return
         folder, place, files = about.folder.absolute(), None, None
-        if "MLFLOW_TRACKING_URI" not in os.environ:
+        if not is_tracking_uri_set():
             logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # tells of each table
             place, files = f"sqlite:///{folder / 'mlflow.db'}", (folder / "mlflow").as_uri()
         self._client = client = MlflowClient(place)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "kfuse")
         try:
             experiment = client.create_experiment(name, files)
-        except MlflowException:  # it is there
-            experiment = client.get_experiment_by_name(name).experiment_id
+        except MlflowException:
+            if (there := client.get_experiment_by_name(name)) is None:
+                raise
+            experiment = there.experiment_id
         found = [] if about.is_new else client.search_runs([experiment], f"tags.`kfuse.run` = '{about.id}'")
         if found:
             self._id = found[0].info.run_id
