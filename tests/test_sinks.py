@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import kfuse as kf
+from kfuse.cli import kfuse_run
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.observe.sinks import services
+from kfuse.settings.tree import ConfigError
 
 
 def rows(path: Path) -> list[dict[str, float]]:
@@ -39,6 +43,23 @@ def test_the_csv_file_has_each_step_once_and_new_columns(tmp_path: Path) -> None
     directory = RunDirectory(tmp_path, sinks=["csv"])
     directory.rewind(6)
     assert rows(tmp_path / "metrics.csv") == [*steps, {"step": 4, "evaluation/accuracy": 1 / 3}, *again]
+
+
+def test_scripts_and_kfuse_run_name_sinks_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(*sinks: str) -> None:
+        net = torch.nn.Linear(2, 2)
+        data, opt = (torch.ones(64, 2), torch.zeros(64, dtype=torch.int64)), kf.FusedSGD(net.parameters(), lr=0.1)
+        kf.fit(net, data, opt, train_epochs=1, run_dir=tmp_path / "run", observe_sinks=sinks)
+
+    with pytest.raises(ConfigError, match="observe_sinks: wandb is not installed: pip install"):
+        train("csv", "wandb")
+    train("csv")
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [row["train/loss"] for row in rows(tmp_path / "run" / "metrics.csv")] == [each["loss"] for each in records]
+    assert not (tmp_path / "run" / "tb").exists()
+    with pytest.raises(SystemExit, match="2"):
+        kfuse_run.main(["--observe-sinks", "csv,wandb", __file__])
+    assert "error: observe.sinks: wandb is not installed" in capsys.readouterr().err
 
 
 class Fake:
