@@ -40,7 +40,7 @@ WRONG = [
     ("observe.sinks=[csv,wandb]", ["observe.sinks: wandb is not installed: pip install 'kfuse[wandb]'"]),
     ("observe.sinks=csv", ["observe.sinks=csv: must be a list, [...], of tensorboard, csv, wandb"]),
     # Arguments of classes.
-    ("model.hidden=[a]", ["model.hidden=[a]", "a list, each a whole number"]),
+    ("model.hidden=[a]", ["model.hidden=['a']", "a list, each a whole number"]),
     ("optimizer=sgd optimizer.momentum=nan", ["optimizer.momentum=nan", "finite"]),
     ("policy=compose policy@policy.first=gns policy@policy.second=none policy.first.every=0", ["policy.first.every=0"]),
     ("model=gpt data=digits", ["model:", "vocab_size, block_size"]),

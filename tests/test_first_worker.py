@@ -112,7 +112,7 @@ def test_the_command_imports_torch_when_a_second_worker_comes(place: Path) -> No
 @pytest.mark.parametrize(
     ("words", "out", "said"),
     [
-        (["model.hidden=[a]"], "", "model.hidden=[a]: must be a list, each a whole number"),
+        (["model.hidden=[a]"], "", "model.hidden=['a']: must be a list, each a whole number"),
         ([OWN, "+model.leaves=check"], "is printed\n", "ended by itself"),
     ],
 )

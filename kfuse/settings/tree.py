@@ -294,7 +294,7 @@ def show(value: object, shell: bool = True) -> str:
     """Returns a value as its reader writes it: null and true at the shell, None and True in Python."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value] if shell else str(value)
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) and shell else str(value)
+    return str(value)
 
 
 def leaves(*groups: type) -> dict[str, Leaf]:

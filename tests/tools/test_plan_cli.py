@@ -43,7 +43,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"samples_left": None}, "samples_left=null: must be given"),
     ({"base_batch": 64, "batch": [8, 32]}, "base_batch=64: must be within batch=[8, 32]"),
     ({"micro": 64}, "workers=[1, 4]: none of them fits workers=8, batch=[32, 32] and 64 samples each"),
-    ({"workers": [0, 4]}, "workers=[0,4]: must be a list of 2"),
+    ({"workers": [0, 4]}, "workers=[0, 4]: must be a list of 2"),
     ({"step_time": [0.1, 0, 0]}, "step_time=[0.1, 0, 0]: must be a list of 3"),
     ({"step_time": None}, "must have one of run, throughput, step_time"),
     ({"throughput": {0: 3}, "step_time": None}, "throughput={0: 3}: must be a mapping"),
