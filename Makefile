@@ -1,6 +1,6 @@
 # make run        train the built-in example: digits, on this machine, adaptively
 # make test       static checks, and the quick tests against the installed wheel
-# make test-frameworks  Trainer, Accelerate, Lightning, data=hf, model=hf and submitit, in an environment of their own
+# make test-frameworks  Trainer, Accelerate, Lightning, data=hf, model=hf, submitit, sinks: an environment of their own
 # make test-all   all tests; soak and repetition excepted (pytest -m long)
 # make docs       builds the documentation site in build/site/html, and checks its links
 # make lint       the static checks alone
@@ -37,7 +37,7 @@ test-all: test
 	$(PYTEST) --dist loadfile -m "full and not jobs and not long"
 	$(MAKE) test-frameworks docs
 
-# Hugging Face's libraries, Lightning and submitit have an environment of their own.
+# Hugging Face's libraries, Lightning, submitit and the services for figures have an environment of their own.
 test-frameworks: $(FRAMEWORKS_VENV)/.installed
 	rm -rf build
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall $(WHEEL)
@@ -77,7 +77,7 @@ $(TEST_VENV)/.installed: pyproject.toml constraints.txt | python
 $(FRAMEWORKS_VENV)/.installed: pyproject.toml constraints.txt | python
 	$(PYTHON) -m venv --clear $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) setuptools
-	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation '.[transformers,lightning,slurm]' \
+	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation '.[transformers,lightning,slurm,wandb,mlflow,trackio]' \
 		peft pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 

@@ -31,7 +31,7 @@ class Recorder:
     """Keeps what workers report in the run directory, and wakes who waits for it."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = RunDirectory(directory, tensorboard=False, ledger=True)
+        self.directory = RunDirectory(directory, sinks=(), ledger=True)
         self.step = -1
         self.lost: dict[int, str] = {}
         """How each lost worker ended, by pid."""

@@ -33,6 +33,8 @@ class Setting:
 
     def is_in_range(self, value: Any) -> bool:
         """Returns whether a value of the right type is allowed. NaN and infinity never are."""
+        if isinstance(value, list):
+            return all(map(self.is_in_range, value))
         if isinstance(value, str):
             matches = bool(self.pattern) and re.fullmatch(self.pattern, value) is not None
             return value in self.choices or matches or not (self.choices or self.pattern)

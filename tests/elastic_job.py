@@ -130,7 +130,7 @@ class FileRecorder:
     """Writes what workers report to the job's run directory."""
 
     def __init__(self, job: Job) -> None:
-        self._directory = RunDirectory(job.directory, tensorboard=False, ledger=True)
+        self._directory = RunDirectory(job.directory, sinks=(), ledger=True)
         self._job = job
 
     def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
@@ -219,7 +219,7 @@ def command_line(
     directory: Path, overrides: Iterable[str], starter: Iterable[str] = (sys.executable,)
 ) -> Iterator[tuple[subprocess.Popen[bytes], Job]]:
     """`python -m kfuse` under way in `directory`; whatever happens, neither it nor its workers survive the block."""
-    quiet = ["observe.progress=false", "observe.tensorboard=false", "observe.ledger=true", "workers.threads=1"]
+    quiet = ["observe.progress=false", "observe.sinks=[]", "observe.ledger=true", "workers.threads=1"]
     command = [*starter, "-m", "kfuse", f"hydra.run.dir={directory}", *quiet, *overrides]
     job, log = Job(directory), directory.with_suffix(".log")
     with log.open("ab") as stream:

@@ -37,6 +37,8 @@ WRONG = [
     ("policy=seesaw lr.decay=cosine", ["lr.decay=cosine", "SeesawPolicy"]),
     ("lr.decay=cosine lr.warmup_steps=9 train.steps=9", ["lr.warmup_steps=9"]),
     ("checkpoint.resume=folder", ["checkpoint.resume=folder"]),
+    ("observe.sinks=[csv,wandb]", ["observe.sinks: wandb is not installed: pip install 'kfuse[wandb]'"]),
+    ("observe.sinks=csv", ["observe.sinks=csv: must be a list, [...], of tensorboard, csv, wandb"]),
     # Arguments of classes.
     ("model.hidden=[a]", ["model.hidden=['a']", "a list, each a whole number"]),
     ("optimizer=sgd optimizer.momentum=nan", ["optimizer.momentum=nan", "finite"]),
@@ -97,7 +99,7 @@ def test_run_directory_that_cannot_be_written_is_one_line(
     assert_one_line((status, "", err), str(run_dir / taken.removesuffix("/x")), "cannot be written", "hydra.run.dir")
 
 
-RUN = "model=mlp data=digits train.steps=3 policy=none observe.tensorboard=false hydra.run.dir=run"
+RUN = "model=mlp data=digits train.steps=3 policy=none observe.sinks=[] hydra.run.dir=run"
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc, and no early worker")
 
-JOB = ["policy=none", "train.epochs=null", "train.steps=1", "observe.tensorboard=false", "hydra.run.dir=run"]
+JOB = ["policy=none", "train.epochs=null", "train.steps=1", "observe.sinks=[]", "hydra.run.dir=run"]
 USER = """
 import os, pathlib, sys, time
 import torch

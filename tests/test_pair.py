@@ -313,7 +313,7 @@ def test_a_ledger_line_is_kept_once_in_each_workers_order(tmp_path: Path) -> Non
     last = {"step": 3, "micro_batch": 0, "indices": [3]}
 
     def kept(rewind: int | None, *sent: dict[str, Any]) -> list[dict[str, Any]]:
-        directory = RunDirectory(tmp_path, tensorboard=False, ledger=True)
+        directory = RunDirectory(tmp_path, sinks=(), ledger=True)
         if rewind is not None:
             directory.rewind(rewind)
         for line in sent:

@@ -95,7 +95,7 @@ def test_an_error_of_who_keeps_them_ends_the_job() -> None:
 
 
 def quiet(folder: Path) -> Recorder:
-    return Recorder(RunDirectory(folder, tensorboard=False), Display(False, Console(quiet=True)))
+    return Recorder(RunDirectory(folder, sinks=()), Display(False, Console(quiet=True)))
 
 
 def start(training: int, at: int = 0) -> tuple[str, dict[str, Any]]:

@@ -27,7 +27,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_each_file_has_its_records(tmp_path: Path) -> None:
     """Read before anything is closed: a line is on disk once it is written."""
-    directory = RunDirectory(tmp_path / "run", tensorboard=False, ledger=True)
+    directory = RunDirectory(tmp_path / "run", sinks=(), ledger=True)
     directory.metrics({**STEP, "noise_scale": math.nan, "grad_sq": -math.inf, "figures": {"a": [math.inf, 1.5]}})
     (line,) = lines(tmp_path / "run" / "metrics.jsonl")
     assert line.pop("figures") == {"a": [None, 1.5]}
@@ -42,7 +42,7 @@ def test_each_file_has_its_records(tmp_path: Path) -> None:
     record = {"step": 0, "micro_batch": 1, "samples": [5, 2]}
     directory.ledger(record)
     assert lines(tmp_path / "run" / "ledger.jsonl") == [record]
-    without = RunDirectory(tmp_path / "without", tensorboard=False)
+    without = RunDirectory(tmp_path / "without", sinks=())
     without.ledger(record)
     assert not (tmp_path / "without" / "ledger.jsonl").exists()
 
@@ -51,6 +51,7 @@ def test_tensorboard_has_the_numbers_and_each_step_once_after_a_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
     for first, steps in ((0, 4), (2, 5)):
         directory = RunDirectory(tmp_path)
@@ -66,6 +67,11 @@ def test_tensorboard_has_the_numbers_and_each_step_once_after_a_resume(
     losses = [(event.step, event.value) for event in board.Scalars("train/loss")]
     assert losses == [(0, 0), (1, 1), (2, 4), (3, 5), (4, 6)]
     assert [event.value for event in board.Scalars("evaluation/accuracy")] == [0.75]
+    (layout,) = board.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val
+    (series,) = Layout.FromString(layout).category[0].chart[0].margin.series
+    assert (series.value, series.lower, series.upper) == tuple(
+        f"train/noise_scale{end}" for end in ("", "_low", "_high")
+    )
     assert not any("plugin" in record.getMessage() for record in caplog.records)
 
 
@@ -105,7 +111,7 @@ def test_records_wait_while_the_disk_is_full(tmp_path: Path) -> None:
 
 def test_rewinding_drops_what_comes_again_and_torn_lines(tmp_path: Path) -> None:
     """With pair averaging each worker is at a step of its own: one may have written an earlier step later."""
-    directory = RunDirectory(tmp_path, tensorboard=False, ledger=True)
+    directory = RunDirectory(tmp_path, sinks=(), ledger=True)
     for step in range(4):
         directory.metrics({"step": step})
     for step, worker in ((0, 0), (3, 0), (0, 1), (1, 1)):
@@ -113,7 +119,7 @@ def test_rewinding_drops_what_comes_again_and_torn_lines(tmp_path: Path) -> None
     directory.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "ep')
-    directory = RunDirectory(tmp_path, tensorboard=False, ledger=True)
+    directory = RunDirectory(tmp_path, sinks=(), ledger=True)
     directory.rewind(2)
     assert [directory.metrics({"step": step}) for step in (1, 2, 2, 3)] == [False, True, False, True]
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
@@ -125,7 +131,7 @@ def test_rewinding_drops_what_comes_again_and_torn_lines(tmp_path: Path) -> None
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    RunDirectory(tmp_path, tensorboard=False).summary({"steps": 10, "eval": {"loss": math.nan}})
+    RunDirectory(tmp_path, sinks=()).summary({"steps": 10, "eval": {"loss": math.nan}})
     first, others = path.read_text(), set(tmp_path.iterdir())
     assert json.loads(first) == {"steps": 10, "eval": {"loss": None}} and path.stat().st_mode & 0o777 == 0o644
 

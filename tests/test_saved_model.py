@@ -182,7 +182,7 @@ class OwnInit(nn.Linear):
 
 TRAINING = words(
     "comm=reproducible model.hidden=[24] batch.size=32 batch.micro=8 batch.min=8 train.epochs=1 policy=none",
-    "observe.tensorboard=false",
+    "observe.sinks=[]",
 )
 
 

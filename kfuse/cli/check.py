@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kfuse.cli.first import FirstWorker
+from kfuse.observe.sinks import missing
 from kfuse.settings import rules, shell
 from kfuse.settings.instantiate import CLASS_GROUPS, LOADING
 from kfuse.settings.tree import AT_SHELL, BATCH_MAX, SECTIONS, ConfigError, by_key, did_you_mean, flat
@@ -64,6 +65,8 @@ def validate(cfg: DictConfig, first: FirstWorker | None = None) -> bool:
     settings = flat(config)
     facts = by_key(settings)
     rules.check(facts, shell=True)
+    if why := missing(settings["observe_sinks"]):
+        raise ConfigError(f"observe.sinks: {why}")
     _check_resume(settings["checkpoint_resume"])
     if first is not None and first.fits(config):
         first.check(config)

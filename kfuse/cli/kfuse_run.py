@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kfuse.elastic.launchers.hosts import AgentError, offer
 from kfuse.logs import set_up_logging
 from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
+from kfuse.observe.sinks import missing
 from kfuse.settings import rules
 from kfuse.settings.tree import ConfigError, JobSettings, Leaf, by_key, leaves, show
 from kfuse.version import __version__
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if RunDirectory.is_used(run_dir):
         return _refuse(f"--run-dir {run_dir}: holds a run already; must be a new directory")
     try:
-        directory = RunDirectory(run_dir, tensorboard=True, ledger=False)
+        directory = RunDirectory(run_dir, args.settings["observe_sinks"], settings=by_key(args.settings))
     except OSError as error:
         return _refuse(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}")
     settings = args.settings
@@ -91,7 +93,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     for leaf in leaves(JobSettings).values():
         about = f"{leaf.setting.help} ({leaf.allowed}; default {show(leaf.default)})".replace("%", "%%")
-        parser.add_argument(_flag(leaf), dest=leaf.name, metavar="VALUE", type=_value, default=leaf.default, help=about)
+        # --observe-sinks csv,wandb
+        kind: Callable[[str], Any] = _value if leaf.kind != list[str] else lambda text: text.split(",")
+        parser.add_argument(_flag(leaf), dest=leaf.name, metavar="VALUE", type=kind, default=leaf.default, help=about)
     parser.add_argument("--run-dir", type=_path, help="new directory for metrics and events (default runs/DATE/TIME)")
     parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
@@ -144,6 +148,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     settings = {name: leaf.checked(getattr(args, name), shell=True) for name, leaf in leaves(JobSettings).items()}
     settings["workers_max"] = settings["workers_max"] or settings["workers_count"]
     rules.check(by_key(settings), shell=True)
+    if why := missing(settings["observe_sinks"]):
+        raise ConfigError(f"observe.sinks: {why}")
     return settings
 
 

@@ -34,7 +34,7 @@ def run(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
     early = first.process is not None
     launcher = first if early else instantiate.build(config["launcher"])
     job = {**config, "run_dir": str(run_dir.absolute())}
-    directory = RunDirectory(run_dir, tensorboard=observe["tensorboard"], ledger=observe["ledger"])
+    directory = RunDirectory(run_dir, observe["sinks"], observe["ledger"], settings=config)
     recorder = Recorder(directory, Display(progress=observe["progress"] is not False))
     if isinstance(launcher, TorchrunLauncher):
         from kfuse.cli.torchrun import lead  # imports torch

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 from collections.abc import Callable
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from kfuse.observe.sinks import Sinks
+
+_LOG = logging.getLogger("kfuse")
 
 # A record's figures, in order: those of `kfuse.statistics.figures.METRICS` that a monitor knows.
 FIGURES = (
@@ -23,6 +31,7 @@ FIGURES = (
 
 Target = Callable[[dict[str, Any]], object]
 TARGETS: list[Target] = []  # Those of the latest `log_to`
+_OPEN: list[Sinks] = []  # what is to be closed of them
 
 
 def log_to(*targets: Any) -> None:
@@ -35,19 +44,62 @@ def log_to(*targets: Any) -> None:
     targets: each one
     - a callable, called with a dict: "monitor" (the monitor's name), then FIGURES, None where unknown;
     - a TensorBoard SummaryWriter: each known figure becomes the scalar "<monitor's name>/<figure>";
-    - a folder, for which a SummaryWriter is made at the first step (needs the package tensorboard).
+    - "wandb", "mlflow" or "trackio": the run of that service that the script has begun by the first step, else one
+      that ends with the process or at the next `log_to`; "mlflow" keeps it in mlflow.db here, unless
+      MLFLOW_TRACKING_URI is set;
+    - a path that ends in .csv: that file, of which what it has of the first step and later ones is dropped;
+    - any other path: a folder, for which a SummaryWriter is made at the first step (needs the package tensorboard).
 
-    Raises TypeError for anything else.
+    Raises TypeError for anything else, ModuleNotFoundError for a service whose package is not installed, OSError for a
+    .csv file that cannot be written.
     """
-    TARGETS[:] = [_target(target) for target in targets]
+    new = [_target(target) for target in targets]
+    _close()
+    TARGETS[:] = new
 
 
 def _target(target: Any) -> Target:
+    from kfuse.observe.sinks.services import SERVICES
+
+    if isinstance(target, str | os.PathLike) and (target in SERVICES or Path(target).suffix == ".csv"):
+        return _sink(target)
     if isinstance(target, str | os.PathLike) or hasattr(target, "add_scalar"):
         return _scalars(target)
     if not callable(target):
-        raise TypeError(f"log_to target={target!r}: must be a folder, a TensorBoard SummaryWriter or a callable")
+        allowed = f"a folder, a .csv file, {', '.join(map(repr, SERVICES))}, a TensorBoard SummaryWriter or a callable"
+        raise TypeError(f"log_to target={target!r}: must be {allowed}")
     return cast("Target", target)
+
+
+def _sink(target: str | os.PathLike[str]) -> Target:
+    """Returns what logs records to a file, which is opened here, or a service, whose run is begun by the first one."""
+    from kfuse.observe.sinks import Sinks, missing
+    from kfuse.observe.sinks.csv_file import CsvFile
+    from kfuse.observe.sinks.services import SERVICES, About, Sender, current_run
+
+    if target in SERVICES and (why := missing([str(target)])):
+        raise ModuleNotFoundError(f"log_to target={target!r}: {why}")
+    file = None if target in SERVICES else CsvFile(Path(target))
+    sinks: Sinks | None = None
+
+    def write(record: dict[str, Any]) -> None:
+        nonlocal sinks
+        step = record["step"]
+        if sinks is None:
+            name = str(target)
+            sinks = Sinks([file or Sender(name, About(Path()), {}, current_run(name))], _LOG.warning)
+            sinks.rewind(step)
+            _OPEN.append(sinks)
+            atexit.register(_close)
+        sinks.log({record["monitor"]: record}, step)
+        sinks.write()
+
+    return write
+
+
+def _close() -> None:
+    while _OPEN:
+        _OPEN.pop().close({})
 
 
 def _scalars(writer: Any) -> Target:

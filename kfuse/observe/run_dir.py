@@ -1,4 +1,4 @@
-"""The files of a run: JSON lines a program can follow, a summary, and TensorBoard's events (`board`)."""
+"""The files of a run: JSON lines a program can follow, and a summary. Figures go to `kfuse.observe.sinks` too."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from kfuse.elastic.protocol import Encoded, encode_record
 from kfuse.observe import write_whole
 from kfuse.observe.board import Board
+from kfuse.observe.sinks import Sink, Sinks
+from kfuse.observe.sinks.csv_file import CsvFile
+from kfuse.observe.sinks.services import About, Sender
 from kfuse.statistics.figures import METRICS
 
 _FILES = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "summary.json")
@@ -38,12 +42,17 @@ class RunDirectory:
     def __init__(
         self,
         path: Path,
-        tensorboard: bool = True,
+        sinks: Sequence[str] = ("tensorboard",),
         ledger: bool = False,
         warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """ledger: whether ledger.jsonl is kept. Raises OSError where the directory or its files cannot be made."""
+        """sinks: of `kfuse.observe.sinks`. ledger: whether ledger.jsonl is kept. settings: the run's, for the sinks.
+
+        Raises OSError where the directory or its files cannot be made.
+        """
         self.path, self.warn = path, warn
+        self._arguments = sinks, ledger, settings
         path.mkdir(parents=True, exist_ok=True)
         self._metrics = _Lines(path / "metrics.jsonl")
         self._events = _Lines(path / "events.jsonl")
@@ -53,7 +62,8 @@ class RunDirectory:
         self._next_step: int | None = None  # the one whose record is to come; None: any may
         self.lines_lost = 0  # lines of the JSON lines files that are known to be missing; each was said in an event
         self._last_entries: dict[int | None, tuple[int, int]] = {}  # of the ledger, by the worker that reports its own
-        self._board = Board(path / "tb") if tensorboard else None
+        self._sinks = Sinks(map(self._sink, dict.fromkeys(sinks)), lambda text: self.warn(text))
+        self._summary: Mapping[str, Any] = {}
         self._full_since: float | None = None
         self._batching = False
 
@@ -64,7 +74,20 @@ class RunDirectory:
 
     def another(self, name: str) -> RunDirectory:
         """Returns a directory inside this one, for the next training of the same script. Raises OSError."""
-        return RunDirectory(self.path / name, self._board is not None, self._ledger is not None, self.warn)
+        sinks, ledger, settings = self._arguments
+        return RunDirectory(self.path / name, sinks, ledger, self.warn, settings)
+
+    def _sink(self, name: str) -> Sink:
+        if name == "tensorboard":
+            return Board(self.path / "tb")
+        if name == "csv":
+            return CsvFile(self.path / "metrics.csv")
+        about = About.of_directory(self.path, self._arguments[2])
+        if about.is_new:
+            return Sender(name, about, {})
+        # What an earlier process of this run has recorded was sent then.
+        sent = {"train": self._metrics.last_step(), "evaluation": self._events.last_step("evaluation")}
+        return Sender(name, about, sent)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -95,10 +118,9 @@ class RunDirectory:
             more = {key: record[key] for key in ("figures", "signals") if record.get(key)}
             record = {key: record.get(key) for key in METRICS} | more
         self._metrics.add(_line(record))
-        if self._board is not None:
-            self._board.scalars("train", record, step)
-            if figures := record.get("figures"):
-                self._board.scalars("figures", figures, step)
+        figures = record.get("figures")
+        groups = {"train": record, "figures": figures} if figures else {"train": record}
+        self._sinks.log(groups, step)
         self._write()
         return True
 
@@ -110,9 +132,8 @@ class RunDirectory:
             self.lines_lost += record["lines"]
             self._next_step = max(self._next_step or 0, record["steps"][1] + 1)
         self._events.add(_JSON.encode({**first, **rest}).encode() + b"\n")
-        if self._board is not None and first["kind"] == "evaluation":
-            self._board.scalars("evaluation", rest, first["step"])
-            self._board.scalars("evaluation/metrics", rest.get("metrics", {}), first["step"])
+        if first["kind"] == "evaluation":
+            self._sinks.log({"evaluation": rest, "evaluation/metrics": rest.get("metrics", {})}, first["step"])
         self._write()
 
     def ledger(self, record: Mapping[str, Any]) -> None:
@@ -133,15 +154,15 @@ class RunDirectory:
         if self._ledger is not None:
             self._last_entries.clear()
             self._ledger.rewind(step, self._know_entry)
-        if self._board is not None:
-            self._board.rewind(self._last_step + 1)
+        self._sinks.rewind(self._last_step + 1)
 
     def _know_entry(self, record: Mapping[str, Any]) -> None:
         self._last_entries[record.get("worker")] = (record["step"], record["micro_batch"])
 
     def summary(self, record: Mapping[str, Any]) -> None:
         """Writes summary.json, whole or not at all. Raises OSError where it cannot be written."""
-        text = json.dumps(_finite(dict(record)), indent=2, allow_nan=False) + "\n"
+        self._summary = _finite(dict(record))
+        text = json.dumps(self._summary, indent=2, allow_nan=False) + "\n"
         write_whole(self.path / "summary.json", lambda to: to.write_text(text))
 
     def close(self) -> None:
@@ -152,20 +173,13 @@ class RunDirectory:
         for file in self._files:
             if lines := file.close():
                 self.warn(f"kfuse: warning: {file.path}: {lines} lines could not be written")
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        self._sinks.close(self._summary)
 
     def _write(self) -> None:
         """Writes the waiting lines, unless a batch is being collected. Warns if they cannot be written."""
         if self._batching:
             return
-        if self._board is not None:
-            try:
-                self._board.write()
-            except OSError as error:  # a part of an event may be in the file, and nothing after it can be read
-                self._board = None
-                self.warn(f"kfuse: warning: {self.path / 'tb'}: no more is written: {error.strerror or error}")
+        self._sinks.write()
         try:
             for file in self._files:
                 file.write()
@@ -237,6 +251,12 @@ class _Lines:
             behind = list(filter(stays, file))
         self._file.truncate(kept)
         self._waiting = deque([*behind, *filter(stays, self._waiting)])
+
+    def last_step(self, kind: str | None = None) -> int:
+        """Returns the last step of the lines, of those of this kind; -1 where there is none."""
+        with self.path.open("rb") as file:
+            records = (record for record in map(_record, file) if record and kind in (None, record.get("kind")))
+            return max((record["step"] for record in records), default=-1)
 
     def close(self) -> int:
         """Returns how many lines could not be written. None of them waits any longer."""

@@ -9,6 +9,7 @@ import importlib.resources
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import field, make_dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ _KNOWN = [*AT_SHELL, *CLASS_GROUPS]
 
 
 def _typed(leaf: Leaf) -> tuple[str, Any, Any]:
-    return leaf.key.rpartition(".")[2], leaf.kind | None if leaf.optional else leaf.kind, field(default=leaf.default)
+    kind = leaf.kind | None if leaf.optional else leaf.kind
+    return leaf.key.rpartition(".")[2], kind, field(default_factory=lambda: copy(leaf.default))
 
 
 def _schema() -> type:

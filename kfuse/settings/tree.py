@@ -21,10 +21,19 @@ BATCH_MAX, WORKERS_MAX = 2**24, 2**20  # float32 holds every whole number up to 
 
 
 class ShownSettings(TypedDict, total=False):
-    """What is shown while training runs."""
+    """What is shown while training runs, and where its figures go."""
 
     observe_progress: Annotated[
         bool | None, Setting(None, "show progress; null: commands do, a script where its output is a terminal")
+    ]
+    observe_sinks: Annotated[
+        list[str],
+        Setting(
+            ["tensorboard"],
+            "where figures go beside metrics.jsonl; tensorboard: tb/ in the run directory, csv: metrics.csv there; "
+            "wandb, mlflow, trackio: a run of that service (`pip install 'kfuse[wandb]'`)",
+            choices=("tensorboard", "csv", "wandb", "mlflow", "trackio"),
+        ),
     ]
 
 
@@ -179,7 +188,6 @@ class CommandSettings(TypedDict, total=False):
         ),
     ]
     lr_base: Annotated[float, Setting(0.001, "learning rate at the first batch size; the default suits AdamW", above=0)]
-    observe_tensorboard: Annotated[bool, Setting(True, "write tb/ in the run directory")]
     observe_ledger: Annotated[bool, Setting(False, "write ledger.jsonl: the samples of each micro-batch")]
 
 
@@ -208,7 +216,7 @@ class Leaf:
     """A setting in the tree."""
 
     name: str  # in Python: batch_max
-    kind: type  # int, float, bool or str; str is also a path's
+    kind: type  # int, float, bool, str or list[str]; str is also a path's
     optional: bool  # whether none (null, None) is allowed
     setting: Setting
 
@@ -224,6 +232,8 @@ class Leaf:
     @property
     def allowed(self) -> str:
         """What a value must be, in words: "a whole number, at least 1"."""
+        if self.kind == list[str]:
+            return f"a list, [...], of {', '.join(self.setting.choices)}"
         kind = {int: "a whole number", float: "a number", bool: "true or false"}.get(self.kind)
         kind = kind or (None if self.setting.range else "text")
         return ", ".join(filter(None, [kind, self.setting.range])) + (", or null" if self.optional else "")
@@ -250,6 +260,8 @@ def _convert(kind: type, value: Any) -> Any:
     """Returns a plain value in that type; None where it is of another one."""
     if kind is bool or isinstance(value, bool):
         return value if kind is bool and isinstance(value, bool) else None
+    if kind == list[str]:
+        return [*value] if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value) else None
     if kind is str:
         return os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if kind is float:

@@ -20,6 +20,7 @@ from kfuse.checkpoint.manager import Checkpoints, SavedModel
 from kfuse.elastic.protocol import LOOP_LEFT, View
 from kfuse.membership import Session
 from kfuse.observe.run_dir import RunDirectory
+from kfuse.observe.sinks import missing
 from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
 from kfuse.session import current
 from kfuse.settings import rules
@@ -60,6 +61,9 @@ class Output:
         self._directory = directory if keeps else None
         if keeps and directory is not None and resume == "never" and RunDirectory.is_used(directory):
             raise ConfigError(f"run_dir={directory}: must be a new one, or one to resume (checkpoint_resume)")
+        self._sinks = settings["observe_sinks"], by_key(settings)
+        if self._directory is not None and (why := missing(settings["observe_sinks"])):
+            raise ConfigError(f"observe_sinks: {why}")
         if keeps and folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +141,8 @@ class Output:
         if self._directory is None:
             return _Shown(display)
         try:
-            directory = RunDirectory(self._directory)
+            sinks, settings = self._sinks
+            directory = RunDirectory(self._directory, sinks, settings=settings)
         except OSError as error:
             raise ValueError(f"run_dir={self._directory}: cannot be written: {error.strerror or error}") from error
         recorder = Recorder(directory, display)

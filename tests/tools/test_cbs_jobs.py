@@ -21,7 +21,7 @@ from kfuse.checkpoint.format import Checkpointer, load
 
 pytestmark = pytest.mark.full
 
-SMALL = ["model.hidden=[16]", "train.epochs=null", "observe.progress=false", "observe.tensorboard=false"]
+SMALL = ["model.hidden=[16]", "train.epochs=null", "observe.progress=false", "observe.sinks=[]"]
 SMALL += ["train.save_model=false", "workers.max=1", "workers.threads=1", "batch.size=16", "batch.micro=8"]
 MEASURED = ["factors=[1,2]", "repetitions=2", "samples=256", "tolerance=0.5"]
 

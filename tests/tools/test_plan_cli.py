@@ -203,7 +203,7 @@ def test_the_samples_left_of_a_real_run_with_few_lines(tmp_path: Path) -> None:
     words = (
         "batch.size=16 batch.micro=8 policy=schedule lr.scaling=adascale workers.max=1 workers.threads=1 train.epochs=2"
     )
-    words += " workers.max=1 workers.threads=1 observe.progress=false observe.tensorboard=false"
+    words += " workers.max=1 workers.threads=1 observe.progress=false observe.sinks=[]"
     phases, where = "policy.phases=[{step: 3, batch_size: 64}]", tmp_path / "run"
     command = [sys.executable, "-m", "kfuse", *words.split(), phases, f"hydra.run.dir={where}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -215,7 +215,7 @@ class Run:
         config["train"] |= {"epochs": None, "steps": last_step, "target_accuracy": None, "eval_every": last_step}
         config["train"]["save_model"] = False
         config["checkpoint"] |= {"every_steps": None, "resume": str(start)}
-        config["observe"] |= {"progress": False, "tensorboard": False, "ledger": False}
+        config["observe"] |= {"progress": False, "sinks": [], "ledger": False}
         if "Torchrun" in config["launcher"]["_target_"]:
             config["launcher"] = {"_target_": "kfuse.elastic.launchers.LocalLauncher"}
             if config["comm"]["schedule"] == "symmetric":  # under torchrun only
@@ -304,7 +304,7 @@ class Start:
         OmegaConf.save(OmegaConf.create(config), config_path(folder))
         with (folder / "output.log").open("w") as log:
             display = Display(progress=False, console=Console(file=log, width=120))
-            recorder = Recorder(RunDirectory(folder, tensorboard=False), display)
+            recorder = Recorder(RunDirectory(folder, sinks=()), display)
             launcher = instantiate.build(config["launcher"])
             elasticity = Elasticity.of(flat(config), restart=False)
             status = supervise(launcher, {**config, "run_dir": str(folder.absolute())}, recorder, elasticity)

@@ -1,0 +1,65 @@
+"""A run's figures as a CSV file."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kfuse.observe.sinks import Groups, flat
+
+
+class CsvFile:
+    """A column for the step and one for each figure. An evaluation has a row of its own, which `rewind` keeps."""
+
+    def __init__(self, path: Path) -> None:
+        self.name, self._path = str(path), path
+        self._waiting: list[dict[str, Any]] = []
+        path.touch()
+        self._columns, rows = self._read()
+        self._evaluated = max((int(row["step"]) for row in rows if _is_evaluation(row)), default=-1)
+
+    def log(self, groups: Groups, step: int) -> None:
+        row = {"step": step, **flat(groups)}
+        if _is_evaluation(row):
+            if step <= self._evaluated:
+                return
+            self._evaluated = step
+        self._waiting.append(row)
+
+    def rewind(self, step: int) -> None:
+        self.write()
+        self._rewrite([row for row in self._read()[1] if int(row["step"]) < step or _is_evaluation(row)])
+
+    def write(self) -> None:
+        if not self._waiting:
+            return
+        columns = dict.fromkeys([*self._columns, *(name for row in self._waiting for name in row)])
+        if len(columns) > len(self._columns):
+            rows = self._read()[1]
+            self._columns = [*columns]
+            self._rewrite(rows)
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns, restval="").writerows(self._waiting)
+        self._waiting.clear()
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self.write()
+
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        """The columns and the rows, without the part of one that a killed process may have left."""
+        with self._path.open(newline="") as file:
+            reader = csv.DictReader(line for line in file if line.endswith("\n"))
+            return [*(reader.fieldnames or ())], [*reader]
+
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        with self._path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, restval="")
+            if self._columns:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+def _is_evaluation(row: Mapping[str, Any]) -> bool:
+    return any(value != "" for name, value in row.items() if name.startswith("evaluation/"))
