@@ -40,8 +40,8 @@ class GoodputPolicy(NoisePolicy):
       high end. If that end is unknown, the change is not considered.
     - Steps of one batch size do not tell what of a step's time grows with the batch. So a few steps are made with twice
       the batch (half, where that is too large), once; then it decides.
-    - The batch size is the best one for the present workers, and the worker count that of the best pair. So a batch
-      size never relies on workers that have not come.
+    - The batch size is the best one for the present workers, or for the fewer ones that it asks for, and the worker
+      count that of the best pair. So a batch size never relies on workers that have not come, or leave.
     - As in Pollux more workers are assumed to scale until they are tried. The planned worker count is at most twice the
       largest count tried so far. It is planned with the batch size that suits it, however far that is; the batch size
       itself changes by at most a factor of two at a time, in whole micro-batches.
@@ -91,8 +91,8 @@ class GoodputPolicy(NoisePolicy):
             return Decision(batch_size=now.batch_size).changes(signals)  # after a trial in which the workers changed
         model, bounds = fit(points), signals.bounds
         most = min(bounds.workers_max, 2 * max(n for _, n, _ in points))
-        batch_size, _ = self._best(now, [now.workers], measured, model)
         _, workers = self._best(now, _spread(bounds.workers_min, most), measured, model, reach=math.inf)
+        batch_size, _ = self._best(now, [min(workers, now.workers)], measured, model)  # fewer workers leave at once
         return Decision(batch_size=batch_size, workers=workers).changes(signals)
 
     def _follow_trial(self, signals: Signals) -> None:
