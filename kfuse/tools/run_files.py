@@ -7,7 +7,7 @@ ConfigError, in one line: the file, where in it, the name. Values that this vers
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,12 @@ def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl, one at least, each with all columns. Raises ConfigError."""
-    path = run_dir / "metrics.jsonl"
-    found = []
+    return list(each_step(run_dir))
+
+
+def each_step(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yields what `read_metrics` returns, a line at a time."""
+    path, found = run_dir / "metrics.jsonl", False
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
@@ -73,7 +77,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"{path}: line {number}: {missing[0]}: {_MISSING}")
         if wrong := [name for name in METRICS if not isinstance(record[name], int | float | None)]:
             raise ConfigError(f"{path}: line {number}: {wrong[0]}={record[wrong[0]]!r}: must be a number or null")
-        found.append(record)
+        found = True
+        yield record
     if not found:
         raise ConfigError(f"{path}: has no step yet")
-    return found

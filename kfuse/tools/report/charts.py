@@ -11,6 +11,7 @@ import numpy as np
 from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, NumeralTickFormatter
 from bokeh.models.annotations import Legend, LegendItem
 from bokeh.plotting import figure
+from numpy.typing import NDArray
 
 from kfuse.tools.report.recorded import Column, Recorded
 
@@ -18,8 +19,9 @@ from kfuse.tools.report.recorded import Column, Recorded
 COLOURS = ("#2f86d6", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _TABLE_ROWS = 12
 
-Series = tuple[str, dict[str, Column]]
-"""A run's name, and the columns to draw of it."""
+Rows = NDArray[np.intp]
+Series = tuple[str, dict[str, Column], Rows]
+"""A run's name, columns of it, and which of their rows are drawn."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,8 @@ class Chart:
 
 def charts(runs: Sequence[Recorded]) -> list[Chart]:
     """Returns the charts that these runs have something to show in."""
-    steps = [(run.name, run.steps) for run in runs]
-    held_out = [(run.name, run.evaluations) for run in runs]
-    speeds = [(run.name, _speed(run.steps)) for run in runs]
+    steps = [(run.name, run.steps | {"throughput": _speed(run.steps)}, run.drawn) for run in runs]
+    held_out = [(run.name, run.evaluations, np.arange(len(run.evaluations["step"]))) for run in runs]
     time = "seconds of training"
     made = [
         _lines("Training loss over samples", steps, "samples", "loss", "samples", "loss", _fell),
@@ -48,7 +49,7 @@ def charts(runs: Sequence[Recorded]) -> list[Chart]:
         _lines("Learning rate over time", steps, "seconds", "lr", time, "learning rate", _went),
         _lines("Training loss over time", steps, "seconds", "loss", time, "loss", _fell),
         _lines("Held-out accuracy over time", held_out, "seconds", "accuracy", time, "accuracy", _rose),
-        _lines("Samples a second", speeds, "seconds", "throughput", time, "samples a second", _went),
+        _lines("Samples a second", steps, "seconds", "throughput", time, "samples a second", _went),
         *(_step_time(run) for run in runs),
     ]
     return [chart for chart in made if chart is not None]
@@ -64,18 +65,26 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if 100 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
+def _course(values: Column, extreme: str) -> str:
+    first, last = number(values[0]), number(values[-1])
+    if values.min() == values.max():
+        return f"{first} throughout"
+    return f"from {first} to {last}, {extreme}"
+
+
 def _fell(values: Column) -> str:
-    return f"from {number(values[0])} to {number(values[-1])}, lowest {number(values.min())}"
+    return _course(values, f"lowest {number(values.min())}")
 
 
 def _rose(values: Column) -> str:
-    return f"from {number(values[0])} to {number(values[-1])}, highest {number(values.max())}"
+    return _course(values, f"highest {number(values.max())}")
 
 
 def _went(values: Column) -> str:
-    return (
-        f"from {number(values[0])} to {number(values[-1])}, between {number(values.min())} and {number(values.max())}"
-    )
+    low, high = values.min(), values.max()
+    if {low, high} == {values[0], values[-1]} and low < high:
+        return f"from {number(values[0])} to {number(values[-1])}"
+    return _course(values, f"between {number(low)} and {number(high)}")
 
 
 # -- charts ----------------------------------------------------------------------------------------------------------
@@ -86,33 +95,33 @@ def _lines(
 ) -> Chart | None:
     """A line a run; None where no run has a number of it."""
     plot = _figure(title, x_label, y_label)
-    texts, rows, items = [], [], []
-    for (name, columns), colour in zip(series, _colours(series), strict=True):
+    texts, table, items = [], [], []
+    for (name, columns, rows), colour in zip(series, _colours(series), strict=True):
         known = np.isfinite(columns[y])
         if not known.any():
             continue
-        source = ColumnDataSource({x: columns[x][known], y: columns[y][known], "step": columns["step"][known]})
+        drawn = rows[known[rows]]
+        source = ColumnDataSource({each: columns[each][drawn] for each in dict.fromkeys((x, y, "step"))})
         line = plot.line(x, y, source=source, color=colour, line_width=1.5)
         items.append(LegendItem(label=name, renderers=[line]))
         plot.add_tools(_hover(line, name, {"step": "step", x_label: x, y_label: y}))
         texts.append(f"{name}: {words(columns[y][known])}.")
-        rows += _rows(name, columns, [x, y], known)
+        table += _rows(name, columns, [x, y], known)
     if not items:
         return None
     if len(series) > 1:
         _legend(plot, items)
-    return Chart(title, " ".join(texts), plot, ["run", "step", x_label, y_label], rows)
+    return Chart(title, " ".join(texts), plot, ["run", "step", x_label, y_label], table)
 
 
-def _noise(series: Sequence[Series]) -> Chart | None:
+def _noise(series: Sequence[Series]) -> Chart:
     """The batch size, and the noise scale with its interval, both in samples."""
     plot = _figure("Batch size and noise scale", "samples", "samples", y_axis_type="log")
-    texts, rows, items = [], [], []
-    columns_shown = ["samples", "batch_size", "noise_scale", "noise_scale_low", "noise_scale_high"]
-    for (name, columns), colour in zip(series, _colours(series), strict=True):
-        low = columns["noise_scale_low"]
-        source = ColumnDataSource({each: columns[each] for each in ("step", *columns_shown)})
-        band = plot.patches(*_bands(columns), color=colour, alpha=0.2)
+    texts, table, items = [], [], []
+    shown = ["samples", "batch_size", "noise_scale", "noise_scale_low", "noise_scale_high"]
+    for (name, columns, rows), colour in zip(series, _colours(series), strict=True):
+        source = ColumnDataSource({each: columns[each][rows] for each in ("step", *shown)})
+        band = plot.patches(*_bands(columns, rows), color=colour, alpha=0.2)
         noise = plot.line("samples", "noise_scale", source=source, color=colour, line_width=1.5)
         least = plot.line("samples", "noise_scale_low", source=source, color=colour, line_dash="dotted")
         batch = plot.step("samples", "batch_size", source=source, color=colour, line_width=2.5, mode="before")
@@ -120,24 +129,23 @@ def _noise(series: Sequence[Series]) -> Chart | None:
             LegendItem(label=f"{name}: batch size", renderers=[batch]),
             LegendItem(label=f"{name}: noise scale, low end dotted", renderers=[noise, least, band]),
         ]
-        shown = {"step": "step", "batch size": "batch_size", "noise scale": "noise_scale", "low": "noise_scale_low"}
-        plot.add_tools(_hover(batch, name, shown))
-        sizes, known = columns["batch_size"], low[np.isfinite(low)]
-        text = f"{name}: the batch went from {number(sizes[0])} to {number(sizes[-1])} samples"
-        if len(known):
-            last = columns["noise_scale"][np.isfinite(columns["noise_scale"])]
-            end = f", its number to {number(last[-1])}" if len(last) else ""
-            text += f"; the noise scale's low end from {number(known[0])} to {number(known[-1])}{end}"
+        tips = {"step": "step", "batch size": "batch_size", "noise scale": "noise_scale", "low": "noise_scale_low"}
+        plot.add_tools(_hover(batch, name, tips))
+        sizes, low = columns["batch_size"], columns["noise_scale_low"]
+        text = f"{name}: batch size {_went(sizes[np.isfinite(sizes)]) if np.isfinite(sizes).any() else 'unknown'}"
+        if np.isfinite(low).any():
+            now = f"{number(columns['noise_scale'][-1])}, with the low end {number(low[-1])}"
+            text += f"; the noise scale's low end {_went(low[np.isfinite(low)])}; at the end the noise scale is {now}"
         texts.append(text + ".")
-        rows += _rows(name, columns, columns_shown, np.isfinite(sizes))
+        table += _rows(name, columns, shown, np.isfinite(sizes))
     _legend(plot, items)
     header = ["run", "step", "samples", "batch size", "noise scale", "low end", "high end"]
-    return Chart("Batch size and noise scale", " ".join(texts), plot, header, rows)
+    return Chart("Batch size and noise scale", " ".join(texts), plot, header, table)
 
 
-def _bands(columns: dict[str, Column]) -> tuple[list[Column], list[Column]]:
-    """Returns x and y of polygons: the intervals of successive steps that have both ends."""
-    x, low, high = (columns[name] for name in ("samples", "noise_scale_low", "noise_scale_high"))
+def _bands(columns: dict[str, Column], rows: Rows) -> tuple[list[Column], list[Column]]:
+    """Returns x and y of polygons: the intervals of successive drawn steps that have both ends."""
+    x, low, high = (columns[name][rows] for name in ("samples", "noise_scale_low", "noise_scale_high"))
     known = np.flatnonzero(np.isfinite(low) & np.isfinite(high))
     pieces = [piece for piece in np.split(known, np.flatnonzero(np.diff(known) > 1) + 1) if len(piece) > 1]
     return (
@@ -149,66 +157,69 @@ def _bands(columns: dict[str, Column]) -> tuple[list[Column], list[Column]]:
 def _workers(runs: Sequence[Recorded]) -> Chart:
     """The worker count, and on it what happened."""
     plot = _figure("Workers and events over time", "seconds of training", "workers")
-    texts, rows, items = [], [], []
+    texts, table, items = [], [], []
     for run, colour in zip(runs, _colours(runs), strict=True):
-        source = ColumnDataSource({name: run.steps[name] for name in ("step", "seconds", "workers")})
+        source = ColumnDataSource({name: run.steps[name][run.drawn] for name in ("step", "seconds", "workers")})
         line = plot.step("seconds", "workers", source=source, color=colour, line_width=2.5, mode="after")
         items.append(LegendItem(label=run.name, renderers=[line]))
-        steps, counts = run.steps["step"], run.steps["workers"]
-        at = [min(int(np.searchsorted(steps, event.step)), len(steps) - 1) for event in run.events]
+        counts, steps = run.steps["workers"], np.array([event.step for event in run.events], np.float64)
+        at = np.minimum(np.searchsorted(run.steps["step"], steps), len(counts) - 1)
         events = ColumnDataSource(
             {
                 "seconds": np.array([event.seconds for event in run.events]),
-                "workers": counts[at] if at else np.array([]),
-                "step": np.array([event.step for event in run.events], np.float64),
+                "workers": counts[at],
+                "step": steps,
                 "text": [event.text for event in run.events],
             }
         )
         marks = plot.scatter("seconds", "workers", source=events, color=colour, size=9, marker="triangle")
         plot.add_tools(HoverTool(renderers=[marks], tooltips=[(run.name, "@text"), ("step", "@step{0}")]))
-        losses = sum(event.kind == "failure" for event in run.events)
-        lost = f", {losses} lost" if losses else ""
-        texts.append(f"{run.name}: {number(counts.min())} to {number(counts.max())} workers{lost}.")
-        rows += [[run.name, str(event.step), number(event.seconds), event.text] for event in run.events]
+        lost = sum(event.kind == "failure" for event in run.events)
+        known = counts[np.isfinite(counts)]
+        texts.append(f"{run.name}: {_went(known) if len(known) else 'unknown'}{f', {lost} lost' if lost else ''}.")
+        table += [[run.name, str(event.step), number(event.seconds), event.text] for event in run.events]
     plot.y_range.start, plot.yaxis.ticker = 0, BasicTicker(min_interval=1)
     _legend(plot, items)
     header = ["run", "step", "seconds of training", "what happened"]
-    return Chart("Workers and events over time", " ".join(texts), plot, header, rows)
+    return Chart("Workers and events over time", " ".join(texts), plot, header, table)
 
 
 def _step_time(run: Recorded) -> Chart | None:
     """Where the leader's time goes: waiting for data, and the rest of a step."""
     total, waited = run.steps["step_time_s"], run.steps["data_wait_s"]
-    if not np.isfinite(total).any():
+    known = np.isfinite(total) & np.isfinite(waited)
+    if not known.any():
         return None
     title = f"Time of a step: {run.name}"
     plot = _figure(title, "step", "milliseconds")
-    waited = 1e3 * np.nan_to_num(waited)
-    source = ColumnDataSource({"step": run.steps["step"], "data": waited, "rest": 1e3 * np.nan_to_num(total) - waited})
+    drawn = run.drawn[known[run.drawn]]
+    source = ColumnDataSource(
+        {"step": run.steps["step"][drawn], "data": 1e3 * waited[drawn], "rest": 1e3 * (total - waited)[drawn]}
+    )
     names = ["data", "rest"]
     areas = plot.varea_stack(names, x="step", source=source, color=["#d55e00", "#56b4e9"], alpha=0.7)
     labels = ("waiting for data", "forward, backward, messages and update")
     _legend(plot, [LegendItem(label=label, renderers=[area]) for label, area in zip(labels, areas, strict=True)])
-    plot.y_range.end = 1.5e3 * float(np.nanpercentile(total, 99))  # a regroup's step would leave the others flat
+    plot.y_range.end = 1.5e3 * float(np.percentile(total[known], 99))  # a regroup's step would leave the others flat
     plot.y_range.start = 0
-    share = waited.sum() / max(1e3 * float(np.nansum(total)), 1e-9)
+    share = waited[known].sum() / max(float(total[known].sum()), 1e-9)
     text = (
-        f"{run.name}: a step takes {number(1e3 * float(np.nanmedian(total)))} ms in the median; {share:.1%} of the "
+        f"{run.name}: a step takes {number(1e3 * float(np.median(total[known])))} ms in the median; {share:.1%} of the "
         "time is spent waiting for data."
     )
-    rows = _rows(run.name, run.steps, ["step_time_s", "data_wait_s"], np.isfinite(total))
-    return Chart(title, text, plot, ["run", "step", "seconds", "of these waiting for data"], rows)
+    table = _rows(run.name, run.steps, ["step_time_s", "data_wait_s"], known)
+    return Chart(title, text, plot, ["run", "step", "seconds", "of these waiting for data"], table)
 
 
-def _speed(columns: dict[str, Column]) -> dict[str, Column]:
-    """Adds the samples a second, as a mean over about a hundredth of the run on either side."""
+def _speed(columns: dict[str, Column]) -> Column:
+    """Returns the samples a second, as a mean over about a hundredth of the run on either side."""
     samples, seconds = columns["samples"], columns["seconds"]
     width = max(len(samples) // 100, 1)
     rows = np.arange(len(samples))
     first, last = np.maximum(rows - width, 0), np.minimum(rows + width, len(samples) - 1)
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = (samples[last] - samples[first]) / (seconds[last] - seconds[first])
-    return columns | {"throughput": np.where(np.isfinite(speed), speed, np.nan)}
+    return np.where(np.isfinite(speed), speed, np.nan)
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
@@ -227,13 +238,14 @@ def _figure(title: str, x_label: str, y_label: str, **given: Any) -> Any:
     plot.toolbar.logo = None
     plot.grid.grid_line_alpha = 0.35
     if x_label == "samples":
-        plot.xaxis.formatter = NumeralTickFormatter(format="0a")
+        plot.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")
     return plot
 
 
 def _hover(line: Any, name: str, shown: dict[str, str]) -> HoverTool:
-    tips = [("run", name), *((label, f"@{{{column}}}{{0,0.[0000]}}") for label, column in shown.items())]
-    return HoverTool(renderers=[line], tooltips=tips, mode="vline")
+    tips = [("run", name), *((label, f"@{{{column}}}{{%.6g}}") for label, column in shown.items())]
+    formatters: dict[str, Any] = {f"@{{{column}}}": "printf" for column in shown.values()}
+    return HoverTool(renderers=[line], tooltips=tips, formatters=formatters, mode="vline")
 
 
 def _legend(plot: Any, items: list[LegendItem]) -> None:
@@ -244,5 +256,7 @@ def _legend(plot: Any, items: list[LegendItem]) -> None:
 def _rows(name: str, columns: dict[str, Column], shown: Sequence[str], known: Any) -> list[list[str]]:
     """Returns some rows, evenly spread, the first and the last among them."""
     at = np.flatnonzero(known)
+    if not len(at):
+        return []
     at = at[np.unique(np.linspace(0, len(at) - 1, _TABLE_ROWS).round().astype(int))]
     return [[name, f"{columns['step'][k]:.0f}", *(number(float(columns[each][k])) for each in shown)] for k in at]

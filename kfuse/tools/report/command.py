@@ -7,14 +7,15 @@ from pathlib import Path
 
 from kfuse.observe import write_whole
 from kfuse.settings.tree import ConfigError
-from kfuse.tools.report.recorded import read_run
+from kfuse.tools.report.recorded import read_runs
 
 USAGE = """\
 kfuse report RUN_DIR [RUN_DIR ...]
 
-Writes report.html into the first run's directory, and prints its path: loss, accuracy, noise scale and batch size,
-learning rate, workers and events, throughput and the time of a step, with the settings and the summary. Several runs
-are drawn over each other. The page is one file and needs no network. Needs bokeh (pip install 'kfuse[report]').
+Writes a page about runs, and prints its path: loss, accuracy, noise scale and batch size, learning rate, workers and
+events, throughput and the time of a step, with the settings and the summary. Several runs are drawn over each other.
+The page is report.html in the run's directory; of several runs it is comparison.html in the first one's. It is one file
+and needs no network. Needs bokeh (pip install 'kfuse[report]').
 Exit status 0; 2 for what is no run directory."""
 
 
@@ -27,15 +28,15 @@ def main(words: Sequence[str]) -> int:
 
 
 def write_report(run_dirs: Sequence[Path]) -> Path:
-    """Writes report.html about these runs into the first one's directory. Returns its path. Raises ConfigError."""
+    """Writes the page about these runs into the first one's directory. Returns its path. Raises ConfigError."""
     try:
         from kfuse.tools.report.page import page
     except ImportError as error:
         raise ConfigError(f"kfuse report needs bokeh: pip install 'kfuse[report]' ({error})") from error
-    runs = [read_run(path) for path in run_dirs]
-    html, path = page(runs), run_dirs[0] / "report.html"
+    html = page(read_runs(run_dirs))
+    path = run_dirs[0] / ("report.html" if len(run_dirs) == 1 else "comparison.html")
     try:
-        write_whole(path, lambda to: to.write_text(html, encoding="utf-8"))
+        write_whole(path, lambda to: to.write_text(html, encoding="utf-8", errors="backslashreplace"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
     return path

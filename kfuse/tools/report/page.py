@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -102,21 +102,21 @@ def _section(chart: Chart, place: str) -> str:
     table = f"<details><summary>{heading}: the numbers</summary>\n{numbers}</details>\n"
     return (
         f"<section>\n<h2>{heading}</h2>\n<p>{escape(chart.text)}</p>\n"
-        f'<div role="img" aria-label="{heading}. {escape(chart.text)}">{place}</div>\n{table}</section>\n'
+        f'<div role="group" aria-label="{heading}. {escape(chart.text)}">{place}</div>\n{table}</section>\n'
     )
 
 
 def _summaries(runs: Sequence[Recorded]) -> str:
     names = list(dict.fromkeys(name for run in runs for name in run.summary))
-    rows = [["steps recorded", *(number(run.count) for run in runs)]]
-    rows += [[name.replace("_", " "), *(_text(run.summary.get(name)) for run in runs)] for name in names]
+    rows = [["steps recorded", *(str(len(run.steps["step"])) for run in runs)]]
+    rows += [[name.replace("_", " "), *(_text(run.summary, name) for run in runs)] for name in names]
     return _table(["", *(run.name for run in runs)], rows)
 
 
 def _settings(runs: Sequence[Recorded]) -> str:
     """All settings; those that differ between the runs first."""
     names = list(dict.fromkeys(name for run in runs for name in run.settings))
-    rows = [[name, *(_text(run.settings.get(name)) for run in runs)] for name in names]
+    rows = [[name, *(_exact(run.settings, name) for run in runs)] for name in names]
     differ = [row for row in rows if len(set(row[1:])) > 1]
     header = ["setting", *(run.name for run in runs)]
     first = f"<h2>Settings that differ</h2>\n{_table(header, differ)}" if differ else ""
@@ -125,10 +125,14 @@ def _settings(runs: Sequence[Recorded]) -> str:
     return f"{first}<details><summary>All settings</summary>\n{_table(header, rows)}</details>\n"
 
 
-def _text(value: Any) -> str:
-    if value is None:
-        return "none"
-    return number(value) if isinstance(value, float) else str(value)
+def _text(values: Mapping[str, Any], name: str) -> str:
+    value = values.get(name)
+    return "-" if value is None else number(value) if isinstance(value, float) else str(value)
+
+
+def _exact(values: Mapping[str, Any], name: str) -> str:
+    """Returns a setting's value as it is written; "-" where the run has none of that name."""
+    return "-" if name not in values else "null" if values[name] is None else str(values[name])
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

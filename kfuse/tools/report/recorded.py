@@ -1,9 +1,10 @@
-"""A recorded run as columns, few enough to be drawn."""
+"""A recorded run as columns, and which of its steps are drawn."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kfuse.settings.tree import ConfigError
-from kfuse.tools.run_files import config_path, read_metrics, read_yaml
+from kfuse.tools.run_files import config_path, each_step, read_yaml
 
-MOST_STEPS = 1500
-"""Steps that are drawn of a run: a screen has no more columns."""
+MOST_PARTS = 1500
+"""Of so many parts of a long run some steps each are drawn: a screen has no more columns."""
 SHOWN_EVENTS = {
     "decision": "decision",
     "failure": "worker lost",
@@ -28,7 +29,7 @@ SHOWN_EVENTS = {
     "records_lost": "records lost",
     "policy_failed": "policy failed",
 }
-_DRAWN = (
+_COLUMNS = (
     "step", "samples", "loss", "lr", "batch_size", "workers", "noise_scale", "noise_scale_low", "noise_scale_high",
     "step_time_s", "data_wait_s",
 )  # fmt: skip
@@ -50,107 +51,164 @@ class Event:
 class Recorded:
     """A run.
 
-    steps: columns of metrics.jsonl by name, NaN where unknown, of at most 3 * MOST_STEPS steps, and `seconds`, the sum
-    of the step times until then. evaluations: the columns step, samples, seconds, loss, accuracy.
+    steps: columns of metrics.jsonl by name, NaN where unknown, and `seconds`, the sum of the step times until then.
+    drawn: the rows of them that are drawn. evaluations: the columns step, samples, seconds, loss, accuracy.
     """
 
     name: str
-    count: int  # of steps recorded
     steps: dict[str, Column]
+    drawn: NDArray[np.intp]
     evaluations: dict[str, Column]
     events: list[Event]
     summary: dict[str, Any]
     settings: dict[str, Any]
 
 
-def read_run(path: Path) -> Recorded:
-    """Reads a run's directory. Raises ConfigError for what is none."""
-    lines = read_metrics(path)
-    columns = {name: np.array([line[name] for line in lines], np.float64) for name in _DRAWN}
+def read_runs(paths: Sequence[Path]) -> list[Recorded]:
+    """Reads runs' directories. Raises ConfigError for what is none."""
+    return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def _read(path: Path, name: str) -> Recorded:
+    kept = {name: array("d") for name in _COLUMNS}
+    for record in each_step(path):
+        for column, values in kept.items():
+            values.append(_number(record[column]))
+    columns = {name: np.array(values) for name, values in kept.items()}
     columns["seconds"] = np.nan_to_num(columns["step_time_s"]).cumsum()
-    events = _json_lines(path / "events.jsonl")
-    known = [event for event in events if isinstance(event["step"], int)]
+    evaluations, events = list[dict[str, Any]](), list[dict[str, Any]]()
+    for event in _events(path / "events.jsonl"):
+        if event["kind"] in ("evaluation", "resumed", "went_back"):  # what was recorded of later steps comes again
+            evaluations = [each for each in evaluations if each["step"] < event["step"]]
+        if event["kind"] == "evaluation":
+            evaluations.append(event)
+        elif event["kind"] in SHOWN_EVENTS:
+            events.append(event)
     # The last evaluation comes after the last step, and events may too.
-    last = len(lines) - 1
-    row = [min(int(np.searchsorted(columns["step"], event["step"])), last) for event in known]
-    at = [row[k] for k, event in enumerate(known) if event["kind"] == "evaluation"]
-    evaluations = {name: columns[name][at] for name in ("step", "samples", "seconds")}
-    for name in ("loss", "accuracy"):
-        values = [event.get(name) for event in known if event["kind"] == "evaluation"]
-        evaluations[name] = np.array(values, np.float64)
-    shown = [
-        Event(event["step"], float(columns["seconds"][row[k]]), event["kind"], _words(event))
-        for k, event in enumerate(known)
-        if event["kind"] in SHOWN_EVENTS
-    ]
-    kept = _drawn(columns["loss"])
+    rows = np.minimum(
+        np.searchsorted(columns["step"], [each["step"] for each in evaluations]), len(columns["step"]) - 1
+    )
+    of_evaluations = {name: columns[name][rows] for name in ("step", "samples", "seconds")}
+    for figure in ("loss", "accuracy"):
+        of_evaluations[figure] = np.array([_number(each.get(figure)) for each in evaluations])
+    at = np.minimum(np.searchsorted(columns["step"], [each["step"] for each in events]), len(columns["step"]) - 1)
     return Recorded(
-        name=path.resolve().name,
-        count=len(lines),
-        steps={name: values[kept] for name, values in columns.items()},
-        evaluations=evaluations,
-        events=shown,
-        summary=_json(path / "summary.json"),
-        settings=_flat(read_yaml(config_path(path))) if config_path(path).exists() else {},
+        name=name,
+        steps=columns,
+        drawn=_drawn(columns),
+        evaluations=of_evaluations,
+        events=[
+            Event(each["step"], float(columns["seconds"][row]), *_told(each))
+            for each, row in zip(events, at, strict=True)
+        ],
+        summary=_summary(path / "summary.json"),
+        settings=_settings(path),
     )
 
 
-def _drawn(loss: Column) -> NDArray[np.intp]:
-    """Returns the rows to draw: all, or of each of MOST_STEPS parts the first one and those of least and most loss."""
-    if len(loss) <= 3 * MOST_STEPS:
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Returns of each path as much of its end as tells it from the others."""
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{number} {path}" for number, path in enumerate(paths, 1)]  # the same run twice
+
+
+def _drawn(columns: Mapping[str, Column]) -> NDArray[np.intp]:
+    """Returns the rows to draw: all of a short run.
+
+    Of a long one of each of MOST_PARTS parts the first row and those of least and most loss; and where the batch size
+    or the workers have changed the rows before and after.
+    """
+    loss = columns["loss"]
+    if len(loss) <= 3 * MOST_PARTS:
         return np.arange(len(loss))
     rows = {0, len(loss) - 1}
-    for part in np.array_split(np.arange(len(loss)), MOST_STEPS):
+    for part in np.array_split(np.arange(len(loss)), MOST_PARTS):
         known = part[np.isfinite(loss[part])]
         rows.add(int(part[0]))
         if len(known):
             rows |= {int(known[loss[known].argmin()]), int(known[loss[known].argmax()])}
+    for name in ("batch_size", "workers"):
+        changed = np.flatnonzero(np.diff(columns[name]))[:MOST_PARTS]
+        rows |= {*changed.tolist(), *(changed + 1).tolist()}
     return np.array(sorted(rows))
 
 
-def _words(event: Mapping[str, Any]) -> str:
-    """Returns an event in words."""
+def _number(value: Any) -> float:
+    """Returns a number as recorded, NaN for what is none."""
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else np.nan
+    except OverflowError:
+        return np.nan
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """Returns a file's whole lines that are events of a step; none where it is missing."""
+    found = []
+    try:
+        for line in path.read_bytes().splitlines(keepends=True):
+            record = json.loads(line) if line.endswith(b"\n") else None
+            if isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int):
+                found.append(record)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    return found
+
+
+def _told(event: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns an event's kind, and it in words."""
+    kind, what = event["kind"], SHOWN_EVENTS[event["kind"]]
+    if kind == "failure" and "worker" not in event:
+        kind, what = "job failed", "the job failed"
     skipped = ("time", "step", "kind", "traceback", "pid")
     known = {name: value for name, value in event.items() if name not in skipped and value not in (None, "", [], {})}
-    if event["kind"] == "view":
-        known = {"workers": len(event["workers"]), "reason": event["reason"], "pause_s": event.get("pause_s")}
+    if isinstance(workers := known.get("workers"), list) and kind == "view":
+        known = {"workers": len(workers), **{name: known[name] for name in ("reason", "pause_s") if name in known}}
     words = []
     for name, value in known.items():
-        pair = isinstance(value, list) and len(value) == 2
-        text = f"{_short(value[0])} to {_short(value[1])}" if pair else _short(value)
+        is_change = kind == "decision" and isinstance(value, list) and len(value) == 2 and name != "tree"
+        text = f"{_short(value[0])} to {_short(value[1])}" if is_change else _short(value)
         words.append(f"{name.removesuffix('_s').replace('_', ' ')} {text}{' s' if name.endswith('_s') else ''}")
-    return f"{SHOWN_EVENTS[event['kind']]}: {', '.join(words)}"
+    return kind, f"{what}: {', '.join(words)}"
 
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """Returns a file's object; an empty one where there is none: a run under way has no summary."""
+# -- summary and settings ----------------------------------------------------------------------------------------------
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    """Returns the summary; an empty one where there is none: a run under way has none."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: must be a JSON object")
     return found
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns a file's whole lines that are events; none where it is missing."""
-    found = []
-    try:
-        for line in path.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                record = json.loads(line)
-                if isinstance(record, dict) and {"kind", "step"} <= record.keys():
-                    found.append(record)
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    return found
+def _settings(run_dir: Path) -> dict[str, Any]:
+    """Returns the settings by dotted name, as the command line has recorded them; a script's run has none."""
+    path = config_path(run_dir)
+    if not path.exists():
+        return {}
+    settings = read_yaml(path)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: must be the settings of a run")
+    return _flat(settings)
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -160,5 +218,5 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             found |= _flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value
+            found[f"{prefix}{name}"] = value
     return found
