@@ -1,7 +1,7 @@
 # make run        train the built-in example: digits, on this machine, adaptively
 # make test       static checks, and the quick tests against the installed wheel
 # make test-frameworks  Trainer, Accelerate, Lightning, data=hf, model=hf, submitit, sinks: an environment of their own
-# make test-all   all tests; soak and repetition excepted (pytest -m long)
+# make test-all   all tests, and docs; soak and repetition excepted (pytest -m long)
 # make docs       builds the documentation site in build/site/html, and checks its links
 # make lint       the static checks alone
 # make reference  writes the tables of docs/reference.md and docs/support.md, which tests compare with the code
@@ -26,7 +26,7 @@ PYTEST := cd tests && KFUSE_TEST_INSTALLED=1 ../$(TEST_VENV)/bin/pytest -n 2
 # From tests/, where the checkout's kfuse/ is out of reach: what is tested is what users install. Two at a time: much of
 # the time a test waits for processes to come up, or to be missed.
 test: lint
-	rm -rf build
+	rm -rf build/lib build/bdist*
 	$(TEST_VENV)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall $(WHEEL)
 	$(PYTEST) --dist loadfile -m "not full and not long"
 
@@ -39,7 +39,7 @@ test-all: test
 
 # Hugging Face's libraries, Lightning, submitit and the services for figures have an environment of their own.
 test-frameworks: $(FRAMEWORKS_VENV)/.installed
-	rm -rf build
+	rm -rf build/lib build/bdist*
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall $(WHEEL)
 	cd tests && KFUSE_TEST_INSTALLED=1 ../$(FRAMEWORKS_VENV)/bin/pytest -n 2 frameworks
 

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from kfuse.observe import write_whole
 from kfuse.observe.run_dir import RunDirectory
+from kfuse.observe.sinks import services
 from kfuse.statistics.figures import METRICS
 
 STEP = {"step": 3, "epoch": 1, "samples": 96, "loss": 0.5, "lr": 0.01, "batch_size": 32, "workers": 2}
@@ -143,3 +145,25 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_whole(path, stopped)
     assert path.read_text() == first and set(tmp_path.iterdir()) == others
+
+
+def test_a_service_gets_each_step_once_through_resumptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three processes of a run, each of which goes back. A service takes nothing back."""
+    got = list[int]()
+
+    class Service:
+        def __init__(self, about: object, run: object) -> None: ...
+
+        def log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+            got.extend(step for step, _ in rows)
+
+        def finish(self, summary: object) -> None: ...
+
+    monkeypatch.setitem(services.SERVICES, "wandb", Service)
+    for first, end in ((0, 20), (10, 15), (12, 22)):
+        directory = RunDirectory(tmp_path / "run", ["wandb"])
+        directory.rewind(first)
+        for step in range(first, end):
+            directory.metrics({"step": step, "loss": 1.0})
+        directory.close()
+    assert got == list(range(22))

@@ -82,12 +82,10 @@ class RunDirectory:
             return Board(self.path / "tb")
         if name == "csv":
             return CsvFile(self.path / "metrics.csv")
-        about = About.of_directory(self.path, self._arguments[2])
-        if about.is_new:
-            return Sender(name, about, {})
+        about = About.of_directory(self.path, self._arguments[2], self._metrics.last_step())
         # What an earlier process of this run has recorded was sent then.
-        sent = {"train": self._metrics.last_step(), "evaluation": self._events.last_step("evaluation")}
-        return Sender(name, about, sent)
+        evaluated = -1 if about.is_new else self._events.last_step("evaluation")
+        return Sender(name, about, {"train": about.furthest, "evaluation": evaluated})
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:

@@ -112,7 +112,7 @@ def of_tensorboard(folder: Path) -> Figures:
 
 def ids(folder: Path) -> tuple[str, str]:
     """A run's id, and its name in Trackio."""
-    number = (folder / "run_id").read_text()
+    number = (folder / "run_id").read_text().split()[0]
     return number, f"{folder.parent.name}/{folder.name}-{number[:8]}"
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kfuse.observe import write_whole
 from kfuse.observe.sinks import Groups, flat
 
 
@@ -14,10 +16,13 @@ class CsvFile:
     """A column for the step and one for each figure. An evaluation has a row of its own, which `rewind` keeps."""
 
     def __init__(self, path: Path) -> None:
+        """Raises OSError for what cannot be read, or is another program's."""
         self.name, self._path = str(path), path
         self._waiting: list[dict[str, Any]] = []
         path.touch()
         self._columns, rows = self._read()
+        if self._columns and self._columns[0] != "step":
+            raise OSError(errno.EINVAL, "must be a file of kfuse, whose first column is step", str(path))
         self._evaluated = max((int(row["step"]) for row in rows if _is_evaluation(row)), default=-1)
 
     def log(self, groups: Groups, step: int) -> None:
@@ -48,17 +53,20 @@ class CsvFile:
         self.write()
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
-        """The columns and the rows, without the part of one that a killed process may have left."""
+        """The columns and the rows, without what a killed process may have left of one."""
         with self._path.open(newline="") as file:
-            reader = csv.DictReader(line for line in file if line.endswith("\n"))
-            return [*(reader.fieldnames or ())], [*reader]
+            reader = csv.DictReader((line for line in file if line.endswith("\n")), restkey="", restval="")
+            return [*(reader.fieldnames or ())], [row for row in reader if row["step"].isdecimal() and "" not in row]
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        with self._path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns, restval="")
-            if self._columns:
-                writer.writeheader()
-            writer.writerows(rows)
+        def save(to: Path) -> None:
+            with to.open("w", newline="") as file:
+                writer = csv.DictWriter(file, self._columns, restval="")
+                if self._columns:
+                    writer.writeheader()
+                writer.writerows(rows)
+
+        write_whole(self._path, save)
 
 
 def _is_evaluation(row: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
+from kfuse.observe import write_whole
 from kfuse.observe.sinks import Groups, SinkError, flat, numbers
 
 _MOST_WAITING = 100_000  # rows
@@ -33,14 +34,21 @@ class About:
     settings: Mapping[str, Any] = field(default_factory=dict)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     is_new: bool = True
+    furthest: int = -1  # the last step that an earlier process of the run has recorded
 
     @classmethod
-    def of_directory(cls, folder: Path, settings: Mapping[str, Any]) -> About:
-        """The id is kept in the folder: a resumed run goes on in the same run of a service. Raises OSError."""
+    def of_directory(cls, folder: Path, settings: Mapping[str, Any], recorded: int) -> About:
+        """Id and furthest step are kept in the folder: a resumed run goes on in the same run of a service.
+
+        recorded: the last step in metrics.jsonl, which loses what is made again. Raises OSError.
+        """
         path = folder / "run_id"
-        known = path.read_text() if path.exists() else ""
-        about = cls(folder, settings, known or uuid.uuid4().hex, is_new=not known)
-        path.write_text(about.id)
+        known = path.read_text().split() if path.exists() else []
+        if not known:
+            about = cls(folder, settings)
+        else:
+            about = cls(folder, settings, known[0], is_new=False, furthest=max(int(known[1]), recorded))
+        write_whole(path, lambda to: to.write_text(f"{about.id} {about.furthest}\n"))
         return about
 
     @property
@@ -73,7 +81,7 @@ class Sender:
         self._rows: list[Row] = []  # in the hands of this class; the thread's are `_due`
         self._due: list[Row] = []
         self._summary: Mapping[str, Any] | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, args=(about, run), name=f"kfuse-{name}", daemon=True)
         self._thread.start()
@@ -120,7 +128,7 @@ class Sender:
                 elif self._summary is not None:
                     service.finish(self._summary)
                     return
-        except Exception as error:
+        except BaseException as error:  # a client may end its thread
             self._error = error
 
 
@@ -269,7 +277,7 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
