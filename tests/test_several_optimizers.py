@@ -29,22 +29,28 @@ def network() -> nn.Sequential:
 
 
 def pair(net: nn.Sequential, lr: float = 0.02) -> tuple[Any, Any]:
-    """The second of two such groups has a rate of its own."""
+    """Each of their three groups has a rate of its own."""
     hidden = net[2].weight
     rest = [p for p in net.parameters() if p is not hidden]
     groups = [{"params": rest[:1], "lr": 0.1 * lr}, {"params": rest[1:]}]
     return torch.optim.Muon([hidden], lr=lr), torch.optim.AdamW(groups, lr=0.3 * lr)
 
 
-def same_steps(clip_norm: float | None, steps: int = 6) -> tuple[float, bool]:
-    """The largest relative difference of the parameters, and whether plain optimizers go on from the state."""
+def with_sgd(net: nn.Sequential) -> tuple[Any, Any]:
+    """Unlike Muon and AdamW it sees how long a gradient is."""
+    muon, adamw = pair(net)
+    return muon, torch.optim.SGD(adamw.param_groups[0]["params"] + adamw.param_groups[1]["params"], 0.5, momentum=0.5)
+
+
+def same_steps(clip_norm: float | None, steps: int = 6) -> float:
+    """The largest relative difference of the parameters, with a change of states in the middle."""
     kf.init()
     rank, size = kf.rank(), kf.size()
     x, y = problem()
     ours = network()
     theirs = copy.deepcopy(ours)
-    opt, plain = kf.Optimizer(*pair(ours), clip_norm=clip_norm), pair(theirs)
-    assert [group["lr"] for group in opt.param_groups] == [0.02, 0.002, 0.006]
+    make = pair if clip_norm is None else with_sgd
+    opt, plain = kf.Optimizer(*make(ours), clip_norm=clip_norm), make(theirs)
     for step in range(steps):
         here = slice(rank, None, size)
         F.cross_entropy(ours(x[here]), y[here]).backward()
@@ -64,19 +70,18 @@ def same_steps(clip_norm: float | None, steps: int = 6) -> tuple[float, bool]:
             opt.load_state_dict({"optimizers": [each.state_dict() for each in plain]})
             for each, state in zip(plain, saved["optimizers"], strict=True):
                 each.load_state_dict(state)
-    states = zip(pair(network()), opt.state_dict()["optimizers"], strict=True)
-    return relative(ours.parameters(), theirs.parameters()), all(each.load_state_dict(s) is None for each, s in states)
+    return relative(ours.parameters(), theirs.parameters())
 
 
 def test_one_worker_has_the_bits_of_a_plain_loop() -> None:
-    assert run_workers(1, same_steps, None)[0] == (0.0, True)
+    assert run_workers(1, same_steps, None)[0] == 0
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_one_clip_over_all_parameters(workers: int) -> None:
     """Rounding differs, and Muon computes in bf16."""
-    for error, loads in run_workers(workers, same_steps, 0.05):
-        assert error < 5e-3 and loads
+    for error in run_workers(workers, same_steps, 0.05):
+        assert error < 1e-3
 
 
 def local() -> list[float]:

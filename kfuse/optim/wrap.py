@@ -43,7 +43,7 @@ class Optimizer(DistributedOptimizer):
         clip_norm: limit of the mean gradient's global norm. skip_nonfinite: leaves a step out where a gradient is not
         finite; rank 0 warns either way. None: where that costs no wait.
 
-        On CUDA only torch's Adam and AdamW with fused=True leave a step out, or a parameter that no worker gave a
+        On CUDA only torch's Adam and AdamW, all with fused=True, leave a step out, or a parameter that no worker gave a
         gradient, without the host. With any other optimizer the host waits for the device in each step with a
         GradScaler or with skip_nonfinite=True (so None is False there), and, with several workers, in each step in
         which this worker gives a parameter no gradient.
