@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
-from elastic_job import assert_same_training, chaos, run_job, undisturbed_job, words
+from elastic_job import assert_same_training, chaos, compose, run_job, undisturbed_job, words
 from problems import relative
 from test_fit_checkpoint import Growing, Interrupted, assert_equal, problem, with_fit, with_loader
+from test_kfuse_run import run_script
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
@@ -199,8 +200,6 @@ def test_hidden_matrices_are_those_in_the_blocks(caplog: pytest.LogCaptureFixtur
 
 
 def test_the_shell_refuses_what_muon_cannot_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    from elastic_job import compose
-
     mlp = words("optimizer=muon model=mlp")
     compose([*mlp, "model.hidden=[8]"])
     for wrong, message in (
@@ -234,3 +233,41 @@ def test_a_loss_and_a_join_leave_the_bits(tmp_path: Path) -> None:
     job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path, events=events), "workers.count=2"])
     assert [failure["how"] for failure in job.of_kind("failure")] == ["was ended by SIGKILL"] * 2, job.told()
     assert_same_training(job, reference)
+
+
+SCRIPT = """
+import time
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+import kfuse as kf
+
+kf.init(comm_check_every=1)
+
+class Grow(kf.BasePolicy):
+    def decide(self, signals):
+        return kf.Decision(workers=2) if signals.step == 5 else None
+
+net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+muon = torch.optim.Muon([net[0].weight])
+adamw = torch.optim.AdamW([net[0].bias, *net[2].parameters()], lr=0.002)
+opt = kf.Optimizer(adamw, muon)
+schedulers = [LambdaLR(muon, lambda step: 0.5), LambdaLR(adamw, lambda step: 1 / (1 + step))]
+x, y = torch.randn(512, 6), torch.randint(3, (512,))
+settings = {"batch_size": 8, "batch_micro": 4, "train_epochs": 10, "policy": Grow(), "scheduler": schedulers}
+for step in kf.DataLoader((x, y), net, opt, **settings):
+    time.sleep(0.1 if kf.size() == 1 else 0.002)  # minutes for the second one to come
+    for inputs, targets in step:
+        F.cross_entropy(net(inputs), targets).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+@pytest.mark.full
+def test_a_worker_that_joins_has_all_states_and_schedules(tmp_path: Path) -> None:
+    """The parameters stay the same on both: the check would end the job."""
+    metrics = run_script(tmp_path, SCRIPT, "--max-workers", "2", workers=1).metrics
+    assert metrics[-1]["workers"] == 2
+    for record in metrics:
+        assert record["lr"] == pytest.approx(0.002 / (1 + record["step"]))
