@@ -191,7 +191,7 @@ def test_hidden_matrices_are_those_in_the_blocks(caplog: pytest.LogCaptureFixtur
     layers = ("attention.qkv", "attention.project", "expand", "contract")
     assert found == [f"blocks.{k}.{layer}.weight" for k in range(2) for layer in layers]
     opt = MuonAdamW(gpt)
-    assert "Muon updates 8 parameters of 384 elements (the matrices in the blocks), AdamW updates 20" in caplog.text
+    assert "hidden matrices, by Muon: 8 (384 elements); other parameters, by AdamW: 20 (" in caplog.text
     assert [type(each).__name__ for each in opt.inners] == ["Muon", "AdamW"]
     mlp = MLP((4,), 3, hidden=(8, 8))
     assert [tuple(p.shape) for p in hidden_matrices(mlp)] == [(8, 4), (8, 8)]
@@ -204,6 +204,7 @@ def test_the_shell_refuses_what_muon_cannot_train(monkeypatch: pytest.MonkeyPatc
     compose([*mlp, "model.hidden=[8]"])
     for wrong, message in (
         ("model.hidden=[]", "MLP has no hidden matrices for Muon: use adamw or sgd"),
+        ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1: must be 0 or more"),
         ("optimizer.momentum=1", r"optimizer.momentum=1: must be in \[0, 1\)"),
         ("optimizer.adjust_lr_fn=none", "optimizer.adjust_lr_fn=none: must be one of original, match_rms_adamw"),
         ("comm.state=sharded", r"must be replicated with optimizer=MuonAdamW"),

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from kfuse.optim.refuse import refuse_options
 from kfuse.optim.wrap import Optimizer
 
 _LOG = logging.getLogger("kfuse")
@@ -34,23 +35,31 @@ class MuonAdamW(Optimizer):
         clip_norm: float | None = None,
         skip_nonfinite: bool | None = None,
     ) -> None:
-        """Raises ValueError for a torch without Muon, and for a model without hidden matrices or other parameters."""
-        self.check_arguments()
+        """Raises ValueError for a torch without Muon, for numbers out of range, and for a model without hidden matrices
+        or without other parameters.
+        """
+        self.check_arguments(lr, momentum, betas, eps, weight_decay)
         hidden, others = self.check_model(model)
         muon = torch.optim.Muon(hidden, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn)
         adamw = torch.optim.AdamW(others, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay)
         super().__init__(muon, adamw, clip_norm=clip_norm, skip_nonfinite=skip_nonfinite)
         if self._session.worker == 0:
-            by, rest = (
-                f"{len(each)} parameters of {sum(p.numel() for p in each)} elements" for each in (hidden, others)
-            )
-            _LOG.warning("Muon updates %s (the matrices in the blocks), AdamW updates %s", by, rest)
+            counts = (f"{len(each)} ({sum(p.numel() for p in each)} elements)" for each in (hidden, others))
+            _LOG.warning("hidden matrices, by Muon: %s; other parameters, by AdamW: %s", *counts)
 
     @staticmethod
-    def check_arguments(momentum: float = 0.95, **_: object) -> None:
+    def check_arguments(
+        lr: float,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **_: object,
+    ) -> None:
         """Raises ValueError as the constructor does; it needs no parameters and no workers."""
         if not hasattr(torch.optim, "Muon"):
             raise ValueError(f"torch {torch.__version__} has no torch.optim.Muon: it is there since torch 2.9")
+        refuse_options(lr, betas, eps, weight_decay)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum={momentum!r}: must be in [0, 1)")
 

@@ -247,7 +247,7 @@ class UserSchedule:
 def has_scheduler(opt: DistributedOptimizer, but: UserSchedule | None = None) -> bool:
     """Whether a torch scheduler was made for this optimizer. (Schedulers mark the optimizer's `step`.)
 
-    but: a scheduler for each of several optimizers, or one for all, counts as given.
+    but: what is given to be stepped: then only another scheduler, for an optimizer that this leaves out, counts.
     """
     given = [] if but is None else [scheduler.optimizer for scheduler in but.schedulers]
     if opt in given:
