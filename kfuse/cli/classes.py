@@ -43,7 +43,12 @@ def check(config: Mapping[str, Any], settings: Mapping[str, Any], facts: dict[st
     spec, samples = _check_data(config["data"])
     facts |= {"data": "stream" if samples is None else "data set"}
     rules.check(facts, shell=True)
-    _check_model(config["model"], spec)
+    model = _check_model(config["model"], spec)
+    if check_model := getattr(optimizer, "check_model", None):
+        try:
+            check_model(model)
+        except ValueError as error:
+            raise ConfigError(f"optimizer._target_={config['optimizer']['_target_']}: {error}") from error
     run = Settings.of(settings).schedule(samples)
     facts |= rules.run_facts(run.total, settings["lr_decay"], settings["lr_decay_fraction"])
     rules.check(facts, shell=True)
@@ -115,8 +120,8 @@ def _check_data(node: Any) -> tuple[Mapping[str, Any], int | None]:
     return split.spec, lengths["train"]
 
 
-def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
-    """Makes the model, with the arguments that the data supply, and compares it with the weights of model.init."""
+def _check_model(node: Any, spec: Mapping[str, Any]) -> torch.nn.Module:
+    """Returns the model, made with the arguments that the data supply, and compared with the weights of model.init."""
     path = None
     with contextlib.suppress(ValueError):  # of a class that is not there: `_check_class` says so
         node, path = instantiate.initial_weights(node)
@@ -137,6 +142,7 @@ def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
             load_weights(model, path, assign=True)
         except ValueError as error:
             raise ConfigError(f"model.init={error}") from error
+    return model
 
 
 def _check_optimizer(node: Any, lr: float) -> type[torch.optim.Optimizer]:

@@ -35,6 +35,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the workers' mean gradient. A subclass makes its `updates` and calls `_attach`."""
 
     shards_state: bool = False  # whether the class can keep its state in shards (`comm.state=sharded`)
+    inners: tuple[torch.optim.Optimizer, ...] = ()  # torch's own optimizers, where these make the updates
     tells_fisher: bool = False  # whether it has `fisher`: right where each worker has the whole state (replicated)
     _step_supports_amp_scaling = True  # GradScaler then passes scale and found_inf to step() and does not unscale
 

@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from kfuse.optim.base import DistributedOptimizer
 from kfuse.optim.flat_updates import FlatUpdates
+from kfuse.optim.refuse import refuse_options
 from kfuse.optim.rules import AdamWRule, LambRule, SGDRule
 
 
@@ -74,11 +75,7 @@ class FusedLAMB(DistributedOptimizer):
         lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 1e-2, **_: object
     ) -> None:
         """Raises ValueError as the constructor does, which calls it; it needs no parameters and no workers."""
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name}={value!r}: must be 0 or more")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas!r}: each must be in [0, 1)")
+        refuse_options(lr, betas, eps, weight_decay)
 
 
 class FusedSGD(DistributedOptimizer, torch.optim.SGD):

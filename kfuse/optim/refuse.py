@@ -7,7 +7,7 @@ own in a job whose workers may change, since a worker that joins would not know 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 from torch.nn import Parameter
@@ -54,6 +54,15 @@ def refuse_sharded(named: Iterable[tuple[Parameter, str]]) -> None:
                 f"{name} is a DTensor: kfuse trains whole parameters; give it the model without fully_shard, "
                 "distribute_tensor or parallelize_module"
             )
+
+
+def refuse_options(lr: float, betas: Sequence[float], eps: float, weight_decay: float) -> None:
+    """Raises ValueError for a negative lr, eps or weight_decay, or a beta outside [0, 1)."""
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not value >= 0:
+            raise ValueError(f"{name}={value!r}: must be 0 or more")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas={betas!r}: each must be in [0, 1)")
 
 
 def refuse_own_loop(session: Session, uses_scaler: bool) -> None:

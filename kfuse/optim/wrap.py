@@ -1,8 +1,8 @@
-"""Any torch optimizer, data-parallel."""
+"""Any torch optimizer, or several over different parameters, data-parallel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,33 +11,39 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.optim.base import DistributedOptimizer
-from kfuse.optim.updates import Update, Updates
+from kfuse.optim.updates import Update, Updates, named_parameters
 
 # Their state tensors are all zeros before the first update.
 _BEGIN_WITH_ZEROS = tuple(
-    getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta", "Muon")
+    if hasattr(torch.optim, name)  # torch has Muon since 2.9
 )
+_SEVERAL = "optimizers"  # a key of state_dict
 
 
 class Optimizer(DistributedOptimizer):
     """Wraps a torch optimizer: gradients are reduced and measured by kfuse, the update is the optimizer's own.
 
-    Shares `param_groups` and `state` with it, so learning-rate schedulers may be given either.
+    Shares `param_groups` and `state` with it, so learning-rate schedulers may be given either. Several optimizers, each
+    with parameters of its own, are one here: statistics and clipping are over all parameters, and `param_groups` are
+    those of all, in their order. Their `state_dict()` is `{"optimizers": [one of each]}`, with kfuse's statistics.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        *,
+        *others: torch.optim.Optimizer,
         clip_norm: float | None = None,
         skip_nonfinite: bool | None = None,
     ) -> None:
-        """Raises TypeError for what is not a torch optimizer, or is a kfuse one already.
+        """Raises TypeError for what is not a torch optimizer, or is a kfuse one already, and ValueError for several of
+        which two have one parameter, or one has none.
 
         clip_norm: limit of the mean gradient's global norm. skip_nonfinite: leaves a step out where a gradient is not
         finite; rank 0 warns either way. None: where that costs no wait.
 
-        On CUDA only torch's Adam and AdamW with fused=True leave a step out, or a parameter that no worker gave a
+        On CUDA only torch's Adam and AdamW, all with fused=True, leave a step out, or a parameter that no worker gave a
         gradient, without the host. With any other optimizer the host waits for the device in each step with a
         GradScaler or with skip_nonfinite=True (so None is False there), and, with several workers, in each step in
         which this worker gives a parameter no gradient.
@@ -47,42 +53,76 @@ class Optimizer(DistributedOptimizer):
         FusedSGD and FusedLAMB keep masters. An optimizer that needs a closure (LBFGS), or sparse gradients
         (SparseAdam), fails at its first step.
         """
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
-            raise TypeError(f"kf.Optimizer wraps a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.inner = optimizer
-        self.state = optimizer.state
-        optimizer.param_groups = self.param_groups
-        updates = TorchUpdates(self, optimizer)
+        inners = (optimizer, *others)
+        for each in inners:
+            if not isinstance(each, torch.optim.Optimizer) or isinstance(each, DistributedOptimizer):
+                raise TypeError(f"kf.Optimizer wraps a torch.optim.Optimizer, not {type(each).__name__}")
+        if others:
+            _refuse_shared(inners)
+            super().__init__(_groups(inners), {})
+            self.state = _States(inners)  # type: ignore[assignment]
+        else:
+            super().__init__(optimizer.param_groups, optimizer.defaults)
+            self.state = optimizer.state
+            optimizer.param_groups = self.param_groups
+        self.inner, self.inners = optimizer, inners
+        updates = TorchUpdates(self, inners)
         if skip_nonfinite is None:
             on_gpu = any(devices.of(p.device).asynchronous for group in self.param_groups for p in group["params"])
             skip_nonfinite = updates.skips_on_device or not on_gpu
         self._attach(updates, clip_norm, skip_nonfinite)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises ValueError also where there are several optimizers."""
+        if len(self.inners) > 1:
+            raise ValueError(
+                f"add_param_group: {_named(self.inners)}: give the group to one of them before kf.Optimizer"
+            )
+        super().add_param_group(param_group)
+
 
 class TorchUpdates(Updates):
-    """Makes updates by a torch optimizer's own `step`."""
+    """Makes updates by torch optimizers' own `step`."""
 
-    def __init__(self, opt: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-        """opt: shares groups and state with `inner`."""
+    def __init__(self, opt: torch.optim.Optimizer, inners: Sequence[torch.optim.Optimizer]) -> None:
+        """opt: shares groups and state with the one, or has those of all."""
         super().__init__(opt)
-        self._inner = inner
+        self._inners, self._states = inners, _States(inners)
 
     def state_dict(self, only: int | None = None) -> dict[str, Any]:
-        return self._inner.state_dict()
+        states = [inner.state_dict() for inner in self._inners]
+        return {_SEVERAL: states} if len(states) > 1 else states[0]
 
     def load_state_dict(self, state: dict[str, Any], whole: bool = False) -> None:
-        """Also shares the wrapped optimizer's groups and state again, since loading replaces them."""
-        self._inner.load_state_dict(state)
-        self.opt.param_groups, self.opt.state = self._inner.param_groups, self._inner.state
+        """Also shares the wrapped optimizers' groups and state again, since loading replaces them."""
+        if len(self._inners) == 1:
+            (inner,) = self._inners
+            inner.load_state_dict(state)
+            self.opt.param_groups, self.opt.state = inner.param_groups, inner.state
+            return
+        states = state.get(_SEVERAL, ())
+        if [_sizes(each["param_groups"]) for each in states] != [_sizes(each.param_groups) for each in self._inners]:
+            raise ValueError(f'the state must have "{_SEVERAL}": a list of the state_dict of {_named(self._inners)}')
+        for inner, of_inner in zip(self._inners, states, strict=True):
+            inner.load_state_dict(of_inner)
+        self.opt.param_groups = _groups(self._inners)
 
     @property
     def skips_on_device(self) -> bool:
-        """Its fused kernel takes `found_inf`, from the device, and its state begins with zeros."""
-        known = type(self._inner) in (torch.optim.Adam, torch.optim.AdamW)
-        return known and all(group.get("fused") for group in self._inner.param_groups)
+        """Their fused kernels take `found_inf`, from the device, and their state begins with zeros."""
+        known = all(type(inner) in (torch.optim.Adam, torch.optim.AdamW) for inner in self._inners)
+        return known and all(group.get("fused") for group in _groups(self._inners))
+
+    def _refuse_changed(self) -> None:
+        """Raises RuntimeError if one of several has other groups by now: those would be updated without a reduction."""
+        if len(self._inners) > 1 and list(map(id, _groups(self._inners))) != list(map(id, self.opt.param_groups)):
+            raise RuntimeError(
+                f"{_named(self._inners)}: one has other param_groups than when kf.Optimizer was made: load a state by "
+                "its load_state_dict, and add groups before it is made"
+            )
 
     def update(self, given: Update) -> None:
+        self._refuse_changed()
         scale, found_inf = given.scaled.factor, given.scaled.skip
         on_device = self.skips_on_device and devices.of(self.engine.device).asynchronous
         if found_inf is not None and not on_device and found_inf.item():
@@ -94,7 +134,7 @@ class TorchUpdates(Updates):
                 bucket.visible.mul_(scale)
         in_doubt = {i: self._state_of(p) for i in given.in_doubt if (p := self.engine.params[i]).grad is not None}
         with self._prepared(given.lr_factor, found_inf if on_device else None):
-            self._inner.step()
+            self._step()
         for index, before in in_doubt.items():
             assert given.reduced.used is not None
             used = given.reduced.used[index] > 0
@@ -114,20 +154,25 @@ class TorchUpdates(Updates):
         for index, p in enumerate(params):
             p.grad = torch.zeros_like(p) if index in values else None
         try:
-            self._inner.step()
+            self._step()
         finally:
             for index, value in values.items():
                 params[index].copy_(value)
             for p, gradient in zip(params, gradients, strict=True):
                 p.grad = gradient
-        if type(self._inner) in _BEGIN_WITH_ZEROS:
-            for index in lacking:
-                for state in self._states_of(params[index]):
-                    state.zero_()
+        for inner in self._inners:
+            if type(inner) in _BEGIN_WITH_ZEROS:
+                of_each = (inner.state.get(params[index], {}) for index in lacking)
+                for value in (value for state in of_each for value in state.values() if isinstance(value, Tensor)):
+                    value.zero_()
+
+    def _step(self) -> None:
+        for inner in self._inners:
+            inner.step()
 
     def _state_of(self, p: Tensor, copy: bool = True) -> dict[str, Tensor]:
         """A parameter, as "", and the tensors of its state, by name."""
-        tensors = {k: v for k, v in self._inner.state.get(p, {}).items() if isinstance(v, Tensor)} | {"": p.detach()}
+        tensors = {k: v for k, v in self._states.get(p, {}).items() if isinstance(v, Tensor)} | {"": p.detach()}
         return {name: value.clone() if copy else value for name, value in tensors.items()}
 
     @contextmanager
@@ -138,18 +183,70 @@ class TorchUpdates(Updates):
         fused updates on the CPU take the elements of both in the order of their memory, and check nothing.
         """
         gradients = [(p, p.grad) for p in self.engine.params if p.grad is not None and p.grad.stride() != p.stride()]
-        rates = [(group, group["lr"]) for group in self._inner.param_groups if lr_factor != 1.0]
+        rates = [(group, group["lr"]) for group in _groups(self._inners) if lr_factor != 1.0]
         try:
             for p, gradient in gradients:
                 p.grad = torch.empty_like(p).copy_(gradient)
             for group, rate in rates:
                 group["lr"] = rate * lr_factor
             if found_inf is not None:  # the fused kernel compares with 1
-                self._inner.found_inf = (found_inf != 0).to(torch.float32)  # type: ignore[attr-defined]
+                for inner in self._inners:
+                    inner.found_inf = (found_inf != 0).to(torch.float32)  # type: ignore[attr-defined]
             yield
         finally:
             for p, gradient in gradients:
                 p.grad = gradient
             for group, rate in rates:
                 group["lr"] = rate
-            vars(self._inner).pop("found_inf", None)
+            for inner in self._inners:
+                vars(inner).pop("found_inf", None)
+
+
+class _States(Mapping[Tensor, dict[str, Any]]):
+    """What several optimizers have as `state`, which loading replaces, as one mapping."""
+
+    def __init__(self, inners: Sequence[torch.optim.Optimizer]) -> None:
+        self._inners = inners
+
+    def __getitem__(self, p: Tensor) -> dict[str, Any]:
+        for inner in self._inners:
+            if p in inner.state:  # which would make an entry for any other
+                found: dict[str, Any] = inner.state[p]
+                return found
+        raise KeyError(p)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (p for inner in self._inners for p in inner.state)
+
+    def __len__(self) -> int:
+        return sum(len(inner.state) for inner in self._inners)
+
+
+def _groups(inners: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    return [group for inner in inners for group in inner.param_groups]
+
+
+def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def _named(inners: Sequence[torch.optim.Optimizer]) -> str:
+    return ", ".join(type(inner).__name__ for inner in inners)
+
+
+def _refuse_shared(inners: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises ValueError where two optimizers have one parameter, or one has none."""
+    owners: dict[int, torch.optim.Optimizer] = {}
+    for k, inner in enumerate(inners):
+        if inner in inners[:k]:
+            raise ValueError(f"kf.Optimizer({_named(inners)}): the same {type(inner).__name__} is given twice")
+        named = named_parameters(inner.param_groups)
+        if not named:
+            raise ValueError(f"kf.Optimizer({_named(inners)}): {type(inner).__name__} has no parameters: leave it out")
+        for p, name in named:
+            other = owners.setdefault(id(p), inner)
+            if other is not inner:
+                raise ValueError(
+                    f"kf.Optimizer({_named(inners)}): {name} of {type(inner).__name__}, of shape {tuple(p.shape)}, "
+                    f"is a parameter of {type(other).__name__} too: each must have parameters of its own"
+                )

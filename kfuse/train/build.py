@@ -70,7 +70,9 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
 
 
 def _optimizer(config: dict[str, Any], model: torch.nn.Module) -> DistributedOptimizer:
-    made = instantiate.build({"lr": config["lr"]["base"], **config["optimizer"]}, model.parameters())
+    node = {"lr": config["lr"]["base"], **config["optimizer"]}
+    takes_model = next(iter(instantiate.parameters(instantiate.locate(node.get("_target_")))), None) == "model"
+    made = instantiate.build(node, model if takes_model else model.parameters())
     opt = made if isinstance(made, DistributedOptimizer) else Optimizer(made)
     # Not by the constructor: a user's class that is derived from one of kfuse's may not pass them on.
     opt.clip_norm = config["train"]["clip_norm"]

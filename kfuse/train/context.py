@@ -121,7 +121,7 @@ class TrainContext:
     settings: Settings
     policy: BasePolicy = field(default_factory=BasePolicy)
     objective: Objective = field(default_factory=Objective)  # how a batch becomes a loss
-    scheduler: UserSchedule | None = None  # a torch scheduler that training steps
+    scheduler: UserSchedule | None = None  # torch schedulers that training steps
     heldout: Dataset | None = None
     metrics: Mapping[str, Metric] | None = None  # functions (output, target) that are evaluated on `heldout`
     checkpoints: Checkpoints | None = None  # None: none are written or read
@@ -147,13 +147,13 @@ class TrainContext:
             self.sampler = StreamSampler(settings.seed)
         else:
             self.sampler = EpochSampler(len(self.data), settings.seed, getattr(self.data, "order", None))
-        if scheduler is not None and scheduler.interval == "epoch" and self.samples_an_epoch is None:
+        if scheduler is not None and "epoch" in scheduler.intervals and self.samples_an_epoch is None:
             raise ValueError("scheduler_interval=epoch: must be step with data=stream (a stream has no epochs)")
         self.schedule = settings.schedule(self.samples_an_epoch)
         self.session = current()
         if self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible:
             _refuse_uneven_embeddings(self.model)
-        inner = type(getattr(opt, "inner", opt)).__name__
+        inner = ", ".join(type(each).__name__ for each in opt.inners or (opt,))
         of_loop = "stepped in the loop's body" if has_scheduler(opt) else None
         self.facts = (
             by_key({each.name: getattr(settings, each.name) for each in fields(settings)})
@@ -162,7 +162,7 @@ class TrainContext:
             | {"job": "elastic" if self.session.elastic else "fixed"}
             | rules.policy_facts(self.policy)
             | rules.optimizer_facts(type(opt), inner)
-            | {"scheduler": of_loop if scheduler is None else type(scheduler.scheduler).__name__}
+            | {"scheduler": of_loop if scheduler is None else scheduler.name}
             | {"data": "stream" if self.samples_an_epoch is None else "data set"}
             | {"heldout": self.heldout is not None, "step_fn": self.objective.step_fn is not None}
             | {"metrics": ", ".join(self.metrics or ()) or None}

@@ -30,14 +30,14 @@ def may_draw(training: TrainContext) -> bool:
 
     Evaluations and audits do not count: they seed for themselves, and restore the generators.
     """
-    objective, inner = training.objective, getattr(training.opt, "inner", training.opt)
+    objective, opts = training.objective, (training.opt, *training.opt.inners)
     if training.user_loop or training.scheduler or objective.step_fn or objective.weight_fn:
         return True
     known: bool = (
         _is_known_loss(objective.loss_fn)
         and (type(training.data) is TensorData or _is_of(training.data, "kfuse.data.builtin"))
         and all(_is_of(policy, "kfuse.policies.") for policy in _parts(training.policy))
-        and all(_is_of(opt, "kfuse.optim.", "torch.optim.") and not _has_hooks(opt) for opt in (training.opt, inner))
+        and all(_is_of(opt, "kfuse.optim.", "torch.optim.") and not _has_hooks(opt) for opt in opts)
         and all(_draws_nothing(module) for module in training.model.modules())
         and all(_is_plain(parameter) for parameter in training.model.parameters())
     )

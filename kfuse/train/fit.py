@@ -64,7 +64,8 @@ def fit(
         the same names each time, at most 16; these figures are averaged like the loss, over samples and workers.
     weight_fn(batch): the weight of a micro-batch in the step's mean gradient and mean loss, a number above 0, such as
         its target tokens. Default: its samples. It gets the batch as it was fetched, on the CPU.
-    scheduler, scheduler_interval: a torch scheduler made for `opt`, stepped here each "step" or "epoch".
+    scheduler, scheduler_interval: a torch scheduler made for `opt`, stepped here each "step" or "epoch". Where `opt`
+        is of several optimizers a list may have one for each.
     heldout: data as above, but no stream. metrics: {name: function(output, target)}, evaluated on it in batches of 256
         samples: a tensor [B], a value for each sample, or a scalar, the batch's mean.
     collate_fn(samples): makes a batch. worker_init_fn(number): called first in each loader process.
@@ -218,7 +219,8 @@ def _trainer(
         raise TypeError(f"{caller} takes a kfuse optimizer (kf.Optimizer wraps any), not {type(opt).__name__}")
     refuse_wrapped(model)
     user_loop, session = more.get("user_loop", False), current()
-    if scheduler is None and has_scheduler(opt) and (session.elastic or not user_loop):
+    schedule = None if scheduler is None else UserSchedule(scheduler, interval, opt, heldout is not None)
+    if has_scheduler(opt, schedule) and (session.elastic or not user_loop):
         raise ValueError(
             "a torch scheduler was made for this optimizer: kf.fit would not step it, and in an elastic job a worker "
             "that joins would not have its state: pass it as scheduler= and do not step it yourself"
@@ -230,7 +232,7 @@ def _trainer(
         opt,
         Settings.of(values, worker_init_fn=given.worker_init_fn),
         policy=policy or BasePolicy(),
-        scheduler=None if scheduler is None else UserSchedule(scheduler, interval, opt, heldout is not None),
+        scheduler=schedule,
         heldout=heldout,
         checkpoints=output.checkpoints,
         saved_model=output.saved_model,

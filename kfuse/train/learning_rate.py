@@ -206,36 +206,51 @@ class LRSchedule:
 
 
 class UserSchedule:
-    """Steps a torch scheduler after each optimizer step or epoch; a ReduceLROnPlateau after each evaluation, with the
-    held-out loss. It owns group["lr"]; kfuse multiplies by its own factor.
+    """Steps a torch scheduler, or a list of them, after each optimizer step or epoch; a ReduceLROnPlateau after each
+    evaluation, with the held-out loss. They own group["lr"]; kfuse multiplies by its own factor.
     """
 
-    def __init__(self, scheduler: Any, interval: str, opt: DistributedOptimizer, evaluates: bool) -> None:
+    def __init__(self, given: Any, interval: str, opt: DistributedOptimizer, evaluates: bool) -> None:
         """evaluates: training has held-out data. Raises TypeError or ValueError for what cannot be stepped so."""
-        if not isinstance(scheduler, LRScheduler):
-            raise TypeError(f"scheduler={type(scheduler).__name__}: must be a torch.optim.lr_scheduler.LRScheduler")
-        if interval not in get_args(Interval):
-            raise ValueError(f"scheduler_interval={interval!r}: must be one of {', '.join(get_args(Interval))}")
-        if scheduler.optimizer not in (opt, getattr(opt, "inner", None)):
-            raise ValueError("scheduler: it belongs to another optimizer than the one given")
-        if isinstance(scheduler, ReduceLROnPlateau):
-            if not evaluates:
+        self.schedulers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+        self.intervals: list[str] = []
+        for scheduler in self.schedulers:
+            if not isinstance(scheduler, LRScheduler):
+                raise TypeError(f"scheduler={type(scheduler).__name__}: must be a torch.optim.lr_scheduler.LRScheduler")
+            if interval not in get_args(Interval):
+                raise ValueError(f"scheduler_interval={interval!r}: must be one of {', '.join(get_args(Interval))}")
+            if scheduler.optimizer not in (opt, *opt.inners):
+                raise ValueError("scheduler: it belongs to another optimizer than the one given")
+            plateau = isinstance(scheduler, ReduceLROnPlateau)
+            if plateau and not evaluates:
                 raise ValueError("scheduler=ReduceLROnPlateau: needs heldout= of kf.fit, whose loss it is stepped with")
-            interval = "evaluation"
-        self.scheduler: Any = scheduler
-        self.interval = interval
+            self.intervals.append("evaluation" if plateau else interval)
+
+    @property
+    def name(self) -> str | None:
+        return ", ".join(type(each).__name__ for each in self.schedulers) or None
+
+    def parts(self) -> dict[str, Any]:
+        """Returns the schedulers by their names in the training state."""
+        return {f"scheduler {k}" if k else "scheduler": each for k, each in enumerate(self.schedulers)}
 
     def after(self, interval: str, *metrics: float) -> None:
-        """Steps the scheduler if this is its interval: "step", "epoch", "evaluation" (metrics: the held-out loss)."""
-        if self.interval != interval:
-            return
-        # torch warns of a scheduler that steps before its optimizer. The optimizer may have stepped in another process,
-        # whose state this one has taken over.
-        setattr(self.scheduler.optimizer, "_opt_called", True)  # noqa: B010
-        self.scheduler.step(*metrics)
+        """Steps those whose interval this is: "step", "epoch", "evaluation" (metrics: the held-out loss)."""
+        for scheduler, own in zip(self.schedulers, self.intervals, strict=True):
+            if own == interval:
+                # torch warns of a scheduler that steps before its optimizer. The optimizer may have stepped in another
+                # process, whose state this one has taken over.
+                setattr(scheduler.optimizer, "_opt_called", True)  # noqa: B010
+                scheduler.step(*metrics)
 
 
-def has_scheduler(opt: DistributedOptimizer) -> bool:
-    """Whether a torch scheduler was made for this optimizer. (Schedulers mark the optimizer's `step`.)"""
-    both = (opt, getattr(opt, "inner", None))
-    return any(hasattr(getattr(each, "step", None), "_wrapped_by_lr_sched") for each in both)
+def has_scheduler(opt: DistributedOptimizer, but: UserSchedule | None = None) -> bool:
+    """Whether a torch scheduler was made for this optimizer. (Schedulers mark the optimizer's `step`.)
+
+    but: what is given to be stepped: then only another scheduler, for an optimizer that this leaves out, counts.
+    """
+    given = [] if but is None else [scheduler.optimizer for scheduler in but.schedulers]
+    if opt in given:
+        return False
+    others = [inner for inner in opt.inners if inner not in given] if given else [opt, *opt.inners]
+    return any(hasattr(each.step, "_wrapped_by_lr_sched") for each in others)

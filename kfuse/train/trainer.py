@@ -64,7 +64,7 @@ class Trainer:
             "records": self._reporter,
         }
         if self._scheduler is not None:
-            parts["scheduler"] = self._scheduler.scheduler
+            parts |= self._scheduler.parts()
         state = TrainingState(parts)
         self._recovery = Recovery(training, self.decisions, self.calls, state, self._record_finished_update)
         self._newest: Step | None = None

@@ -1,0 +1,274 @@
+"""kf.Optimizer over several torch optimizers trains as a plain loop that steps each of them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from elastic_job import assert_same_training, chaos, compose, run_job, undisturbed_job, words
+from problems import relative
+from test_fit_checkpoint import Growing, Interrupted, assert_equal, problem, with_fit, with_loader
+from test_kfuse_run import run_script
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+import kfuse as kf
+from kfuse.cli.check import ConfigError
+from kfuse.models import GPT, MLP, ConvNet
+from kfuse.optim.muon import MuonAdamW, hidden_matrices
+from kfuse.session import reset
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def pair(net: nn.Sequential, lr: float = 0.02) -> tuple[Any, Any]:
+    """Each of their three groups has a rate of its own."""
+    hidden = net[2].weight
+    rest = [p for p in net.parameters() if p is not hidden]
+    groups = [{"params": rest[:1], "lr": 0.1 * lr}, {"params": rest[1:]}]
+    return torch.optim.Muon([hidden], lr=lr), torch.optim.AdamW(groups, lr=0.3 * lr)
+
+
+def with_sgd(net: nn.Sequential) -> tuple[Any, Any]:
+    """Unlike Muon and AdamW it sees how long a gradient is."""
+    muon, adamw = pair(net)
+    return muon, torch.optim.SGD(adamw.param_groups[0]["params"] + adamw.param_groups[1]["params"], 0.5, momentum=0.5)
+
+
+def same_steps(clip_norm: float | None, steps: int = 6) -> float:
+    """The largest relative difference of the parameters, with a change of states in the middle."""
+    kf.init()
+    rank, size = kf.rank(), kf.size()
+    x, y = problem()
+    ours = network()
+    theirs = copy.deepcopy(ours)
+    make = pair if clip_norm is None else with_sgd
+    opt, plain = kf.Optimizer(*make(ours), clip_norm=clip_norm), make(theirs)
+    for step in range(steps):
+        here = slice(rank, None, size)
+        F.cross_entropy(ours(x[here]), y[here]).backward()
+        F.cross_entropy(theirs(x), y).backward()
+        if clip_norm is not None:
+            norm = nn.utils.clip_grad_norm_(theirs.parameters(), clip_norm)
+            assert norm > clip_norm
+        opt.step()
+        if clip_norm is not None:
+            assert opt.stats is not None and opt.stats.grad_norm == pytest.approx(float(norm), rel=1e-3)
+        for each in plain:
+            each.step()
+        for each in (opt, *plain):
+            each.zero_grad()
+        if step == 2:  # a state goes both ways
+            saved = copy.deepcopy(opt.state_dict())
+            opt.load_state_dict({"optimizers": [each.state_dict() for each in plain]})
+            for each, state in zip(plain, saved["optimizers"], strict=True):
+                each.load_state_dict(state)
+    return relative(ours.parameters(), theirs.parameters())
+
+
+def test_one_worker_has_the_bits_of_a_plain_loop() -> None:
+    assert run_workers(1, same_steps, None)[0] == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_clip_over_all_parameters(workers: int) -> None:
+    """Rounding differs, and Muon computes in bf16."""
+    for error in run_workers(workers, same_steps, 0.05):
+        assert error < 1e-3
+
+
+def local() -> list[float]:
+    """Local SGD averages the states too, also where a worker has none yet."""
+    kf.init(comm_sync="local:2")
+    net = network()
+    opt = kf.Optimizer(*pair(net))
+    arguments: dict[str, Any] = {"batch_size": 16, "batch_micro": 8, "train_steps": 4}
+    with_loader(net, opt, kf.NoPolicy(), **arguments)
+    states = [value for p in net.parameters() for _, value in sorted(opt.state[p].items())]
+    return [float(value.double().sum()) for value in (*net.parameters(), *states)]
+
+
+def test_models_and_states_are_averaged() -> None:
+    one, other = run_workers(2, local)
+    assert one == other and len(one) == 6 + 1 + 5 * 3
+
+
+# -- schedulers, checkpoints ------------------------------------------------------------------------------------------
+
+
+def train(how: Any, tmp_path: Path | None = None, until: int | None = None) -> dict[str, Tensor]:
+    """With schedulers of different kinds, and a batch that grows."""
+    reset()
+    net = network()
+    muon, adamw = pair(net)
+    opt = kf.Optimizer(muon, adamw)
+    arguments: dict[str, Any] = {"batch_size": 8, "train_epochs": 4, "train_clip_norm": 0.5}
+    arguments["scheduler"] = [StepLR(adamw, 3, 0.5), LambdaLR(muon, lambda step: 0.9**step)]
+    if tmp_path is not None:
+        arguments |= {"checkpoint_dir": tmp_path, "checkpoint_every_steps": 3, "checkpoint_resume": "auto"}
+    how(net, opt, Growing(until=until), **arguments)
+    assert [group["lr"] for group in opt.param_groups] == pytest.approx(
+        [0.02 * 0.9**22, 0.002 * 0.5**7, 0.006 * 0.5**7]
+    )
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("how", [with_fit, with_loader])
+def test_a_resumed_training_has_the_same_bits(how: Any, tmp_path: Path) -> None:
+    """Each optimizer's rates follow its own scheduler."""
+    undisturbed = train(how)
+    for until in (5, 13):
+        with pytest.raises(Interrupted):
+            train(how, tmp_path, until)
+    assert_equal(train(how, tmp_path), undisturbed)
+
+
+# -- wrong uses -------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_optimizers_are_refused() -> None:
+    net = network()
+    muon, adamw = pair(net)
+    empty = torch.optim.SGD([{"params": []}])
+    every = torch.optim.SGD(net.parameters())
+    wrong: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+        ((muon, every), ValueError, r"parameter 2 of SGD, of shape \(12, 12\), is a parameter of Muon too"),
+        ((muon, adamw, muon), ValueError, "the same Muon is given twice"),
+        ((muon, empty), ValueError, "SGD has no parameters: leave it out"),
+        ((muon, [adamw]), TypeError, "wraps a torch.optim.Optimizer, not list"),
+        ((muon, kf.FusedSGD(network().parameters())), TypeError, "not FusedSGD"),
+    ]
+    for given, error, message in wrong:
+        with pytest.raises(error, match=message) as raised:
+            kf.Optimizer(*given)
+        assert "\n" not in str(raised.value)
+
+
+def test_wrong_uses_are_refused() -> None:
+    net = network()
+    muon, adamw = pair(net)
+    opt = kf.Optimizer(muon, adamw)
+    with pytest.raises(ValueError, match="give the group to one of them before"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    for state in (adamw.state_dict(), {"optimizers": [adamw.state_dict(), muon.state_dict()]}):
+        with pytest.raises(ValueError, match='must have "optimizers": a list of the state_dict of Muon, AdamW'):
+            opt.load_state_dict(state)
+    other = StepLR(pair(network())[0], 1)
+    with pytest.raises(ValueError, match="scheduler: it belongs to another optimizer"):
+        kf.fit(net, problem(), opt, scheduler=[other])
+    first = StepLR(muon, 1)
+    StepLR(adamw, 1)
+    with pytest.raises(ValueError, match=r"kf\.fit would not step it"):
+        kf.fit(net, problem(), opt, scheduler=first)
+    net(problem()[0]).sum().backward()
+    adamw.load_state_dict(adamw.state_dict())
+    with pytest.raises(RuntimeError, match=r"one has other param_groups than when kf\.Optimizer was made"):
+        opt.step()
+
+
+def test_sharded_state_is_refused() -> None:
+    reset()
+    kf.init(comm_state="sharded")
+    with pytest.raises(ValueError, match=r"comm\.state=sharded: kf\.Optimizer has whole state only"):
+        kf.Optimizer(*pair(network()))
+
+
+# -- optimizer=muon ---------------------------------------------------------------------------------------------------
+
+
+def test_hidden_matrices_are_those_in_the_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    gpt = GPT(vocab_size=11, block_size=5, layers=2, heads=1, width=4)
+    names = {id(p): name for name, p in gpt.named_parameters()}
+    found = [names[id(p)] for p in hidden_matrices(gpt)]
+    layers = ("attention.qkv", "attention.project", "expand", "contract")
+    assert found == [f"blocks.{k}.{layer}.weight" for k in range(2) for layer in layers]
+    opt = MuonAdamW(gpt)
+    assert "hidden matrices, by Muon: 8 (384 elements); other parameters, by AdamW: 20 (" in caplog.text
+    assert [type(each).__name__ for each in opt.inners] == ["Muon", "AdamW"]
+    mlp = MLP((4,), 3, hidden=(8, 8))
+    assert [tuple(p.shape) for p in hidden_matrices(mlp)] == [(8, 4), (8, 8)]
+    with pytest.raises(ValueError, match="ConvNet has no hidden matrices for Muon"):
+        MuonAdamW(ConvNet((3, 8, 8), 10))
+
+
+def test_the_shell_refuses_what_muon_cannot_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp = words("optimizer=muon model=mlp")
+    compose([*mlp, "model.hidden=[8]"])
+    for wrong, message in (
+        ("model.hidden=[]", "MLP has no hidden matrices for Muon: use adamw or sgd"),
+        ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1: must be 0 or more"),
+        ("optimizer.momentum=1", r"optimizer.momentum=1: must be in \[0, 1\)"),
+        ("optimizer.adjust_lr_fn=none", "optimizer.adjust_lr_fn=none: must be one of original, match_rms_adamw"),
+        ("comm.state=sharded", r"must be replicated with optimizer=MuonAdamW"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            compose([*mlp, wrong])
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ConfigError, match=r"has no torch\.optim\.Muon: it is there since torch 2\.9"):
+        compose(mlp)
+
+
+TRAINING = words(
+    "comm=reproducible optimizer=muon model=mlp model.hidden=[24,16] model.dropout=0.1 batch.size=16 batch.micro=4",
+    "comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 train.epochs=null train.steps=60 train.eval_every=25",
+    "workers.max=3",
+)
+
+
+@pytest.mark.full
+@pytest.mark.jobs
+def test_a_loss_and_a_join_leave_the_bits(tmp_path: Path) -> None:
+    reference = undisturbed_job(tmp_path / "alone", TRAINING)
+    events = [
+        {"step": 15, "moment": "mid_reduction", "rank": 1, "how": "kill", "workers": 2},
+        {"step": 35, "moment": "between_reduction_and_update", "rank": 0, "how": "kill", "workers": 2},
+    ]
+    job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path, events=events), "workers.count=2"])
+    assert [failure["how"] for failure in job.of_kind("failure")] == ["was ended by SIGKILL"] * 2, job.told()
+    assert_same_training(job, reference)
+
+
+SCRIPT = """
+import time
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+import kfuse as kf
+
+kf.init(comm_check_every=1)
+
+class Grow(kf.BasePolicy):
+    def decide(self, signals):
+        return kf.Decision(workers=2) if signals.step == 5 else None
+
+net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+muon = torch.optim.Muon([net[0].weight])
+adamw = torch.optim.AdamW([net[0].bias, *net[2].parameters()], lr=0.002)
+opt = kf.Optimizer(adamw, muon)
+schedulers = [LambdaLR(muon, lambda step: 0.5), LambdaLR(adamw, lambda step: 1 / (1 + step))]
+x, y = torch.randn(512, 6), torch.randint(3, (512,))
+settings = {"batch_size": 8, "batch_micro": 4, "train_epochs": 10, "policy": Grow(), "scheduler": schedulers}
+for step in kf.DataLoader((x, y), net, opt, **settings):
+    time.sleep(0.1 if kf.size() == 1 else 0.002)  # minutes for the second one to come
+    for inputs, targets in step:
+        F.cross_entropy(net(inputs), targets).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+@pytest.mark.full
+def test_a_worker_that_joins_has_all_states_and_schedules(tmp_path: Path) -> None:
+    """The parameters stay the same on both: the check would end the job."""
+    metrics = run_script(tmp_path, SCRIPT, "--max-workers", "2", workers=1).metrics
+    assert metrics[-1]["workers"] == 2
+    for record in metrics:
+        assert record["lr"] == pytest.approx(0.002 / (1 + record["step"]))
