@@ -19,8 +19,6 @@ from kfuse.elastic.protocol import Encoded, encode_record
 from kfuse.observe import write_whole
 from kfuse.observe.board import Board
 from kfuse.observe.sinks import Sink, Sinks
-from kfuse.observe.sinks.csv_file import CsvFile
-from kfuse.observe.sinks.services import About, Sender
 from kfuse.statistics.figures import METRICS
 
 _FILES = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "summary.json")
@@ -81,7 +79,11 @@ class RunDirectory:
         if name == "tensorboard":
             return Board(self.path / "tb")
         if name == "csv":
+            from kfuse.observe.sinks.csv_file import CsvFile
+
             return CsvFile(self.path / "metrics.csv")
+        from kfuse.observe.sinks.services import About, Sender
+
         about = About.of_directory(self.path, self._arguments[2], self._metrics.last_step())
         # What an earlier process of this run has recorded was sent then.
         evaluated = -1 if about.is_new else self._events.last_step("evaluation")
