@@ -13,6 +13,7 @@ from kfuse.data import load_digits
 from kfuse.integrations.accelerate import attach
 from kfuse.models import MLP
 
+torch.manual_seed(0)
 accelerator = Accelerator(gradient_accumulation_steps=4, cpu=not torch.cuda.is_available())
 digits = load_digits()
 x, y = digits.train.fetch(torch.arange(len(digits.train)).numpy())

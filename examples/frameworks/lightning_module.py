@@ -29,6 +29,7 @@ class Digits(lightning.LightningModule):
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)
     digits = load_digits()
     x, y = digits.train.fetch(torch.arange(len(digits.train)).numpy())
     loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
