@@ -30,4 +30,5 @@ for epoch in range(3):
             accelerator.backward(loss)
             opt.step()
             opt.zero_grad()
-    accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}, noise scale at least {monitor.stats.noise_scale_low} samples")
+    least = monitor.stats.noise_scale_low
+    accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}, noise scale at least {least} samples")
