@@ -59,8 +59,8 @@ def attach(
         raise ValueError(f"attach: scheduler_interval={scheduler_interval!r}: must be step or epoch")
     if growth is not None:
         growth.refuse_second_training()
-    if growth is not None and len(accelerator._optimizers) != 1:
-        raise ValueError(f"attach: growth needs one prepared optimizer, not {len(accelerator._optimizers)}")
+        if len(accelerator._optimizers) != 1:
+            raise ValueError(f"attach: growth needs one prepared optimizer, not {len(accelerator._optimizers)}")
     attached = _Attached(accelerator, model, weighted)
     if growth is not None:
         attached.grows = _Grows(accelerator, attached.monitor, growth, scheduler_interval)

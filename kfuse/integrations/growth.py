@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from kfuse.integrations.measure import Monitor
 from kfuse.policies.autoscale import AutoscalePolicy
-from kfuse.policies.compose import ComposePolicy
 from kfuse.policies.goodput import GoodputPolicy
 from kfuse.policies.signals import DECISION_LAG, BasePolicy, Bounds, Decision, Signals, check_whole, checked_decision
 from kfuse.statistics.figures import Measured
 from kfuse.statistics.step_stats import StepStats
+from kfuse.train.learning_rate import gain
 
-_EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+_SCALINGS = ("none", "sqrt", "linear")
 _VARIANCES = ("grad_variance", "mean_grad_variance")
 _NOISE_SCALES = ("noise_scale", "noise_scale_low", "noise_scale_high")
 
@@ -42,11 +42,11 @@ class Growth:
 
     def __init__(self, policy: BasePolicy, batch_max: int, lr_scaling: str = "sqrt") -> None:
         check_whole("batch_max", batch_max, 1)
-        accepted = policy.lr_settings.get("scaling", tuple(_EXPONENTS))
-        if lr_scaling not in _EXPONENTS or lr_scaling not in accepted:
-            allowed = ", ".join(name for name in _EXPONENTS if name in accepted)
+        accepted = policy.lr_settings.get("scaling", _SCALINGS)
+        if lr_scaling not in _SCALINGS or lr_scaling not in accepted:
+            allowed = ", ".join(name for name in _SCALINGS if name in accepted)
             raise ValueError(f"lr_scaling={lr_scaling!r}: must be one of {allowed}")
-        if timed := [each for each in _parts(policy) if isinstance(each, GoodputPolicy | AutoscalePolicy)]:
+        if timed := [each for each in policy.with_parts() if isinstance(each, GoodputPolicy | AutoscalePolicy)]:
             raise TypeError(
                 f"Growth: {type(timed[0]).__name__} decides by the times of steps, which frameworks do not tell: "
                 "must be a policy that decides by statistics, such as GNSPolicy"
@@ -162,9 +162,9 @@ class Growth:
 
     def _change(self) -> None:
         if self._wanted != self.accumulate and self._done % self._wanted == 0:
-            ratio = self._wanted / self.accumulate
+            factor = gain(self.lr_scaling, self._wanted, self.accumulate)
             self.accumulate = self._wanted
-            _scale_rates(self._optimizers, self._schedulers, ratio ** _EXPONENTS[self.lr_scaling])
+            _scale_rates(self._optimizers, self._schedulers, factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values; the rates are in the states of optimizers and schedulers. Waits for the device."""
@@ -258,13 +258,6 @@ def _of_rank_0(number: int) -> int:
     if dist.is_available() and dist.is_initialized():
         dist.broadcast_object_list(numbers)
     return numbers[0]
-
-
-def _parts(policy: BasePolicy) -> list[BasePolicy]:
-    """Returns the policies that a composed one asks; else itself."""
-    if not isinstance(policy, ComposePolicy):
-        return [policy]
-    return [each for part in policy.parts.values() for each in _parts(part)]
 
 
 def _stats(values: dict[str, Any]) -> StepStats:

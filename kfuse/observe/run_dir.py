@@ -11,15 +11,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kfuse.elastic.protocol import Encoded, encode_record
 from kfuse.observe import write_whole
 from kfuse.observe.board import Board
 from kfuse.observe.sinks import Sink, Sinks
 from kfuse.statistics.figures import METRICS
+
+if TYPE_CHECKING:
+    from kfuse.observe.sinks.services import About
 
 _FILES = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "summary.json")
 _MOST_WAITING = 100_000  # lines of a file, some 30 MB, while the disk has no room
@@ -82,12 +86,18 @@ class RunDirectory:
             from kfuse.observe.sinks.csv_file import CsvFile
 
             return CsvFile(self.path / "metrics.csv")
-        from kfuse.observe.sinks.services import About, Sender
+        from kfuse.observe.sinks.services import Sender
+
+        return Sender(name, *self._of_services)
+
+    @cached_property
+    def _of_services(self) -> tuple[About, dict[str, int]]:
+        """What services are told of the run, and what an earlier process of it has recorded, and so sent."""
+        from kfuse.observe.sinks.services import About
 
         about = About.of_directory(self.path, self._arguments[2], self._metrics.last_step())
-        # What an earlier process of this run has recorded was sent then.
         evaluated = -1 if about.is_new else self._events.last_step("evaluation")
-        return Sender(name, about, {"train": about.furthest, "evaluation": evaluated})
+        return about, {"train": about.furthest, "evaluation": evaluated}
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:

@@ -59,6 +59,9 @@ class ComposePolicy(BasePolicy):
     after_epoch = _of_all("after_epoch")
     after_train = _of_all("after_train")
 
+    def with_parts(self) -> list[BasePolicy]:
+        return [self, *(each for part in self.parts.values() for each in part.with_parts())]
+
     def initial(self) -> Decision | None:
         return self._merged("initial", lambda part, owned: part.initial())
 

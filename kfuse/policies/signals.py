@@ -188,6 +188,10 @@ class BasePolicy:
     """The fields of `Decision` that later policies of a ComposePolicy must leave alone, also while this one asks for
     nothing: one that decides only now and then needs them."""
 
+    def with_parts(self) -> list[BasePolicy]:
+        """Returns this policy, and those that it asks."""
+        return [self]
+
     def before_train(self) -> None:
         """Called once, before the first step."""
 

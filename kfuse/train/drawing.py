@@ -36,7 +36,7 @@ def may_draw(training: TrainContext) -> bool:
     known: bool = (
         _is_known_loss(objective.loss_fn)
         and (type(training.data) is TensorData or _is_of(training.data, "kfuse.data.builtin"))
-        and all(_is_of(policy, "kfuse.policies.") for policy in _parts(training.policy))
+        and all(_is_of(policy, "kfuse.policies.") for policy in training.policy.with_parts())
         and all(_is_of(opt, "kfuse.optim.", "torch.optim.") and not _has_hooks(opt) for opt in opts)
         and all(_draws_nothing(module) for module in training.model.modules())
         and all(_is_plain(parameter) for parameter in training.model.parameters())
@@ -46,11 +46,6 @@ def may_draw(training: TrainContext) -> bool:
 
 def _is_of(thing: object, *modules: str) -> bool:
     return type(thing).__module__.startswith(modules)
-
-
-def _parts(policy: Any) -> list[Any]:
-    """A policy, and those that it is composed of."""
-    return [policy, *(each for part in getattr(policy, "parts", {}).values() for each in _parts(part))]
 
 
 def _is_known_loss(loss_fn: Any) -> bool:
