@@ -3,6 +3,7 @@
 Importing this package needs torch alone; Triton is imported when the first GPU tensor arrives.
 """
 
+from kfuse.kernels.orthogonal import OrthogonaliseArguments, orthogonalise
 from kfuse.kernels.reduction import (
     BlockSumsqArguments,
     Merges,
@@ -24,6 +25,7 @@ __all__ = [
     "AdamWArguments",
     "BlockSumsqArguments",
     "Merges",
+    "OrthogonaliseArguments",
     "PackArguments",
     "PackTable",
     "SGDOptions",
@@ -34,6 +36,7 @@ __all__ = [
     "lamb",
     "lamb_trust",
     "num_blocks",
+    "orthogonalise",
     "pack",
     "reduce",
     "sgd",
