@@ -6,7 +6,7 @@ The layout is a pure function of the parameters' sizes, so that every worker, an
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.sum_tree import LeafStep
 from kfuse.comm.tail import Place, quick
-from kfuse.kernels import PackArguments, PackTable, pack
+from kfuse.kernels import BLOCK, PackArguments, PackTable, pack
 
 if TYPE_CHECKING:
     from kfuse.comm.sharded_gradient import Unscale
@@ -38,29 +38,43 @@ class BucketLayout:
     numel: int  # of the flat buffer, padding included
     dtype: torch.dtype = torch.float32  # of the parameters
     strides: tuple[tuple[int, ...] | None, ...] = ()  # of each parameter; None, or no entry: those of a fresh tensor
+    # What each parameter's update costs its owner, in units of any kind, where it needs the whole gradient; else empty.
+    costs: tuple[int, ...] = ()
 
 
-def plan_buckets(numels: Sequence[int], kinds: Sequence[object], capacity: int) -> list[BucketLayout]:
+def plan_buckets(
+    numels: Sequence[int], kinds: Sequence[object], capacity: int, costs: Sequence[int | None] = ()
+) -> list[BucketLayout]:
     """Cuts parameters into buckets of at most `capacity` elements; a larger parameter has a bucket of its own.
 
     The last parameter comes first, as in backward. Parameters of different kinds (parameter groups) share no bucket.
+    costs: see `BucketLayout`. A parameter that has one begins at a block of the sums of squares: buckets are cut there.
     """
+    costs = costs or [None] * len(numels)
     layouts: list[BucketLayout] = []
     places: dict[int, int] = {}  # of the bucket under way: each parameter's offset
     end = 0
     for index in reversed(range(len(numels))):
         first = next(iter(places), index)
         if places and (kinds[index] != kinds[first] or end + numels[index] > capacity):
-            layouts.append(BucketLayout(tuple(places), tuple(places.values()), end))
+            layouts.append(_layout(places, end, costs))
             places, end = {}, 0
         places[index] = end
-        end += -(-numels[index] // ALIGN) * ALIGN
+        unit = ALIGN if costs[index] is None else BLOCK
+        end += -(-numels[index] // unit) * unit
     if places:
-        layouts.append(BucketLayout(tuple(places), tuple(places.values()), end))
+        layouts.append(_layout(places, end, costs))
     return layouts
 
 
-def plan_parameters(params: Sequence[Tensor], kinds: Sequence[object], capacity: int) -> list[BucketLayout]:
+def _layout(places: Mapping[int, int], numel: int, costs: Sequence[int | None]) -> BucketLayout:
+    known = tuple(cost for index in places if (cost := costs[index]) is not None)
+    return BucketLayout(tuple(places), tuple(places.values()), numel, costs=known)
+
+
+def plan_parameters(
+    params: Sequence[Tensor], kinds: Sequence[object], capacity: int, costs: Sequence[int | None] = ()
+) -> list[BucketLayout]:
     """Cuts the parameters of each dtype as `plan_buckets` does: dtypes that alternate do not cut buckets short.
 
     The buckets are in the order in which backward completes them.
@@ -68,7 +82,8 @@ def plan_parameters(params: Sequence[Tensor], kinds: Sequence[object], capacity:
     layouts: list[BucketLayout] = []
     for dtype in dict.fromkeys(p.dtype for p in params):
         mine = [index for index, p in enumerate(params) if p.dtype == dtype]
-        for layout in plan_buckets([params[i].numel() for i in mine], [kinds[i] for i in mine], capacity):
+        of_mine = [costs[i] for i in mine] if costs else ()
+        for layout in plan_buckets([params[i].numel() for i in mine], [kinds[i] for i in mine], capacity, of_mine):
             indices = tuple(mine[k] for k in layout.params)
             fresh = [torch.empty(params[i].shape, device="meta").stride() for i in indices]
             strides = tuple(
@@ -114,7 +129,9 @@ class Bucket:
     tails: list[Place]  # of each slot
     mean: Tensor  # fp32 [body], `sum` without the tail: after the reduction, the mean gradient
     visible: Tensor  # [body], what each p.grad is a view of: `mean`, or for 16-bit parameters its rounded values
-    part: slice  # what this worker adds up and measures, where the program splits the bucket
+    shards: list[slice]  # each rank's part, where the program splits the bucket
+    owned: list[slice]  # each rank's parameters, where an update needs the whole gradient of each; else empty
+    part: slice  # this worker's of `shards`, which it adds up and measures
     shard: slice  # the part of `mean` that this worker updates; all of it with replicated state
     mirrored: slice  # the shard of the worker before, whose updates this one repeats; empty where there is no mirror
     own: Tensor  # `mean[shard]`
@@ -143,6 +160,7 @@ class Bucket:
             for shape, strides in zip(self.shapes, self._strides, strict=True)
         ]
         self.body, self.tail = layout.numel, 0
+        self.shards, self.owned = [slice(0, self.body)], []
         self.part, self.mirrored, self.parameters, self.unscale = slice(0, self.body), slice(0, 0), None, None
         self.table = PackTable.build([t.numel() for t in mine], list(layout.offsets), self.device)
         large = [] if devices.of(self.device).asynchronous else [k for k, t in enumerate(mine) if t.numel() >= LARGE]
@@ -182,7 +200,7 @@ class Bucket:
         return [params[index] for index in self.layout.params]
 
     def assign(self, part: slice, mirrored: slice) -> None:
-        """Sets this worker's parts. Between steps."""
+        """Sets this worker's parts of `mean`. Between steps."""
         self.part, self.mirrored = part, mirrored
         self.shard = part if self.sharded else slice(0, self.body)
         self.own, self.before = self.mean[self.shard], self.mean[mirrored]
@@ -216,11 +234,12 @@ class Bucket:
 
     def view(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat buffer of this layout, one for each parameter, in its shape and with its strides."""
-        places = [self.place(flat, k) for k in range(len(self.shapes))]
-        return [
-            place.view(shape) if strides is None else place.as_strided(shape, strides)
-            for place, shape, strides in zip(places, self.shapes, self._strides, strict=True)
-        ]
+        return [self.shaped(self.place(flat, k), k) for k in range(len(self.shapes))]
+
+    def shaped(self, elements: Tensor, k: int) -> Tensor:
+        """The k-th parameter's elements, 1-D, in its shape and with its strides."""
+        strides = self._strides[k]
+        return elements.view(self.shapes[k]) if strides is None else elements.as_strided(self.shapes[k], strides)
 
     def laid_out(self, k: int, gradient: Tensor) -> Tensor:
         """A gradient of the k-th parameter, its dimensions in the order in which this bucket holds its elements."""

@@ -332,7 +332,7 @@ class _Messages:
         if kind == "all_reduce":
             group.all_reduce(flat, "probe (all_reduce)").wait()
         elif kind == "share":
-            group.share(flat, "probe (share)").wait()
+            group.share(flat, "probe (share)", group.shards(elements)).wait()
         else:
             widths = [shard.stop - shard.start for shard in group.shards(elements)]
             mine = widths[group.rank]

@@ -48,8 +48,11 @@ class Engine:
         names: Sequence[str] | None = None,
         lane: int = 0,
         mirrors: bool = False,
+        costs: Sequence[int | None] = (),
     ) -> None:
         """names: of the parameters, for error messages. lane: which of the group's lanes (`Group.lane`) to use.
+
+        costs: of each parameter, what its update costs a worker if that needs the whole gradient and so has one owner.
 
         mirrors: with sharded state, the next worker gets each worker's shard of the mean gradient too.
 
@@ -79,7 +82,7 @@ class Engine:
         self.superseded = False  # a newer engine has taken over some of the parameters
         self._warned = set[str]()
         self.group = group
-        self._layouts = plan_parameters(self.params, kinds, options.bucket_elements)
+        self._layouts = plan_parameters(self.params, kinds, options.bucket_elements, costs)
         self._build([])
         self.set_group(group)
 
@@ -142,8 +145,10 @@ class Engine:
         self.measurement.set_group(group.rank, group.size, self.figures)
         if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
             self.buckets[-1].renew(numel)
-        program, apart = transports.make_programs(options, self.transport_name, self.group.adds_up, self.mirrors)
-        programs = [program if bucket in self.gradient_buckets else apart for bucket in self.buckets]
+        kinds = transports.make_programs(options, self.transport_name, self.group.adds_up, self.mirrors)
+        whole, matrices, apart = kinds
+        programs = [matrices if bucket.layout.costs else whole for bucket in self.gradient_buckets]
+        programs += [apart] * (len(self.buckets) - len(programs))
         self.executor = Executor(self.buckets, self.group, programs, options.dtype, self.tree or options.tree)
         # Whether bf16 messages are added up in bf16, by the library or the transport.
         self.bf16_sums = options.dtype == "bf16" and not self.executor.programs[0].has("reduce")

@@ -10,7 +10,7 @@ followed by what comes next for the bucket before it. Streams order the work:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,7 +20,8 @@ from torch import Tensor
 from kfuse.comm import devices, transports
 from kfuse.comm.buckets import ALIGN, Bucket
 from kfuse.comm.group import CommError, Group, Pending
-from kfuse.comm.schedule import GRADIENT, SHARD, Op, Program
+from kfuse.comm.owners import owned_parts
+from kfuse.comm.schedule import FACTOR, PARAMETER, SHARD, Op, Program
 from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import RangePlan, plan_merges, plan_range
 from kfuse.comm.transports import BringsContributions
@@ -75,7 +76,7 @@ class Executor:
         # What the length of a shard is a multiple of: where shards are measured they are of whole blocks.
         self.unit = BLOCK if any(program.measures_shards for program in programs) else ALIGN
         names = dict.fromkeys(program.transport for program in programs)
-        made = {name: transports.make(name, group, tree, self.unit) for name in names}
+        made = {name: transports.make(name, group, tree, self._cuts) for name in names}
         self._transports, self._transport_of = list(made.values()), [made[program.transport] for program in programs]
         self._sharded = any(program.sharded for program in programs)
         self._wire = {} if dtype == "fp32" else {b.index: torch.empty(0) for b in buckets[:-1]}
@@ -85,17 +86,24 @@ class Executor:
         self._polls = on_shards and group.size > 1 and not self._device.asynchronous
         self._canonical, self._step = True, 0
         self._sumsq: list[Tensor] = []  # of each bucket, for `measured`; used again in each step
+        owned = owned_parts([bucket.layout for bucket in buckets], group.size)
         for bucket, program in zip(buckets, programs, strict=True):
-            shards = group.shards(bucket.body, self.unit)
-            shard = shards[group.rank]
+            bucket.owned = owned.get(bucket.index, [])
+            bucket.shards = bucket.owned if bucket.owned and program.sharded else group.shards(bucket.body, self.unit)
+            shard = bucket.shards[group.rank]
             mirrors = program.has("mirror") and group.size > 1
-            bucket.assign(shard, shards[group.rank - 1] if mirrors else slice(0, 0))
+            bucket.assign(shard, bucket.shards[group.rank - 1] if mirrors else slice(0, 0))
             blocks = num_blocks(shard.stop - shard.start) if program.measures_shards else 0
             self._sumsq.append(torch.zeros(blocks, device=group.device))
         for transport in self._transports:
             if (hold := getattr(transport, "hold", None)) is not None:
                 hold([bucket for bucket in buckets if self._transport_of[bucket.index] is transport])
         self.reset()
+
+    def _cuts(self, key: int, numel: int) -> Sequence[slice]:
+        """Each rank's shard of a bucket's message of so many elements: of its gradients, or of these and the tail."""
+        bucket = self._buckets[key]
+        return bucket.shards if numel == bucket.body else self._group.shards(numel, self.unit)
 
     # -- before a step --------------------------------------------------------------------------------------------
 
@@ -239,6 +247,21 @@ class Executor:
 
     # -- the update -----------------------------------------------------------------------------------------------
 
+    def share_factors(self, factors: Iterable[tuple[Bucket, Tensor]]) -> None:
+        """Returns when each of these flat tensors, [body] on every rank, holds what each rank has of its matrices
+        (`Bucket.owned`), for work on the current stream. Raises CommError.
+
+        One bucket's messages travel while the next one's factors are computed, as the iterable is asked for them.
+        """
+        runs: list[_Run] = []
+        for bucket, flat in factors:
+            program = self.programs[bucket.index]
+            runs.append(_Run(bucket, program, program.index("share", FACTOR), bucket.sum, flat))
+            self._execute(runs[-1])
+        for run in runs:
+            self._execute(run)
+        self._group.settle()
+
     def updates(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         """Runs the programs of the buckets that hold gradients to their end. Yields each for the caller to update.
 
@@ -252,7 +275,7 @@ class Executor:
             yield bucket
             if self._sharded and self._group.size > 1 and failed is None:
                 program = self.programs[bucket.index]
-                runs.append(_Run(bucket, program, program.index("update") + 1, bucket.sum))
+                runs.append(_Run(bucket, program, program.index("share", PARAMETER), bucket.sum))
                 try:
                     self._execute(runs[-1])
                 except CommError as error:
@@ -288,9 +311,10 @@ class Executor:
                     block_sumsq(run.sum[bucket.part], sumsq)
                 self.measured[bucket.index] = sumsq
             case "share":
-                flat = self._rounded_shard(run) if op.what == GRADIENT else bucket.parameters
+                flat = self._shared(run)
                 assert flat is not None, "only optimizers with flat parameters have sharded state"
-                run.shared = self._group.share(flat, f"{self._name(bucket)} (share of the {op.what})", self.unit)
+                cuts = bucket.owned if op.what == FACTOR else self._cuts(bucket.index, flat.numel())
+                run.shared = self._group.share(flat, f"{self._name(bucket)} (share of the {op.what})", cuts)
             case _:
                 raise AssertionError(f"{op.kind} is no operation of messages")
         run.at += 1
@@ -298,8 +322,12 @@ class Executor:
     def _contributions(self, bucket: Bucket) -> BringsContributions:
         return cast(BringsContributions, self._transport_of[bucket.index])  # it is one where the program reduces
 
-    def _rounded_shard(self, run: _Run) -> Tensor:
-        """What travels, with this worker's shard of the sum in it."""
+    def _shared(self, run: _Run) -> Tensor | None:
+        """What travels, with this worker's part in it."""
+        if run.next.what == PARAMETER:
+            return run.bucket.parameters
+        if run.next.what == FACTOR:
+            return run.flat
         assert run.flat is not None
         if run.flat is not run.sum:
             self._device.keep([run.flat], self._device.current_stream())  # the sum is kept by `reduce`

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import EARLY, REDUCE_OPS, SLICE_S, CommError, Group, Pending, first_line
 
 if TYPE_CHECKING:
@@ -161,8 +160,8 @@ class GlooGroup(Group):
         parts = [mine[other] if source == self.rank else theirs[source] for source in range(2)]
         return GlooPending(self, what, self._broadcasts(self._from, parts))
 
-    def share(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
-        return self._share([flat[shard] for shard in self.shards(flat.numel(), unit)], what)
+    def share(self, flat: Tensor, what: str, cuts: Sequence[slice]) -> Pending:
+        return self._share([flat[cut] for cut in cuts], what)
 
     def _share(self, parts: Sequence[Tensor], what: str) -> Pending:
         """Broadcasts: gloo's all-gather takes almost twice as long. They have connections of their own: messages of a

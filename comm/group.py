@@ -215,7 +215,7 @@ class Group:
         return self.all_to_all(out, into, tensor, cut, what)
 
     def shards(self, numel: int, unit: int = ALIGN) -> list[slice]:
-        """The parts of a flat buffer that `share` sends: rank r's is the r-th.
+        """Parts of a flat buffer that this group exchanges in the least time: rank r's is the r-th.
 
         Their lengths are multiples of `unit` (but for the end), and equal but for the last ones, which may be smaller
         or empty.
@@ -223,8 +223,8 @@ class Group:
         step = -(-numel // (self.size * unit)) * unit
         return [slice(min(r * step, numel), min((r + 1) * step, numel)) for r in range(self.size)]
 
-    def share(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
-        """Starts giving every rank all of `flat` (1-D), in place: rank r has its part (`shards`).
+    def share(self, flat: Tensor, what: str, cuts: Sequence[slice]) -> Pending:
+        """Starts giving every rank all of `flat` (1-D), in place: rank r has the part cuts[r].
 
         With gloo it may be started when its data are ready, whatever all_to_all and all_reduce do meanwhile.
         """
@@ -242,9 +242,9 @@ class Group:
         """The split sizes of a message with this rank alone, counted modulo the size."""
         return [tensor.numel() if r == peer % self.size else 0 for r in range(self.size)]
 
-    def reduce_scatter(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
-        """Starts giving each rank its part (`shards`) of the sum of all ranks' `flat` (1-D), in place; the other parts
-        are undefined then. Only where the group `adds_up`.
+    def reduce_scatter(self, flat: Tensor, what: str, cuts: Sequence[slice]) -> Pending:
+        """Starts giving rank r the part cuts[r], which is one of `shards`, of the sum of all ranks' `flat` (1-D), in
+        place; the other parts are undefined then. Only where the group `adds_up`.
         """
         return Pending(self, what, [])
 

@@ -62,14 +62,20 @@ class NcclGroup(Communicator):
         ends = [step * (r + 1) for r in range(self.size - 1)] + [numel]
         return [slice(step * r, end) for r, end in enumerate(ends)]
 
-    def _parts(self, flat: Tensor, unit: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _parts(self, flat: Tensor, cuts: Sequence[slice]) -> tuple[Tensor, Tensor, Tensor]:
         """All ranks' equal parts of `flat`, this rank's among them, and what the last rank has beyond its own."""
-        step = self.shards(flat.numel(), unit)[0].stop
+        step = cuts[0].stop
         return flat[: step * self.size], flat[step * self.rank : step * (self.rank + 1)], flat[step * self.size :]
 
-    def share(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
-        """One all-gather in place, and a broadcast of what the last rank has beyond its equal part."""
-        equal, mine, rest = self._parts(flat, unit)
+    def share(self, flat: Tensor, what: str, cuts: Sequence[slice]) -> Pending:
+        """One all-gather in place, and a broadcast of what the last rank has beyond its equal part. A broadcast of each
+        part where they are not equal.
+        """
+        if any(cut != slice(cuts[0].stop * r, cuts[0].stop * (r + 1)) for r, cut in enumerate(cuts[:-1])):
+            parts = [(r, flat[cut]) for r, cut in enumerate(cuts) if cut.stop > cut.start]
+            kind = ("share", flat.dtype, *(part.numel() for _, part in parts))
+            return self._start(what, kind, lambda pg: [pg.broadcast(part, r) for r, part in parts])
+        equal, mine, rest = self._parts(flat, cuts)
 
         def enqueue(pg: Any) -> list[Any]:
             works = [pg._allgather_base(equal, mine)] if equal.numel() else []
@@ -77,9 +83,9 @@ class NcclGroup(Communicator):
 
         return self._start(what, _kind("share", flat), enqueue)
 
-    def reduce_scatter(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
+    def reduce_scatter(self, flat: Tensor, what: str, cuts: Sequence[slice]) -> Pending:
         """One reduce-scatter of equal parts, and the sum of what the last rank has beyond its part."""
-        equal, mine, rest = self._parts(flat, unit)
+        equal, mine, rest = self._parts(flat, cuts)
 
         def enqueue(pg: Any) -> list[Any]:
             # In place, as NCCL allows it: the result is the rank's own part of what it sends.

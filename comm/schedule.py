@@ -8,6 +8,10 @@ another one. Where that one does not allow it, the result is refused by `validat
     allreduce        pack   exchange           wait                                barrier   measure   update
     all_to_all       pack   exchange (shard)   wait   reduce   share   wait        barrier   measure   update
     its sharded one  pack   exchange (shard)   wait   reduce+measure               barrier   update    share   wait
+
+Where an update needs whole matrices (Muon's), each is orthogonalised by one worker alone, its owner:
+
+    allreduce        pack   exchange   wait   barrier   measure   orthogonalise (shard)   share   wait   update
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ ALL, SHARD = "all", "shard"  # places: the whole bucket, or this worker's part o
 
 PULLED = "symmetric"  # the transport whose exchange is no message: `reduce` reads contributions where they are
 
-GRADIENT, PARAMETER = "gradient", "parameter"  # what is shared
+GRADIENT, PARAMETER, FACTOR = "gradient", "parameter", "factor"  # what is shared
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,10 @@ class Op:
     last message. reduce: adds up the contributions that the exchange brought. measure: sums of squares of the mean
     gradient. mirror: the next worker gets this one's shard of the gradient. share: every worker gets all parts.
     barrier: until all buckets have come here, on this worker; for sharded state the workers' sums of squares are shared
-    there. update: by the optimizer.
+    there. orthogonalise: of the matrices that this worker owns, by the optimizer. update: by the optimizer.
     """
     place: str = ALL  # what it leaves, works on or waits for
-    what: str = ""  # exchange: the transport's name. share: gradient | parameter.
+    what: str = ""  # exchange: the transport's name. share: gradient | parameter | factor.
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -113,9 +117,10 @@ KINDS = {
     "reduce": "must follow the wait for an exchange that leaves this worker its shard",
     "measure": "needs the mean gradient, and must come once, before the update",
     "mirror": "needs the mean gradient of this worker's shard, before the barrier",
-    "share": "needs this worker's shard of the gradient before the update, or of the updated parameters",
+    "share": "needs this worker's shard of the gradient before the update, or of the factors or updated parameters",
     "barrier": "must come once, when the bucket's sum is there",
-    "update": "must come once, after the barrier, with the mean gradient measured",
+    "orthogonalise": "needs the whole gradient of this worker's matrices, measured, after the barrier",
+    "update": "must come once, after the barrier, with the mean gradient measured, and with all factors that it needs",
 }
 
 
@@ -127,7 +132,7 @@ def validate(program: Program) -> None:
     done: set[str] = set()
     under_way = brings = gradient = ""  # the place and content of a message; where the mean gradient is
     contributions = False  # those of all workers to this one's shard are here
-    parameters = ALL  # where they are those of the last update
+    parameters = factors = ALL  # where they are those of the last update, or of this step
     for op in program.ops:
         place = op.place
         for kind in op.kinds:
@@ -144,6 +149,7 @@ def validate(program: Program) -> None:
                     # Where the transport adds up itself the shard's sum is there; else a reduce makes it.
                     gradient = {"contributions": SHARD, GRADIENT: ALL}.get(brings, gradient)
                     parameters = ALL if brings == PARAMETER else parameters
+                    factors = ALL if brings == FACTOR else factors
                     under_way = ""
                 case "reduce":
                     fits = contributions and place == SHARD
@@ -155,13 +161,17 @@ def validate(program: Program) -> None:
                 case "share":
                     before = op.what == GRADIENT and has_shard and "update" not in done
                     after = op.what == PARAMETER and not under_way and "update" in done and parameters == SHARD
-                    fits = place == ALL and (before or after)
+                    between = op.what == FACTOR and not under_way and "update" not in done and factors == SHARD
+                    fits = place == ALL and (before or between or after)
                     under_way, brings = ALL, op.what
                 case "barrier":
                     fits = "barrier" not in done and not under_way and bool(gradient) and place == ALL
+                case "orthogonalise":
+                    fits = {"barrier", "measure"} <= done and not done & {"orthogonalise", "update"} and place == SHARD
+                    factors = SHARD
                 case "update":
-                    ready = {"barrier", "measure"} <= done and "update" not in done
-                    fits = ready and gradient in (place, ALL)
+                    ready = {"barrier", "measure"} <= done and "update" not in done and not under_way
+                    fits = ready and gradient in (place, ALL) and factors in (place, ALL)
                     parameters = place
                 case _:
                     raise ValueError(f"{kind!r} is no operation: {program}")
@@ -213,6 +223,13 @@ def fuse(program: Program) -> Program:
     if [op.kind for op in ops[at : at + 2]] != ["reduce", "measure"] or ops[at].place != ops[at + 1].place:
         raise ValueError(f"fuse: a measure of the same place must follow the reduce: {program}")
     return Program((*ops[:at], Op("reduce+measure", ops[at].place), *ops[at + 2 :]))
+
+
+def orthogonalise(program: Program) -> Program:
+    """Each worker orthogonalises the matrices that it owns. Where it updates more than these the factors are shared."""
+    at = program.index("update")
+    shared = () if program.sharded else (Op("share", ALL, FACTOR), Op("wait"))
+    return Program((*program.ops[:at], Op("orthogonalise", SHARD), *shared, *program.ops[at:]))
 
 
 def mirror(program: Program) -> Program:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kfuse.optim.fused import FusedAdamW as FusedAdamW
     from kfuse.optim.fused import FusedLAMB as FusedLAMB
     from kfuse.optim.fused import FusedSGD as FusedSGD
-    from kfuse.optim.muon import MuonAdamW as MuonAdamW
+    from kfuse.optim.muon import FusedMuon as FusedMuon
     from kfuse.policies import GNSPolicy as GNSPolicy
     from kfuse.policies import SchedulePolicy as SchedulePolicy
     from kfuse.policies.signals import BasePolicy as BasePolicy
@@ -58,7 +58,7 @@ _PUBLIC = {
     "kfuse.membership": "Session",
     "kfuse.optim": "ConsistencyError Optimizer",
     "kfuse.optim.fused": "FusedAdamW FusedLAMB FusedSGD",
-    "kfuse.optim.muon": "MuonAdamW",
+    "kfuse.optim.muon": "FusedMuon",
     "kfuse.policies": "GNSPolicy SchedulePolicy",
     "kfuse.policies.signals": "BasePolicy Bounds Decision NoPolicy Signals",
     "kfuse.session": "init",

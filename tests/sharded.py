@@ -22,6 +22,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ADAMW,
     "momentum": ("SGD", {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
     "lamb": ("LAMB", {"lr": 1e-2}),
+    "muon": ("Muon", {"lr": 1e-2, "arithmetic": "fp32"}),
 }
 
 
@@ -64,7 +65,9 @@ def groups(model: Net) -> list[dict[str, Any]]:
 
 def optimizer(kind: str, model: Net, **more: Any) -> Any:
     name, options = KINDS[kind]
-    return getattr(kf, f"Fused{name}")(groups(model), **{**options, **more})
+    weights, biases = groups(model)
+    of_muon = {"use_muon": False} if name == "Muon" else {}
+    return getattr(kf, f"Fused{name}")([weights, biases | of_muon], **{**options, **more})
 
 
 def init(state: str = "sharded", **options: Any) -> Any:

@@ -21,6 +21,7 @@ import kfuse as kf
 from kfuse.comm import transports
 from kfuse.comm.schedule import (
     ALL,
+    FACTOR,
     GRADIENT,
     KINDS,
     PARAMETER,
@@ -31,6 +32,7 @@ from kfuse.comm.schedule import (
     fuse,
     measure_shards,
     mirror,
+    orthogonalise,
     reorder,
     split,
     validate,
@@ -50,6 +52,10 @@ PROGRAMS = {
     "fused": fuse(reorder(SPLIT[True])),
     "mirrored": mirror(reorder(SPLIT[False])),
     "fused, mirrored": mirror(fuse(reorder(SPLIT[True]))),
+    "matrices": orthogonalise(PLAIN),
+    "matrices, contributions": orthogonalise(SPLIT[True]),
+    "matrices, sharded": orthogonalise(reorder(SPLIT[False])),
+    "matrices, sharded, mirrored": mirror(orthogonalise(fuse(reorder(SPLIT[True])))),
 }
 
 LENGTHS = (11, 3)
@@ -67,6 +73,7 @@ class Worker:
         self.shard = slice(min(rank * cut, numel), min((rank + 1) * cut, numel))
         self.gradient = rng.integers(-8, 8, numel).astype(float)  # whole numbers: sums have no rounding
         self.parameter = np.arange(numel, dtype=float)
+        self.factor = np.full(numel, np.nan)
         self.mean = np.full(numel, np.nan)
         self.flat = np.full(numel, np.nan)
         self.message: tuple[str, Array] | None = None
@@ -96,7 +103,11 @@ def simulate(program: Program, size: int) -> list[list[Array]]:
 def _do(kind: str, op: Op, workers: list[Worker], buckets: list[list[Worker]], program: Program) -> None:
     everyone = np.stack([w.flat for w in workers])
     means = np.stack([w.mean for w in workers])
-    parameters = np.stack([w.parameter for w in workers])
+    sources = {
+        GRADIENT: ("mean", means),
+        PARAMETER: ("parameter", np.stack([w.parameter for w in workers])),
+        FACTOR: ("factor", np.stack([w.factor for w in workers])),
+    }
     sums = [_norm(b, op.place, program) for b in buckets] if kind == "update" else []
     for w, before in zip(workers, [workers[-1], *workers[:-1]], strict=True):
         if kind == "pack":
@@ -106,9 +117,8 @@ def _do(kind: str, op: Op, workers: list[Worker], buckets: list[list[Worker]], p
         elif kind == "mirror":
             w.message = ("mirror", before.mean[before.shard])
         elif kind == "share":
-            source = means if op.what == GRADIENT else parameters
-            joined = np.concatenate([source[r, other.shard] for r, other in enumerate(workers)])
-            w.message = ("mean" if op.what == GRADIENT else "parameter", joined)
+            name, source = sources.get(op.what, ("nothing", means))
+            w.message = (name, np.concatenate([source[r, other.shard] for r, other in enumerate(workers)]))
         elif kind == "wait" and w.message is not None:
             name, value = w.message
             if name == "parts" and not program.has("reduce"):
@@ -122,11 +132,14 @@ def _do(kind: str, op: Op, workers: list[Worker], buckets: list[list[Worker]], p
             w.mean[w.shard] = w.contributions.sum(0)[w.shard]
         elif kind == "measure":
             w.measured = (0.0 if np.isnan(w.measured) else w.measured) + (w.mean[w.at(op.place)] ** 2).sum()
+        elif kind == "orthogonalise":
+            w.factor[w.shard] = 2 * w.mean[w.shard]
         elif kind == "update":
             norm = np.sqrt(sum(sums))
             if program.has("mirror"):  # the update can be repeated: the gradient is there, before anybody updates
                 assert np.array_equal(w.mirror, before.mean[before.shard])
-            w.parameter[w.at(op.place)] -= w.mean[w.at(op.place)] * min(1.0, CLIP / norm)
+            direction = w.factor if program.has("orthogonalise") else w.mean
+            w.parameter[w.at(op.place)] -= direction[w.at(op.place)] * min(1.0, CLIP / norm)
 
 
 def _norm(workers: list[Worker], place: str, program: Program) -> float:
@@ -137,10 +150,11 @@ def _norm(workers: list[Worker], place: str, program: Program) -> float:
 
 
 def is_right(program: Program, size: int) -> bool:
-    """Every worker has the parameters that one worker alone would have with the mean of all gradients."""
+    """Every worker has the parameters that one alone would have with the mean of all gradients, or its factor."""
     workers = [[Worker(rank, size, numel) for rank in range(size)] for numel in LENGTHS]
     means = [np.stack([w.gradient / size for w in each]).sum(0) for each in workers]
     factor = min(1.0, CLIP / np.sqrt(sum(float((mean**2).sum()) for mean in means)))
+    factor *= 2 if program.has("orthogonalise") else 1
     wanted = [np.arange(len(mean)) - mean * factor for mean in means]
     return all(np.allclose(a, b) for found in simulate(program, size) for a, b in zip(found, wanted, strict=True))
 
@@ -156,7 +170,7 @@ OPS = st.builds(
     Op,
     st.sampled_from([*KINDS, "reduce+measure"]),
     st.sampled_from([ALL, SHARD]),
-    st.sampled_from(["", GRADIENT, PARAMETER, "x"]),
+    st.sampled_from(["", GRADIENT, PARAMETER, FACTOR, "x"]),
 )
 
 
@@ -196,10 +210,10 @@ def test_what_is_valid_is_right(program: Program, size: int) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_operation_can_be_left_out_or_repeated(name: str) -> None:
-    """But for a fused measure's partner: a transport may add up itself, so a program may do without `reduce`."""
+    """But for `reduce`, as a transport may add up itself, and for what an owner does before it updates its shard."""
     ops = PROGRAMS[name].ops
     for at, op in enumerate(ops):
-        if op.kind != "reduce":
+        if op.kind != "reduce" and not (op.kind == "orthogonalise" and PROGRAMS[name].sharded):
             assert not is_valid(Program((*ops[:at], *ops[at + 1 :]))), f"without {op}"
         assert not is_valid(Program((*ops[: at + 1], *ops[at:]))), f"{op} twice"
 
@@ -212,6 +226,7 @@ def test_a_transformation_refuses_what_it_is_not_for() -> None:
         (fuse, SPLIT[True]),
         (measure_shards, PLAIN),
         (mirror, SPLIT[False]),
+        (orthogonalise, orthogonalise(PLAIN)),
     ):
         with pytest.raises(ValueError):
             validate(transform(program))
@@ -232,10 +247,10 @@ def every_step() -> Iterator[tuple[CommOptions, str, bool, bool]]:
 
 def test_the_programs_of_a_step_are_right_with_all_options() -> None:
     found = {case: make_programs(*case) for case in every_step()}
-    assert {program.transport for program, _ in found.values()} == {*TRANSPORT_NAMES, "my.Transport"}
-    for (options, name, adds_up, mirrors), (program, apart) in found.items():
-        assert is_right(program, 3) and is_right(apart, 3)
-        assert (program.sharded, apart.sharded) == (options.sharded, False)
+    assert {program.transport for program, *_ in found.values()} == {*TRANSPORT_NAMES, "my.Transport"}
+    for (options, name, adds_up, mirrors), (program, matrices, apart) in found.items():
+        assert is_right(program, 3) and is_right(matrices, 3) and is_right(apart, 3)
+        assert (program.sharded, matrices.sharded, apart.sharded) == (options.sharded, options.sharded, False)
         assert program.has("mirror") == (mirrors and options.sharded) and not apart.has("mirror")
         if name == "reduce_scatter":
             librarys = adds_up and options.dtype == "fp32"

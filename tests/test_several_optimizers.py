@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
-from elastic_job import assert_same_training, chaos, compose, run_job, undisturbed_job, words
 from problems import relative
 from test_fit_checkpoint import Growing, Interrupted, assert_equal, problem, with_fit, with_loader
 from test_kfuse_run import run_script
@@ -18,9 +17,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import kfuse as kf
-from kfuse.cli.check import ConfigError
-from kfuse.models import GPT, MLP, ConvNet
-from kfuse.optim.muon import MuonAdamW, hidden_matrices
 from kfuse.session import reset
 
 
@@ -181,59 +177,7 @@ def test_sharded_state_is_refused() -> None:
         kf.Optimizer(*pair(network()))
 
 
-# -- optimizer=muon ---------------------------------------------------------------------------------------------------
-
-
-def test_hidden_matrices_are_those_in_the_blocks(caplog: pytest.LogCaptureFixture) -> None:
-    gpt = GPT(vocab_size=11, block_size=5, layers=2, heads=1, width=4)
-    names = {id(p): name for name, p in gpt.named_parameters()}
-    found = [names[id(p)] for p in hidden_matrices(gpt)]
-    layers = ("attention.qkv", "attention.project", "expand", "contract")
-    assert found == [f"blocks.{k}.{layer}.weight" for k in range(2) for layer in layers]
-    opt = MuonAdamW(gpt)
-    assert "hidden matrices, by Muon: 8 (384 elements); other parameters, by AdamW: 20 (" in caplog.text
-    assert [type(each).__name__ for each in opt.inners] == ["Muon", "AdamW"]
-    mlp = MLP((4,), 3, hidden=(8, 8))
-    assert [tuple(p.shape) for p in hidden_matrices(mlp)] == [(8, 4), (8, 8)]
-    with pytest.raises(ValueError, match="ConvNet has no hidden matrices for Muon"):
-        MuonAdamW(ConvNet((3, 8, 8), 10))
-
-
-def test_the_shell_refuses_what_muon_cannot_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    mlp = words("optimizer=muon model=mlp")
-    compose([*mlp, "model.hidden=[8]"])
-    for wrong, message in (
-        ("model.hidden=[]", "MLP has no hidden matrices for Muon: use adamw or sgd"),
-        ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1: must be 0 or more"),
-        ("optimizer.momentum=1", r"optimizer.momentum=1: must be in \[0, 1\)"),
-        ("optimizer.adjust_lr_fn=none", "optimizer.adjust_lr_fn=none: must be one of original, match_rms_adamw"),
-        ("comm.state=sharded", r"must be replicated with optimizer=MuonAdamW"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            compose([*mlp, wrong])
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(ConfigError, match=r"has no torch\.optim\.Muon: it is there since torch 2\.9"):
-        compose(mlp)
-
-
-TRAINING = words(
-    "comm=reproducible optimizer=muon model=mlp model.hidden=[24,16] model.dropout=0.1 batch.size=16 batch.micro=4",
-    "comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 train.epochs=null train.steps=60 train.eval_every=25",
-    "workers.max=3",
-)
-
-
-@pytest.mark.full
-@pytest.mark.jobs
-def test_a_loss_and_a_join_leave_the_bits(tmp_path: Path) -> None:
-    reference = undisturbed_job(tmp_path / "alone", TRAINING)
-    events = [
-        {"step": 15, "moment": "mid_reduction", "rank": 1, "how": "kill", "workers": 2},
-        {"step": 35, "moment": "between_reduction_and_update", "rank": 0, "how": "kill", "workers": 2},
-    ]
-    job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path, events=events), "workers.count=2"])
-    assert [failure["how"] for failure in job.of_kind("failure")] == ["was ended by SIGKILL"] * 2, job.told()
-    assert_same_training(job, reference)
+# -- a worker that joins -----------------------------------------------------------------------------------------------
 
 
 SCRIPT = """

@@ -123,7 +123,7 @@ def sum_up_a_tree(shape: str | list[int], hosts: list[str]) -> tuple[list[float]
     if shape == "host as NCCL has it":
         shape = "host"
         GlooGroup.sum_among = Group.sum_among  # type: ignore[method-assign]
-    transport = transports.make("tree", group, shape)
+    transport = transports.make("tree", group, shape, lambda key, numel: [])
     transport.plan([1] * group.size, ())
     generator = torch.Generator().manual_seed(3)
     terms = [
@@ -159,8 +159,9 @@ def sum_in_parts() -> None:
     """Of two workers, which have so many partial sums each: this one's shard has the bits of the plan."""
     all_to_all.PART = 2 * BLOCK
     group, numel = kf.init().group, 9 * BLOCK + 700
-    transport: Any = transports.make("all_to_all", group, unit=BLOCK)
-    shard = group.shards(numel, BLOCK)[group.rank]
+    shards = group.shards(numel, BLOCK)
+    transport: Any = transports.make("all_to_all", group, "binary", lambda key, numel: shards)
+    shard = shards[group.rank]
     for pieces in ([1, 1], [0, 2], [3, 4]):
         merges = plan_merges([(0, k) for k in range(sum(pieces))], sum(pieces))
         transport.plan(pieces, merges)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from kfuse.comm import devices, schedule
-from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.schedule import Program
-from kfuse.comm.settings import CONTRIBUTIONS, TO_SHARDS, TREES, CommOptions
+from kfuse.comm.settings import CONTRIBUTIONS, TO_SHARDS, CommOptions
 from kfuse.comm.sum_tree import Merge
 
 
@@ -78,21 +77,26 @@ def program(name: str, sharded: bool, dtype: str = "fp32") -> Program:
     return schedule.fuse(shared) if reduces and shared.measures_shards else shared
 
 
-def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool) -> tuple[Program, Program]:
-    """What a step does with a bucket of gradients, and with a last bucket that has none: buffers and the tail.
+def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool) -> tuple[Program, Program, Program]:
+    """What a step does with a bucket of gradients, with one of owned matrices, and with a last bucket that has no
+    gradients: buffers and the tail.
 
-    name: of the transport. adds_up: of the group. mirrors: see `Engine`. Raises ValueError unless both are valid.
+    name: of the transport. adds_up: of the group. mirrors: see `Engine`. Raises ValueError unless all are valid.
     """
     # gloo's own reduce-scatter takes several times as long for the same bytes, and bf16 sums would be rounded.
     replaced = name == "reduce_scatter" and not (adds_up and options.dtype == "fp32")
     running = "all_to_all" if replaced else name
     whole = program(running, options.sharded, options.dtype)
-    whole = schedule.mirror(whole) if mirrors and options.sharded else whole
+    # A library's reduce-scatter makes equal parts.
+    unequal = "all_to_all" if running == "reduce_scatter" and options.sharded else running
+    matrices = schedule.orthogonalise(program(unequal, options.sharded, options.dtype))
+    if mirrors and options.sharded:
+        whole, matrices = schedule.mirror(whole), schedule.mirror(matrices)
     # One message, where the order of additions is free: these are few numbers, and a message costs more than its bytes.
     apart = program(("all_to_all" if options.reproducible else "allreduce") if running in TO_SHARDS else running, False)
-    for each in (whole, apart):
+    for each in (whole, matrices, apart):
         schedule.validate(each)
-    return whole, apart
+    return whole, matrices, apart
 
 
 _CLASSES = {  # imported when used: `import kfuse` is quick
@@ -105,15 +109,19 @@ _CLASSES = {  # imported when used: `import kfuse` is quick
 }
 
 
-def make(name: str, group: Group, tree: str | Sequence[int] = TREES[0], unit: int = ALIGN) -> Transport:
+Cuts = Callable[[int, int], Sequence[slice]]
+"""Of a bucket's number, and of how many elements its message has: the shard of each rank."""
+
+
+def make(name: str, group: Group, tree: str | Sequence[int], cuts: Cuts) -> Transport:
     """The transport of this name, which is resolved, or of the user's own class, over `group`.
 
-    tree: the shape that `tree` takes: a name, or each rank's parent. unit: what the length of a shard is a multiple of.
-    Raises ImportError or AttributeError where there is no such class.
+    tree: the shape that `tree` takes: a name, or each rank's parent. Raises ImportError or AttributeError where there
+    is no such class.
     """
     if name == "all_to_all" and group.size == 2 and not devices.of(group.device).asynchronous:
         name = "all_to_all, two workers"
-    arguments: tuple[Any, ...] = (tree,) if name == "tree" else (unit,) if name in _CLASSES else ()
+    arguments: tuple[Any, ...] = (tree,) if name == "tree" else (cuts,) if name in _CLASSES else ()
     made: Transport = pkgutil.resolve_name(_CLASSES.get(name, name))(group, *arguments)
     return made
 
@@ -123,17 +131,17 @@ class AllReduce:
 
     _name = "allreduce"
 
-    def __init__(self, group: Group, unit: int = ALIGN) -> None:
-        self._group, self._unit = group, unit
+    def __init__(self, group: Group, cuts: Cuts) -> None:
+        self._group, self._cuts = group, cuts
         self._pending: dict[int, Pending] = {}
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
         """Nothing to prepare: each worker contributes one slot."""
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
-        self._pending[key] = self._start(slots[0], f"{what} ({self._name})")
+        self._pending[key] = self._start(key, slots[0], f"{what} ({self._name})")
 
-    def _start(self, flat: Tensor, what: str) -> Pending:
+    def _start(self, key: int, flat: Tensor, what: str) -> Pending:
         return self._group.all_reduce(flat, what)
 
     def wait(self, key: int) -> None:
@@ -145,5 +153,5 @@ class ReduceScatter(AllReduce):
 
     _name = "reduce_scatter"
 
-    def _start(self, flat: Tensor, what: str) -> Pending:
-        return self._group.reduce_scatter(flat, what, self._unit)
+    def _start(self, key: int, flat: Tensor, what: str) -> Pending:
+        return self._group.reduce_scatter(flat, what, self._cuts(key, flat.numel()))

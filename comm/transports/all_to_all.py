@@ -21,6 +21,7 @@ from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
+from kfuse.comm.transports import Cuts
 from kfuse.kernels import num_blocks, reduce
 
 
@@ -34,8 +35,8 @@ class _Message:
 class AllToAll:
     """The transport `all_to_all`: every rank reduces one shard of each bucket, in an order that the plan gives."""
 
-    def __init__(self, group: Group, unit: int = ALIGN) -> None:
-        self._group, self._unit = group, unit
+    def __init__(self, group: Group, cuts: Cuts) -> None:
+        self._group, self._cuts = group, cuts
         self._free: list[Tensor] = []  # receive buffers that no message uses
         self._messages: dict[int, _Message] = {}
         self._device = devices.of(group.device)
@@ -54,7 +55,7 @@ class AllToAll:
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
         rank, size = self._group.rank, self._group.size
-        shards = self._group.shards(slots[0].numel(), self._unit)
+        shards = self._cuts(key, slots[0].numel())
         sizes = [shard.stop - shard.start for shard in shards]
         width = sizes[rank]
         received = self._take(self._count * width, slots[0].dtype)
@@ -114,8 +115,8 @@ class _Part:
 class TwoWorkers:
     """The transport `all_to_all` in a group of two over gloo."""
 
-    def __init__(self, group: Group, unit: int = ALIGN) -> None:
-        self._group, self._unit = group, unit
+    def __init__(self, group: Group, cuts: Cuts) -> None:
+        self._group, self._cuts = group, cuts
         self._messages: dict[int, list[_Part]] = {}
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
@@ -124,7 +125,7 @@ class TwoWorkers:
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
         """Starts the exchange: each worker sends its pieces of the other's shard, part by part."""
         rank, parts = self._group.rank, list[_Part]()
-        shards = self._group.shards(slots[0].numel(), self._unit)
+        shards = self._cuts(key, slots[0].numel())
         mine, theirs = shards[rank], shards[1 - rank]
         for at in range(0, max(shard.stop - shard.start for shard in shards), PART):
             here, there = (slice(min(s.start + at, s.stop), min(s.start + at + PART, s.stop)) for s in (mine, theirs))

@@ -39,6 +39,7 @@ from kfuse.comm.buckets import ALIGN, Bucket
 from kfuse.comm.gloo import process_group
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
+from kfuse.comm.transports import Cuts
 from kfuse.kernels import reduce
 
 GRACE_S = 10.0  # how much longer than the group's timeout a barrier may take: longer than `Group.late_ranks`
@@ -51,11 +52,11 @@ _numbers = count()
 class Symmetric:
     """The transport `symmetric`: contributions stay where they are, and every rank reads its shard of all of them."""
 
-    def __init__(self, group: Group, unit: int = ALIGN) -> None:
+    def __init__(self, group: Group, cuts: Cuts) -> None:
         """Raises ValueError where this group's GPUs cannot read each other's memory, on every rank; CommError."""
         if reason := _unfit(group):
             raise ValueError(f"comm.schedule='symmetric': {reason}: choose another schedule")
-        self._group, self._unit, self._device = group, unit, devices.of(group.device)
+        self._group, self._cuts, self._device = group, cuts, devices.of(group.device)
         self._buckets: Sequence[Bucket] = ()
         self._numel = 0
         self._memories: list[SymmetricMemory] = []  # of the slots of all buckets, by the slot's number
@@ -110,7 +111,7 @@ class Symmetric:
 
     def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None) -> None:
         part = self._parts.pop(key)
-        shard = self._group.shards(part.stop - part.start, self._unit)[self._group.rank]
+        shard = self._cuts(key, part.stop - part.start)[self._group.rank]
         here = slice(part.start + shard.start, part.start + shard.stop)
         rows = [self._memories[k].of[rank][here] for rank, count in enumerate(self._pieces) for k in range(count)]
         # After an abort they may be dropped while the kernel still runs.

@@ -5,7 +5,7 @@ With `comm.state=sharded` a worker keeps state for its shard of each bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class FlatState(Updates):
     def __init__(self, opt: torch.optim.Optimizer, rule: Rule) -> None:
         super().__init__(opt)
         self.rule = rule
-        self.names = (*rule.moment_names, MASTER)  # of all state tensors shaped like the parameter
+        self.names = (*rule.all_moment_names, MASTER)  # of all state tensors shaped like the parameter
         self.states: list[BucketState] = []  # of each bucket of gradients
         self.steps: Tensor  # fp32: the numbers of updates of all parameters, bucket by bucket
 
@@ -64,8 +64,9 @@ class FlatState(Updates):
         fill(views, [p.data for p in params])
         for p, view in zip(params, views, strict=True):
             p.data = with_own_storage(view)
-        own, mirror = Part(bucket.shard), Part(bucket.mirrored)
-        state = BucketState(param, groups[id(params[0])], steps, [Entry() for _ in params], own, mirror)
+        own, mirror, group = Part(bucket.shard), Part(bucket.mirrored), groups[id(params[0])]
+        rule = self.rule.of(self.opt.param_groups[group])
+        state = BucketState(param, group, rule, steps, [Entry() for _ in params], own, mirror)
         self.take(bucket, state)
         state.addresses = [p.data_ptr() for p in params]
         return state
@@ -78,8 +79,8 @@ class FlatState(Updates):
         params = self.params_of(bucket)
         saved: list[dict[str, Any]] = [self.opt.state.get(p, {}) for p in params]
         loaded = [of.get(MASTER) is not None for of in saved]
-        state.entries = [Entry(known=self.has_moments(of)) for of in saved]
-        names = list(self.rule.moment_names) if state.has_moments else []
+        state.entries = [Entry(known=has_moments(state, of)) for of in saved]
+        names = list(state.rule.moment_names) if state.has_moments else []
         names += [MASTER] if state.param.dtype != torch.float32 else []
         for part in state.parts:
             part.tensors = {name: tensor for name, tensor in part.tensors.items() if name in names}
@@ -95,9 +96,6 @@ class FlatState(Updates):
         self.publish(bucket, state, [k for k, entry in enumerate(state.entries) if entry.known])
         self.publish_masters(bucket, state, [k for k, entry in enumerate(state.entries) if entry.known or loaded[k]])
 
-    def has_moments(self, of: dict[str, Any]) -> bool:
-        return any(of.get(name) is not None for name in self.rule.moment_names)
-
     def publish(self, bucket: Bucket, state: BucketState, which: Sequence[int]) -> None:
         """Makes the flat state of these parameters visible as torch's `state`. Of shards there is none to be seen."""
         params = self.params_of(bucket)
@@ -105,7 +103,7 @@ class FlatState(Updates):
             views = bucket.view(moment)
             for k in which:
                 self.opt.state[params[k]][name] = views[k]
-        for k in which if self.rule.counts_updates else ():
+        for k in which if state.rule.counts_updates else ():
             self.opt.state[params[k]]["step"] = state.steps[k]
 
     def publish_masters(self, bucket: Bucket, state: BucketState, which: Sequence[int]) -> None:
@@ -125,7 +123,7 @@ class FlatState(Updates):
     def make(self, bucket: Bucket, state: BucketState, which: Sequence[int]) -> None:
         """Makes the state of these parameters of the bucket, as of no update."""
         for part in state.parts:
-            part.make(self.rule.moment_names, bucket.device)
+            part.make(state.rule.moment_names, bucket.device)
         self.publish(bucket, state, which)
         for k in which:
             state.entries[k].known = True
@@ -183,3 +181,8 @@ class FlatState(Updates):
         for state in self.states:
             if state.own.master is not None:
                 state.param.copy_(state.own.master)
+
+
+def has_moments(state: BucketState, of: Mapping[str, Any]) -> bool:
+    """Whether torch's `state` of a parameter of the bucket has moments."""
+    return any(of.get(name) is not None for name in state.rule.moment_names)

@@ -5,7 +5,7 @@ With `comm.state=sharded` a worker updates its shard of each bucket; the engine 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
 from typing import Any
@@ -18,7 +18,7 @@ from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import CommError, Pending
 from kfuse.optim import sharding
-from kfuse.optim.flat import FlatState
+from kfuse.optim.flat import FlatState, has_moments
 from kfuse.optim.layout import MASTER, BucketState, Entry, Part, Piece, piece_of, refuse_overlaps
 from kfuse.optim.rules import fisher
 from kfuse.optim.updates import Update, named_parameters
@@ -49,6 +49,9 @@ class FlatUpdates(FlatState):
         self._refuse_options(self.opt.param_groups, _OTHER_ARITHMETIC)
         refuse_overlaps(named)
 
+    def owner_costs(self, params: Sequence[Parameter], group: Mapping[str, Any]) -> list[int] | None:
+        return self.rule.of(group).owner_costs(params, group)
+
     def _refuse_options(self, groups: list[dict[str, Any]], options: dict[str, bool]) -> None:
         """Raises ValueError for an option of torch's whose arithmetic the kernels do not have."""
         for index, group in enumerate(groups):
@@ -62,7 +65,7 @@ class FlatUpdates(FlatState):
     def lay_out(self, engine: Engine) -> None:
         super().lay_out(engine)
         for bucket, state in self.pairs():
-            self.rule.lay_out(bucket, (state.own, state.mirror))
+            state.rule.lay_out(bucket, (state.own, state.mirror))
 
     # -- an update ------------------------------------------------------------------------------------------------
 
@@ -92,7 +95,7 @@ class FlatUpdates(FlatState):
         """
         params, options = self.params_of(bucket), self.options_of(state)
         bucket.take_visible()
-        keeps = self.rule.keeps_state(options)
+        keeps = state.rule.keeps_state(options)
         if self._all_in_one_call(bucket, state, given):
             calls = [range(len(params))]
         else:
@@ -103,7 +106,7 @@ class FlatUpdates(FlatState):
         for which in calls:
             skip = given.skip_of(bucket.layout.params[which[0]])  # of several in one call none is in doubt
             first = keeps and not state.entries[which[0]].known
-            if first and self.rule.skips_first(options, skip):
+            if first and state.rule.skips_first(options, skip):
                 continue
             if first:
                 self.make(bucket, state, which)
@@ -118,7 +121,7 @@ class FlatUpdates(FlatState):
 
     def _all_in_one_call(self, bucket: Bucket, state: BucketState, given: Update) -> bool:
         certain = not given.in_doubt or all(index not in given.in_doubt for index in bucket.layout.params)
-        alike = state.together or not self.rule.keeps_state(self.options_of(state))
+        alike = state.together or not state.rule.keeps_state(self.options_of(state))
         return certain and alike and all([p.grad is not None for p in self.params_of(bucket)])
 
     def _count_together(self, given: Update) -> bool:
@@ -199,7 +202,7 @@ class FlatUpdates(FlatState):
                 of_bucket.own.move_to(slice(0, bucket.body) if whole else bucket.shard)
                 of_bucket.mirror.move_to(slice(0, 0))
                 of_bucket.others = []
-                self.rule.lay_out(bucket, [of_bucket.own])
+                of_bucket.rule.lay_out(bucket, [of_bucket.own])
             self.take(bucket, of_bucket)
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
@@ -238,7 +241,9 @@ class FlatUpdates(FlatState):
         given = dict(zip(map(id, self._params()), self._states_of_params(state), strict=False))
         for bucket, of_bucket in self.pairs():
             theirs = [given.get(id(p), {}) for p in self.params_of(bucket)]
-            missing = [k for k, of in enumerate(theirs) if not of_bucket.entries[k].known and self.has_moments(of)]
+            missing = [
+                k for k, of in enumerate(theirs) if not of_bucket.entries[k].known and has_moments(of_bucket, of)
+            ]
             if missing:
                 self.make(bucket, of_bucket, missing)
             self.publish_masters(bucket, of_bucket, [k for k, of in enumerate(theirs) if MASTER in of])
@@ -268,13 +273,13 @@ class FlatUpdates(FlatState):
 
     def regroup(self, has_state: bool) -> None:
         if self.sharded:
-            sharding.regroup(self.engine, self.states, self.rule.moment_names, has_state)
+            sharding.regroup(self.engine, self.states, has_state)
             for bucket, state in self.pairs():
-                self.rule.lay_out(bucket, (state.own, state.mirror))
+                state.rule.lay_out(bucket, (state.own, state.mirror))
 
     def hand_over(self, leavers: Collection[int]) -> None:
         if self.sharded and leavers:
-            sharding.hand_over(self.engine, self.states, self.rule.moment_names, leavers)
+            sharding.hand_over(self.engine, self.states, leavers)
 
     def collect_parameters(self, rank: int, has_state: bool) -> None:
         sharding.collect(self.engine, self.states, rank, has_state)
@@ -287,7 +292,7 @@ class FlatUpdates(FlatState):
         group, copied, arriving = self.engine.group, list[list[Part]](), list[Pending]()
         for number, (bucket, state) in enumerate(self.pairs()):
             mine = {name: tensor.clone() for name, tensor in state.own.tensors.items()}  # updates change it meanwhile
-            before = group.shards(bucket.body, self.engine.executor.unit)[group.rank - 1]
+            before = bucket.shards[group.rank - 1]
             theirs = {name: torch.empty(before.stop - before.start, device=bucket.device) for name in mine}
             for name, tensor in mine.items():
                 what = f"step {step}, snapshot of bucket {number + 1}, {name}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import is_
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch.utils.dlpack import from_dlpack
 
 from kfuse.comm.buckets import Bucket, flat_zeros
 from kfuse.comm.tail import Place, quick
+
+if TYPE_CHECKING:
+    from kfuse.optim.rules import Rule
 
 MASTER = "master"  # the name in a state_dict of a 16-bit parameter's fp32 weights
 
@@ -126,6 +129,7 @@ class BucketState:
 
     param: Tensor  # [body], in the parameters' dtype: their own memory
     group: int  # the parameter group of all of its parameters
+    rule: Rule  # that group's
     steps: Tensor  # fp32 [parameters]: updates each one has had. Whole on each worker.
     entries: list[Entry]  # of each parameter
     own: Part

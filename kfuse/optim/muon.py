@@ -1,67 +1,115 @@
-"""Muon for a model's hidden matrices, AdamW for its other parameters: `optimizer=muon` at the shell."""
+"""Muon, data-parallel, for a model's matrices, beside AdamW for its other parameters."""
 
 from __future__ import annotations
 
 import logging
-from typing import Literal
+import time
+from functools import cache
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
+from kfuse.kernels import orthogonalise
+from kfuse.optim.base import DistributedOptimizer
+from kfuse.optim.consistency import share_from_first
+from kfuse.optim.flat_updates import FlatUpdates
+from kfuse.optim.muon_rule import COEFFICIENTS, TYPES, MuonRule
 from kfuse.optim.refuse import refuse_options
-from kfuse.optim.wrap import Optimizer
+from kfuse.session import current
 
 _LOG = logging.getLogger("kfuse")
 
+Arithmetic = Literal["auto", "bf16", "fp32"]
+Rates = Literal["original", "match_rms_adamw"]
 
-class MuonAdamW(Optimizer):
-    """torch.optim.Muon (Jordan et al. 2024) for `hidden_matrices`, torch.optim.AdamW for the other parameters.
 
-    Both have one learning rate and one weight decay: adjust_lr_fn="match_rms_adamw" gives Muon's updates the size of
-    AdamW's (Liu et al. 2025, "Muon is scalable for LLM training"). For rates of their own make the two optimizers and
-    give them to kf.Optimizer. momentum: Muon's, by Nesterov. betas, eps: AdamW's.
+class FusedMuon(DistributedOptimizer):
+    """Muon (Jordan et al. 2024), with torch.optim.Muon's arithmetic, defaults and state, data-parallel.
+
+    Parameter groups with `use_muon=True`, which is the default, have matrices, [m, n], or stacks of them, [k, m, n], of
+    which each is orthogonalised: by one worker, which shares the result. Groups with `use_muon=False` (embeddings,
+    output layers, norms, biases) are torch.optim.AdamW's, with `betas` and `adamw_eps`.
+
+    Parameters, `clip_norm` and `skip_nonfinite` are as for FusedAdamW.
     """
+
+    shards_state = True
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float = 1e-3,
+        weight_decay: float = 0.1,
         momentum: float = 0.95,
-        adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw",
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Rates = "original",
         *,
+        arithmetic: Arithmetic = "auto",
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
         clip_norm: float | None = None,
-        skip_nonfinite: bool | None = None,
+        skip_nonfinite: bool = True,
     ) -> None:
-        """Raises ValueError for a torch without Muon, for numbers out of range, and for a model without hidden matrices
-        or without other parameters.
+        """model: parameter groups, or a model: its `hidden_matrices` are Muon's then, its other parameters AdamW's.
+
+        adjust_lr_fn: what the rate of an [m, n] matrix is multiplied with: sqrt(max(1, m / n)), "original"; or 0.2
+        sqrt(max(m, n)), "match_rms_adamw" (Liu et al. 2025, "Muon is scalable for LLM training"), by which AdamW's rate
+        suits Muon too. arithmetic: the type of the Newton-Schulz iteration; "auto": bf16 as torch has it, or fp32 on
+        processors where that is quicker, on all workers what suits rank 0's. It is kept in the state.
+
+        Raises ValueError for numbers out of range, a parameter for Muon that is no matrix, and a model without hidden
+        matrices or without other parameters.
         """
-        self.check_arguments(lr, momentum, betas, eps, weight_decay)
-        hidden, others = self.check_model(model)
-        muon = torch.optim.Muon(hidden, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn)
-        adamw = torch.optim.AdamW(others, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay)
-        super().__init__(muon, adamw, clip_norm=clip_norm, skip_nonfinite=skip_nonfinite)
-        if self._session.worker == 0:
-            counts = (f"{len(each)} ({sum(p.numel() for p in each)} elements)" for each in (hidden, others))
-            _LOG.warning("hidden matrices, by Muon: %s; other parameters, by AdamW: %s", *counts)
+        self.check_arguments(lr, weight_decay, momentum, ns_steps, betas, eps, adamw_eps, adjust_lr_fn, arithmetic)
+        session = current()
+        if arithmetic == "auto":
+            faster = torch.tensor([float(_bf16_is_faster(session.group.device.type))], device=session.group.device)
+            if not session.elastic:  # else all take the first worker's state
+                share_from_first(session.group, [faster])
+            arithmetic = "bf16" if faster.item() else "fp32"
+        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        defaults |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps}
+        defaults |= {"adjust_lr_fn": adjust_lr_fn, "arithmetic": arithmetic, "use_muon": True}
+        self._of_adamw = {"betas": betas, "eps": adamw_eps, "maximize": False}
+        groups: ParamsT = model if not isinstance(model, nn.Module) else self._groups_of(model)
+        torch.optim.Optimizer.__init__(self, groups, defaults)
+        self._attach(FlatUpdates(self, MuonRule()), clip_norm, skip_nonfinite)
+        if session.worker == 0:
+            counts = [
+                sum(p.numel() for group in self.param_groups if group["use_muon"] == by_muon for p in group["params"])
+                for by_muon in (True, False)
+            ]
+            _LOG.info("Muon has %d elements of matrices, in %s; AdamW has %d", counts[0], arithmetic, counts[1])
 
     @staticmethod
     def check_arguments(
-        lr: float,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
         momentum: float = 0.95,
+        ns_steps: int = 5,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        eps: float = 1e-7,
+        adamw_eps: float = 1e-8,
+        adjust_lr_fn: str = "original",
+        arithmetic: str = "auto",
         **_: object,
     ) -> None:
         """Raises ValueError as the constructor does; it needs no parameters and no workers."""
-        if not hasattr(torch.optim, "Muon"):
-            raise ValueError(f"torch {torch.__version__} has no torch.optim.Muon: it is there since torch 2.9")
         refuse_options(lr, betas, eps, weight_decay)
+        if not adamw_eps >= 0:
+            raise ValueError(f"adamw_eps={adamw_eps!r}: must be 0 or more")
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum={momentum!r}: must be in [0, 1)")
+        if not 0 < ns_steps < 100:
+            raise ValueError(f"ns_steps={ns_steps!r}: must be 1 to 99")
+        for name, value, allowed in (("adjust_lr_fn", adjust_lr_fn, Rates), ("arithmetic", arithmetic, Arithmetic)):
+            if value not in get_args(allowed):
+                raise ValueError(f"{name}={value!r}: must be one of {', '.join(get_args(allowed))}")
 
     @staticmethod
     def check_model(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -73,6 +121,49 @@ class MuonAdamW(Optimizer):
             lacks = "parameters for AdamW" if hidden else "hidden matrices for Muon: use adamw or sgd"
             raise ValueError(f"{type(model).__name__} has no {lacks}")
         return hidden, others
+
+    def _groups_of(self, model: nn.Module) -> list[dict[str, Any]]:
+        hidden, others = self.check_model(model)
+        return [{"params": hidden}, {"params": others, "use_muon": False}]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Also raises ValueError for options out of range, and a parameter of Muon's that is no matrix."""
+        given = param_group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        group = {**param_group, "params": params}
+        if not group.setdefault("use_muon", True):
+            group = {**self._of_adamw, **group}
+        self.check_arguments(**{name: value for name, value in (self.defaults | group).items() if name != "params"})
+        for k, entry in enumerate(params if group["use_muon"] else ()):
+            name, p = entry if isinstance(entry, tuple) else (f"parameter {k}", entry)
+            if p.dim() not in (2, 3):
+                raise ValueError(
+                    f"{name} of group {len(self.param_groups)} has the shape {tuple(p.shape)}: Muon takes matrices, "
+                    "[m, n], and stacks of them, [k, m, n]; a group with use_muon=False is AdamW's"
+                )
+        super().add_param_group(group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's: groups that were loaded from torch.optim.Muon's state get what that one does not have."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name in ("use_muon", "arithmetic"):
+                group.setdefault(name, self.defaults[name])
+
+
+@cache
+def _bf16_is_faster(device: str) -> bool:
+    """Whether Newton-Schulz iterations of a small matrix take clearly less time in bf16 than in fp32."""
+    if device != "cpu":
+        return True
+    matrix, seconds = torch.randn(128, 384), dict[str, float]()
+    for name, dtype in TYPES.items():
+        out = torch.empty_like(matrix, dtype=dtype)
+        for _ in range(4):
+            started = time.perf_counter()
+            orthogonalise([matrix], [out], COEFFICIENTS, 1, 1e-7)
+            seconds[name] = min(time.perf_counter() - started, seconds.get(name, 1e9))
+    return seconds["bf16"] < 0.8 * seconds["fp32"]
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:

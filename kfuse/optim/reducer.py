@@ -63,7 +63,10 @@ class Reducer:
         self._updates.check_layout(named)
         names = [name for p, name in named if p.requires_grad]
         lane = self._lane() if lane is None else lane
-        return Engine(self._trained(), session.group, session.comm, names, lane, session.mirrors)
+        trained, costs = self._trained(), list[int | None]()
+        for params, group in zip(trained, self._updates.opt.param_groups, strict=True):
+            costs += self._updates.owner_costs(params, group) or [None] * len(params)
+        return Engine(trained, session.group, session.comm, names, lane, session.mirrors, costs)
 
     def _attach(self, engine: Engine) -> None:
         self.engine, self._group_of = engine, self._groups_of_trained()  # `rebuild` replaces them

@@ -33,6 +33,22 @@ class Rule:
     moment_names: tuple[str, ...]  # of the state tensors shaped like the parameter, as torch names them
     counts_updates: bool = False  # `state` has each parameter's number of updates, as "step"
 
+    @property
+    def all_moment_names(self) -> tuple[str, ...]:
+        """Those of all groups' rules."""
+        return self.moment_names
+
+    def of(self, options: Options) -> Rule:
+        """A parameter group's rule."""
+        return self
+
+    def owner_costs(self, params: Sequence[Tensor], options: Options) -> list[int] | None:
+        """What each parameter's update costs, where it needs the whole gradient: one worker makes it, its owner.
+
+        None: an update needs each element alone, or sums over a parameter that workers can share.
+        """
+        return None
+
     def keeps_state(self, options: Options) -> bool:
         """Whether an update with these options makes state, or needs the state that is there."""
         return True
@@ -54,7 +70,7 @@ class Rule:
             options = updates.options_of(state)
             for pieces in updates.pieces(bucket, state, given):
                 for piece in pieces:
-                    self.apply(piece, bucket, options, given)
+                    state.rule.apply(piece, bucket, options, given)
 
         updates.run(update)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
-from kfuse.kernels import BLOCK
 from kfuse.optim.layout import MASTER, BucketState, Part
 from kfuse.optim.updates import ShardsLost
 
@@ -128,23 +127,21 @@ def _exchange(
         place.copy_(values)
 
 
-def regroup(engine: Engine, states: Sequence[BucketState], moments: Sequence[str], has_state: bool) -> None:
+def regroup(engine: Engine, states: Sequence[BucketState], has_state: bool) -> None:
     """Gives each worker its shards of the engine's present group, and what it mirrors. Every rank calls it.
 
-    moments: their names. has_state: this worker's parts are of the newest state. Raises CommError and ShardsLost. Until
-    all ranks have theirs each keeps what another one may still lack: after an error that is among
-    `BucketState.others`.
+    has_state: this worker's parts are of the newest state. Raises CommError and ShardsLost. Until all ranks have theirs
+    each keeps what another one may still lack: after an error that is among `BucketState.others`.
     """
     buckets, group = engine.gradient_buckets, engine.group
-    names = [_names_of(state, moments) for state in states]
+    names = [_names_of(state) for state in states]
     held = [
         [part for part in state.held() if has_state and part.tensors.keys() >= set(of_bucket)]  # a new worker has none
         for state, of_bucket in zip(states, names, strict=True)
     ]
     wanted = []
     for bucket in buckets:
-        cuts = group.shards(bucket.body, BLOCK)
-        mirrors = engine.mirrors and group.size > 1
+        mirrors, cuts = engine.mirrors and group.size > 1, bucket.shards
         wanted.append([[cut, cuts[rank - 1]] if mirrors else [cut] for rank, cut in enumerate(cuts)])
     moved = move(group, buckets, held, wanted, names, "optimizer state to its new owners")
     for state, new in zip(states, moved, strict=True):
@@ -156,30 +153,31 @@ def regroup(engine: Engine, states: Sequence[BucketState], moments: Sequence[str
             part.move_to(place)
             for each in new:
                 part.tensors |= each.tensors if each.place == place else {}
-            part.make(moments if state.has_moments else (), bucket.device)
+            part.make(state.rule.moment_names if state.has_moments else (), bucket.device)
             if part.master is None and state.param.dtype != torch.float32:
                 part.tensors[MASTER] = state.param[place].float()
 
 
-def hand_over(engine: Engine, states: Sequence[BucketState], moments: Sequence[str], leavers: Collection[int]) -> None:
+def hand_over(engine: Engine, states: Sequence[BucketState], leavers: Collection[int]) -> None:
     """Before the group changes: workers that leave it give their shards to those that stay (`hand_overs`).
 
     Every rank calls it. Raises CommError and ShardsLost.
     """
     buckets, group = engine.gradient_buckets, engine.group
-    wanted = [hand_overs(group.shards(bucket.body, BLOCK), leavers) for bucket in buckets]
-    names = [_names_of(state, moments) for state in states]
+    wanted = [hand_overs(bucket.shards, leavers) for bucket in buckets]
+    names = [_names_of(state) for state in states]
     held = [state.held() for state in states]
     moved = move(group, buckets, held, wanted, names, "optimizer state of workers that leave")
     for state, new in zip(states, moved, strict=True):
         state.others += new
 
 
-def _names_of(state: BucketState, moments: Sequence[str]) -> list[str]:
+def _names_of(state: BucketState) -> list[str]:
     """The names of the tensors that the bucket's state has, the same on every worker. Masters are made from parameters
     before they are state.
     """
-    return [*(moments if state.has_moments else ()), *([MASTER] if state.has_masters else ())]
+    moments = state.rule.moment_names if state.has_moments else ()
+    return [*moments, *([MASTER] if state.has_masters else ())]
 
 
 def collect(engine: Engine, states: Sequence[BucketState], rank: int, has_state: bool) -> None:

@@ -81,6 +81,10 @@ class Updates:
     def check_layout(self, named: list[tuple[Parameter, str]]) -> None:
         """Before buckets are built: raises ValueError for parameters that cannot be laid out."""
 
+    def owner_costs(self, params: Sequence[Parameter], group: Mapping[str, Any]) -> list[int] | None:
+        """Of a group's parameters, what each one's update costs, where one worker makes it and needs all of it."""
+        return None
+
     def lay_out(self, engine: Engine) -> None:
         """The engine, or its buckets, are new; values are kept."""
         self.engine = engine

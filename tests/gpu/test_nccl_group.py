@@ -70,11 +70,12 @@ def everything(log: Path) -> dict[str, Any]:
         gathered = [t.tolist() for t in group.all_gather(torch.tensor([[r], [-r]]), "gather")]
         numbers = [t.item() for t in group.all_gather(torch.tensor(2.0**40 + r, dtype=torch.float64), "a scalar")]
         shared = []
-        for numel in (5, 64 * n, 1000):
+        unequal = [slice(0, 0), slice(0, 700), slice(700, 1000)]
+        for numel, cuts in ((5, None), (64 * n, None), (1000, None), (1000, unequal)):
             parts = torch.full((numel,), -1.0)
-            mine = group.shards(numel)[r]
-            parts[mine] = torch.arange(float(numel))[mine]
-            pending = group.share(parts, "parts")
+            cuts = cuts or group.shards(numel)
+            parts[cuts[r]] = torch.arange(float(numel))[cuts[r]]
+            pending = group.share(parts, "parts", cuts)
             pending.wait()
             shared.append(torch.equal(parts, torch.arange(float(numel))) and pending.done())
         into, cut = [n - 1 if s == 0 else 0 for s in range(n)], [n - 1 if r == 0 else 0] * n
@@ -102,7 +103,7 @@ def test_every_collective_brings_what_it_should_and_nothing_is_left_behind(tmp_p
             "sum, max": (True, 2.0),
             "broadcast": 2,
             "gathered": ([[[0], [0]], [[1], [-1]], [[2], [-2]]], [2.0**40 + k for k in range(3)]),
-            "shared": [True] * 3,
+            "shared": [True] * 4,
             "all_to_all": [2.0 * r, 2.0 * r + 1],
             "links": [[r != s for s in range(3)] for r in range(3)],
             "left": ([], None),
@@ -277,7 +278,7 @@ def first_of_its_kind(log: Path, kind: str) -> tuple[str, float]:
         flat, out = torch.zeros(128), torch.zeros(128)
         told = failure_of(
             {
-                "share": lambda: group.share(flat, "bucket").wait(),
+                "share": lambda: group.share(flat, "bucket", group.shards(128)).wait(),
                 "all_to_all": lambda: group.all_to_all(out, [64, 64], flat, [64, 64], "bucket").wait(),
                 "exchange": lambda: group.exchange(flat, out, 1, "bucket"),
             }[kind]

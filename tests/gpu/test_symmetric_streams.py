@@ -44,7 +44,7 @@ def other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         theirs, own = RecordedStream(order, "another rank's stream"), order.current
         theirs.wait_stream(own)
         part, group = self._parts[key], self._group
-        for rank, shard in enumerate(group.shards(part.stop - part.start, self._unit)):
+        for rank, shard in enumerate(self._cuts(key, part.stop - part.start)):
             rows = [memory.own[part][shard] for memory in self._memories[: self._pieces[group.rank]]]
             if rank != group.rank:
                 order.enqueue(theirs, [row for row in rows if row.numel()], [], "a pull of another rank")

@@ -1,0 +1,161 @@
+"""Muon's update of flat buffers. Each matrix is orthogonalised by one worker, its owner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfuse.comm import devices
+from kfuse.comm.buckets import Bucket
+from kfuse.kernels import orthogonalise
+from kfuse.optim.layout import Piece
+from kfuse.optim.rules import AdamWRule, Options, Rule
+from kfuse.optim.updates import Update
+
+if TYPE_CHECKING:
+    from kfuse.optim.flat_updates import FlatUpdates
+
+COEFFICIENTS = (3.4445, -4.775, 2.0315)  # Jordan's and torch's
+TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of the Newton-Schulz iteration
+_BUFFER = "momentum_buffer"
+
+
+class _Matrix(NamedTuple):
+    """Parts of flat buffers as matrices, [m, n], with the parameter's strides."""
+
+    gradient: Tensor
+    buffer: Tensor  # of the momentum
+
+
+class MuonRule(Rule):
+    """torch.optim.Muon's, and AdamW's for groups with `use_muon=False`.
+
+    With replicated state a matrix's owner orthogonalises the direction of its update, and shares this factor before any
+    worker updates anything: so a lost worker leaves no update in part, as with every rule. With sharded state the owner
+    has the matrix's momentum alone, makes the update, and shares the parameters.
+    """
+
+    moment_names = (_BUFFER,)
+
+    def __init__(self) -> None:
+        self._adamw = AdamWRule()
+        self._shared: dict[int, Tensor] = {}  # by bucket, [body]: factors of all matrices, in the update under way
+
+    @property
+    def all_moment_names(self) -> tuple[str, ...]:
+        return self.moment_names + self._adamw.moment_names
+
+    def of(self, options: Options) -> Rule:
+        return self if options["use_muon"] else self._adamw
+
+    def owner_costs(self, params: Sequence[Tensor], options: Options) -> list[int] | None:
+        """Multiplications of the Newton-Schulz iteration."""
+        costs = []
+        for p in params:
+            short, long = sorted(p.shape[-2:])
+            matrices = p.numel() // max(1, short * long)
+            costs.append(int(options["ns_steps"]) * matrices * (2 * short * short * long + short**3))
+        return costs
+
+    def update(self, updates: FlatUpdates, given: Update) -> None:
+        engine, skip = updates.engine, given.scaled.skip
+        left_out = skip is not None and not devices.of(skip.device).asynchronous and bool(skip.item())
+        if engine.group.size > 1 and not (updates.sharded or given.reduced.now.is_local or left_out):
+            engine.executor.share_factors(self._own_factors(updates, given))
+        try:
+            super().update(updates, given)
+        finally:
+            self._shared = {}
+
+    def _own_factors(self, updates: FlatUpdates, given: Update) -> Iterator[tuple[Bucket, Tensor]]:
+        """Of each bucket, the last first, [body]: the factors of the matrices that this worker owns; else undefined."""
+        rank = updates.engine.group.rank
+        for bucket, state in reversed(list(updates.pairs())):
+            if state.rule is not self:
+                continue
+            bucket.take_visible()
+            options = updates.options_of(state)
+            flat = self._shared[bucket.index] = torch.empty(bucket.body, dtype=_type(options), device=bucket.device)
+            buffer = state.own.tensors.get(_BUFFER)
+            buffer = torch.zeros(bucket.body, device=bucket.device) if buffer is None else buffer
+            own, params = bucket.owned[rank], updates.params_of(bucket)
+            mine = [k for k, at in enumerate(bucket.layout.offsets) if own.start <= at < own.stop]
+            mine = [k for k in mine if params[k].grad is not None]
+            gradients, buffers, factors = (
+                _matrices(bucket, [(k, bucket.place(each, k)) for k in mine]) for each in (bucket.mean, buffer, flat)
+            )
+            _orthogonalise(map(_Matrix, gradients, buffers), factors, options, given.scaled.factor)
+            yield bucket, flat
+
+    def apply(self, piece: Piece, bucket: Bucket, options: Options, given: Update) -> None:
+        if piece.skip is not None and not devices.of(piece.param.device).asynchronous and bool(piece.skip.item()):
+            return
+        extent, weights = piece.extent, piece.param if piece.master is None else piece.master
+        if piece.master is not None:  # parameters that were changed since the last update replace their masters
+            same = piece.master.to(piece.param.dtype) == piece.param
+            torch.where(same, piece.master, piece.param.float(), out=piece.master)
+        begins = zip(extent.tensors, extent.offsets, extent.numels, strict=True)
+        places = [(k, slice(at, at + numel)) for k, at, numel in begins]
+        params, gradients, buffers = (
+            _matrices(bucket, [(k, each[place]) for k, place in places])
+            for each in (weights, piece.grad, piece.moments[_BUFFER])
+        )
+        matrices = list(map(_Matrix, gradients, buffers))
+        if (shared := self._shared.get(bucket.index)) is not None:
+            factors = _matrices(bucket, [(k, bucket.place(shared, k)) for k, _ in places])
+        else:
+            factors = [torch.empty_like(gradient, dtype=_type(options)) for gradient in gradients]
+            _orthogonalise(matrices, factors, options, given.scaled.factor)
+        before = None if piece.skip is None else (weights.clone(), piece.moments[_BUFFER].clone())
+        lr = float(options["lr"]) * given.lr_factor
+        for param, (gradient, buffer), factor in zip(params, matrices, factors, strict=True):
+            buffer.lerp_(_scaled(gradient, given.scaled.factor), 1 - options["momentum"])
+            param.mul_(1 - lr * options["weight_decay"])
+            param.add_(factor, alpha=-lr * _rate_factor(options["adjust_lr_fn"], *param.shape))
+        if before is not None:  # only the device knows whether the update is left out
+            assert piece.skip is not None
+            for tensor, value in zip((weights, piece.moments[_BUFFER]), before, strict=True):
+                torch.where(piece.skip != 0, value, tensor, out=tensor)
+        if piece.master is not None:
+            piece.param.copy_(piece.master)
+
+
+def _type(options: Options) -> torch.dtype:
+    return TYPES[options["arithmetic"]]
+
+
+def _matrices(bucket: Bucket, elements: Iterable[tuple[int, Tensor]]) -> list[Tensor]:
+    """The matrices of parameters, of which each one's number in the bucket and its elements are given, [m, n]."""
+    shaped = [bucket.shaped(each, k) for k, each in elements if each.numel()]
+    return [matrix for each in shaped for matrix in ([each] if each.dim() == 2 else each.unbind(0))]
+
+
+def _orthogonalise(
+    matrices: Iterable[_Matrix], factors: Sequence[Tensor], options: Options, scale: Tensor | None
+) -> None:
+    """Writes each matrix's factor: that of its momentum after this step, or of Nesterov's. Momenta stay as they are."""
+    momentum, by_shape = float(options["momentum"]), dict[torch.Size, list[tuple[Tensor, Tensor]]]()
+    for (gradient, buffer), factor in zip(matrices, factors, strict=True):
+        gradient = _scaled(gradient, scale)
+        direction = buffer.lerp(gradient, 1 - momentum)
+        direction = gradient.lerp(direction, momentum) if options["nesterov"] else direction
+        by_shape.setdefault(factor.shape, []).append((direction, factor))
+    for pairs in by_shape.values():
+        directions, outs = zip(*pairs, strict=True)
+        a, b, c = options["ns_coefficients"]
+        orthogonalise(directions, outs, (a, b, c), options["ns_steps"], options["eps"])
+
+
+def _scaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    return gradient if scale is None else gradient * scale
+
+
+def _rate_factor(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+    """As torch.optim.Muon's `adjust_lr_fn`."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))

@@ -1,0 +1,279 @@
+"""kf.FusedMuon: torch.optim.Muon's and AdamW's bits in one process, and the same bits on any number of workers."""
+
+from __future__ import annotations
+
+import copy
+from itertools import combinations_with_replacement, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharded as s
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from elastic_job import assert_same_training, chaos, compose, run_job, undisturbed_job, words
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import relative
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.cli.check import ConfigError
+from kfuse.comm.buckets import BucketLayout
+from kfuse.comm.owners import owned_parts
+from kfuse.kernels import BLOCK
+from kfuse.models import GPT, MLP, ConvNet
+from kfuse.optim.muon import hidden_matrices
+
+STEPS = 8
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(9, 70), nn.Tanh(), nn.Linear(70, 33), nn.Tanh(), nn.Linear(33, 3))
+
+
+def parts(net: nn.Sequential) -> tuple[list[Tensor], list[Tensor]]:
+    """Muon's parameters, and AdamW's."""
+    matrices: list[Tensor] = [net[0].weight, net[2].weight]
+    return matrices, [net[0].bias, net[2].bias, *net[4].parameters()]
+
+
+def groups(net: nn.Sequential) -> list[dict[str, Any]]:
+    matrices, others = parts(net)
+    return [{"params": matrices}, {"params": others, "use_muon": False, "lr": 0.003, "weight_decay": 0.02}]
+
+
+def plain(net: nn.Sequential, **options: Any) -> tuple[Any, Any]:
+    matrices, others = parts(net)
+    muon = torch.optim.Muon(matrices, **options)
+    return muon, torch.optim.AdamW(others, lr=0.003, weight_decay=0.02, fused=True)
+
+
+def loss(net: nn.Module, step: int, rows: slice = slice(None)) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(12, 9, generator=generator), torch.randn(12, 3, generator=generator)
+    return F.mse_loss(net(x[rows]), y[rows])
+
+
+def train(net: nn.Module, optimizers: Any, steps: range, rows: slice = slice(None)) -> None:
+    for step in steps:
+        loss(net, step, rows).backward()
+        for each in optimizers:
+            each.step()
+        for each in optimizers:
+            each.zero_grad()
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"lr": 0.02},
+    {"lr": 0.01, "nesterov": False, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_torchs_bits_and_torchs_state(options: dict[str, Any]) -> None:
+    """Muon's state goes both ways in the middle."""
+    ours = network()
+    theirs = copy.deepcopy(ours)
+    opt, (muon, adamw) = kf.FusedMuon(groups(ours), arithmetic="bf16", **options), plain(theirs, **options)
+    train(ours, [opt], range(STEPS))
+    train(theirs, [muon, adamw], range(STEPS))
+    assert s.same(s.values(ours), s.values(theirs))
+    assert torch.equal(opt.state[ours[0].weight]["momentum_buffer"], muon.state[theirs[0].weight]["momentum_buffer"])
+
+    again, other = (copy.deepcopy(theirs) for _ in range(2))
+    alone, rest = kf.FusedMuon(parts(again)[0], arithmetic="bf16", lr=7.0), plain(again)[1]
+    back, same = plain(other)
+    for source, targets in ((muon, [alone]), (adamw, [rest, same]), (alone, [back])):
+        for target in targets:
+            target.load_state_dict(copy.deepcopy(source.state_dict()))
+    for net, optimizers in ((theirs, (muon, adamw)), (again, (alone, rest)), (other, (back, same))):
+        train(net, optimizers, range(STEPS, 2 * STEPS))
+        assert s.same(s.values(net), s.values(theirs))
+
+
+def test_a_stack_of_matrices_has_the_bits_of_each() -> None:
+    torch.manual_seed(2)
+    stack = nn.Parameter(torch.randn(3, 10, 20))
+    each = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    optimizers = kf.FusedMuon([stack], lr=0.1), kf.FusedMuon(each, lr=0.1)
+    for _ in range(3):
+        gradient = torch.randn(3, 10, 20)
+        (stack * gradient).sum().backward()
+        sum((p * g).sum() for p, g in zip(each, gradient, strict=True)).backward()  # type: ignore[union-attr]
+        for opt in optimizers:
+            opt.step()
+            opt.zero_grad()
+    assert torch.equal(stack, torch.stack(list(each)))
+
+
+# -- several workers --------------------------------------------------------------------------------------------------
+
+
+def in_fp32(matrix: Tensor, coefficients: Any, steps: int, eps: float) -> Tensor:
+    """torch's iteration, which is in bf16."""
+    tall, (a, b, c) = matrix.shape[0] > matrix.shape[1], coefficients
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def fifty_steps(state: str) -> float:
+    s.init(state)
+    rank, size = kf.rank(), kf.size()
+    ours = network()
+    theirs = copy.deepcopy(ours)
+    torch.optim._muon._zeropower_via_newtonschulz = in_fp32  # type: ignore[attr-defined]
+    opt, plain_ones = kf.FusedMuon(groups(ours), lr=0.02, arithmetic="fp32"), plain(theirs, lr=0.02)
+    train(ours, [opt], range(50), slice(rank, None, size))
+    train(theirs, plain_ones, range(50))
+    return relative(ours.parameters(), theirs.parameters())
+
+
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+def test_fifty_steps_of_two_workers_are_a_plain_loops(state: str) -> None:
+    for error in run_workers(2, fifty_steps, state):
+        assert error < 1e-4
+
+
+def trained(state: str) -> dict[str, list[Tensor]]:
+    """With a clip, a layer that is used in some steps, and in bf16 with masters; and a step that is left out."""
+    found = {}
+    s.init(state, reproducible=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        net = s.net(dtype)
+        opt = s.optimizer("muon", net, clip_norm=0.5)
+        for step in range(6):
+            s.planned_step(opt, net, step, 6, lambda x, nan=step == 4: x * float("nan") if nan else x)
+        found[str(dtype)] = [*s.values(net), *s.tensors(opt.state_dict()).values()]
+    return found
+
+
+def test_the_same_bits_on_any_number_of_workers() -> None:
+    alone = run_workers(1, trained, "replicated")[0]
+    for workers in (2, 3):
+        for found in run_workers(workers, trained, "replicated"):
+            for name, values in alone.items():
+                assert all(value.isfinite().all() for value in values) and s.same(found[name], values), name
+
+
+def bytes_of_momentum() -> tuple[int, int]:
+    s.init("sharded", bucket_mb=25)
+    net = nn.Sequential(*(nn.Linear(64, 128, bias=False) for _ in range(8)))
+    opt: Any = kf.FusedMuon(list(net.parameters()))
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    held = [tensor for state in opt.updates.states for tensor in state.own.tensors.values()]
+    return sum(tensor.nbytes for tensor in held), sum(p.numel() for p in net.parameters())
+
+
+def test_a_worker_has_the_momentum_of_its_own_matrices() -> None:
+    for held, numel in run_workers(4, bytes_of_momentum):
+        assert held == 4 * numel / 4
+
+
+COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=6)
+
+
+@settings(max_examples=200)
+@given(st.lists(COSTS, min_size=1, max_size=3), st.integers(1, 4))
+def test_matrices_go_to_their_owners_whole_and_evenly(buckets: list[list[int]], size: int) -> None:
+    """Against all cuts of each bucket."""
+    layouts = []
+    for costs in buckets:
+        starts = tuple(BLOCK * k for k in range(len(costs) + 1))
+        layouts.append(BucketLayout(tuple(range(len(costs))), starts[:-1], starts[-1], costs=tuple(costs)))
+    found, loads = owned_parts(layouts, size), [0] * size
+    for number, costs in enumerate(buckets):
+        cuts = [(part.start // BLOCK, part.stop // BLOCK) for part in found[number]]
+        assert [0, *(stop for _, stop in cuts)] == [*(start for start, _ in cuts), len(costs)]
+        every = combinations_with_replacement(range(len(costs) + 1), size - 1)
+        tried = (pairwise([0, *inner, len(costs)]) for inner in every)
+        least = min(max(load + sum(costs[a:b]) for load, (a, b) in zip(loads, each, strict=True)) for each in tried)
+        loads = [load + sum(costs[a:b]) for load, (a, b) in zip(loads, cuts, strict=True)]
+        assert max(loads) == least
+
+
+# -- wrong uses -------------------------------------------------------------------------------------------------------
+
+
+def test_what_muon_cannot_train_is_refused() -> None:
+    net = network()
+    matrices, _ = parts(net)
+    opt = kf.FusedMuon(matrices)
+    for wrong, message in (
+        (
+            lambda: kf.FusedMuon(net.named_parameters()),
+            r"0\.bias of group 0 has the shape \(70,\): Muon takes matrices",
+        ),
+        (lambda: opt.add_param_group({"params": net[0].bias}), r"parameter 0 of group 1 .* use_muon=False is AdamW's"),
+        (lambda: opt.add_param_group({"params": net[0].bias, "use_muon": False, "lr": -1.0}), "lr=-1.0: must be 0"),
+        (lambda: kf.FusedMuon(matrices, momentum=1.0), r"momentum=1\.0: must be in \[0, 1\)"),
+        (lambda: kf.FusedMuon(matrices, ns_steps=0), "ns_steps=0: must be 1 to 99"),
+        (lambda: kf.FusedMuon(ConvNet((3, 8, 8), 10)), "ConvNet has no hidden matrices for Muon"),
+        (lambda: kf.FusedMuon(matrices, arithmetic="fp16"), "arithmetic='fp16': must be one of auto, bf16, fp32"),
+        (
+            lambda: kf.FusedMuon(matrices, adjust_lr_fn="none"),
+            "adjust_lr_fn='none': must be one of original, match_rms",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()  # type: ignore[no-untyped-call]
+    assert len(opt.param_groups) == 1
+
+
+# -- optimizer=muon ---------------------------------------------------------------------------------------------------
+
+
+def test_hidden_matrices_are_those_in_the_blocks() -> None:
+    gpt = GPT(vocab_size=11, block_size=5, layers=2, heads=1, width=4)
+    names = {id(p): name for name, p in gpt.named_parameters()}
+    found = [names[id(p)] for p in hidden_matrices(gpt)]
+    layers = ("attention.qkv", "attention.project", "expand", "contract")
+    assert found == [f"blocks.{k}.{layer}.weight" for k in range(2) for layer in layers]
+    opt = kf.FusedMuon(gpt)
+    assert [(len(group["params"]), group["use_muon"]) for group in opt.param_groups] == [(8, True), (20, False)]
+    mlp = MLP((4,), 3, hidden=(8, 8))
+    assert [tuple(p.shape) for p in hidden_matrices(mlp)] == [(8, 4), (8, 8)]
+
+
+def test_the_shell_refuses_what_muon_cannot_train() -> None:
+    mlp = words("optimizer=muon model=mlp")
+    compose([*mlp, "model.hidden=[8]", "comm.state=sharded"])
+    for wrong, message in (
+        ("model.hidden=[]", "MLP has no hidden matrices for Muon: use adamw or sgd"),
+        ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1: must be 0 or more"),
+        ("optimizer.momentum=1", r"optimizer.momentum=1: must be in \[0, 1\)"),
+        ("optimizer.adjust_lr_fn=none", "optimizer.adjust_lr_fn=none: must be one of original, match_rms_adamw"),
+        ("optimizer.arithmetic=fp64", "optimizer.arithmetic=fp64: must be one of auto, bf16, fp32"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            compose([*mlp, wrong])
+
+
+TRAINING = words(
+    "comm=reproducible optimizer=muon model=mlp model.hidden=[24,16] model.dropout=0.1 batch.size=16 batch.micro=4",
+    "comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 train.epochs=null train.steps=60 train.eval_every=25",
+    "optimizer.arithmetic=fp32 workers.max=3",
+)
+
+
+@pytest.mark.full
+@pytest.mark.jobs
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+def test_losses_and_joins_leave_the_bits(tmp_path: Path, state: str) -> None:
+    reference = undisturbed_job(tmp_path / "alone", TRAINING)
+    events = [
+        {"step": 15, "moment": "mid_reduction", "rank": 1, "how": "kill", "workers": 3},
+        {"step": 35, "moment": "between_reduction_and_update", "rank": 0, "how": "kill", "workers": 2},
+    ]
+    disturbed = [*TRAINING, f"comm.state={state}", *chaos(tmp_path, events=events), "workers.count=2"]
+    job = run_job(tmp_path / "run", disturbed)
+    assert [failure["how"] for failure in job.of_kind("failure")] == ["was ended by SIGKILL"] * 2, job.told()
+    assert_same_training(job, reference)
