@@ -270,7 +270,7 @@ TRAINING = words(
 def test_losses_and_joins_leave_the_bits(tmp_path: Path, state: str) -> None:
     reference = undisturbed_job(tmp_path / "alone", TRAINING)
     events = [
-        {"step": 15, "moment": "mid_reduction", "rank": 1, "how": "kill", "workers": 3},
+        {"step": 15, "moment": "mid_reduction", "rank": 1, "how": "kill", "workers": 2},
         {"step": 35, "moment": "between_reduction_and_update", "rank": 0, "how": "kill", "workers": 2},
     ]
     disturbed = [*TRAINING, f"comm.state={state}", *chaos(tmp_path, events=events), "workers.count=2"]

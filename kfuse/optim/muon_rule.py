@@ -64,9 +64,9 @@ class MuonRule(Rule):
     def update(self, updates: FlatUpdates, given: Update) -> None:
         engine, skip = updates.engine, given.scaled.skip
         left_out = skip is not None and not devices.of(skip.device).asynchronous and bool(skip.item())
-        if engine.group.size > 1 and not (updates.sharded or given.reduced.now.is_local or left_out):
-            engine.executor.share_factors(self._own_factors(updates, given))
         try:
+            if engine.group.size > 1 and not (updates.sharded or given.reduced.now.is_local or left_out):
+                engine.executor.share_factors(self._own_factors(updates, given))
             super().update(updates, given)
         finally:
             self._shared = {}
