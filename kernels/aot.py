@@ -182,8 +182,9 @@ def _launches() -> Iterator[tuple[str, bool, Iterable[Launch]]]:
         yield label, dtype == F32, triton_normalisation.norm_backward(backward)
 
     for dtype in (F32, BF16):
-        given = OrthogonaliseArguments([like(256, 512)], [like(256, 512, dtype=dtype)], (3.4, -4.8, 2.0), steps=1, eps=1e-7)
-        products = zip(("gram", "polynomial", "result"), triton_orthogonal.orthogonalise(given), strict=True)
+        matrix, out = like(256, 512), like(256, 512, dtype=dtype)
+        iteration = OrthogonaliseArguments([matrix], [out], (3.4, -4.8, 2.0), steps=1, eps=1e-7)
+        products = zip(("gram", "polynomial", "result"), triton_orthogonal.orthogonalise(iteration), strict=True)
         yield from ((f"{NAMES[dtype]} {which}", True, [launch]) for which, launch in products)
 
 

@@ -28,7 +28,7 @@ if INTERPRETED:  # its product takes the bits of bf16 for integers
 MUON = (3.4445, -4.775, 2.0315)
 EPS = 1e-7
 ALLOWED = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
-"""Of the largest element, after two steps. A bf16 sum that is rounded to the other side grows with each further step."""
+"""Of the largest element, after two steps. Each further one enlarges what a sum rounded otherwise has changed."""
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
