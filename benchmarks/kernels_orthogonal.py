@@ -5,14 +5,15 @@ The arithmetic counts whole products, also those of which half suffices since th
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from kernels_cases import Buffers, Case, Run
 from kernels_shapes import Layout
 from torch import Tensor
-from torch.optim import _muon
 
 from kfuse.kernels import orthogonalise
 
@@ -41,11 +42,6 @@ def orthogonalise_case(arithmetic: torch.dtype) -> Callable[..., Case]:
         def ours(b: Buffers) -> None:
             orthogonalise(b["matrices"].unbind(), b[result].unbind(), COEFFICIENTS, STEPS, EPS)
 
-        def muon(b: Buffers) -> None:
-            """One matrix after the other, in bf16."""
-            for matrix, out in zip(b["matrices"].unbind(), b[result].unbind(), strict=True):
-                out.copy_(_muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, STEPS, EPS))
-
         def expected(b: Buffers) -> dict[str, Tensor]:
             exact = torch.empty_like(b[result], dtype=torch.float64)
             _batched(b["matrices"].double(), exact)
@@ -58,10 +54,15 @@ def orthogonalise_case(arithmetic: torch.dtype) -> Callable[..., Case]:
             "compile": lambda b: compiled(b["matrices"], b[result]),
         }
         absent = {}
-        if arithmetic == torch.bfloat16:
-            runs["torch"] = muon
+        try:
+            muon: Any = importlib.import_module("torch.optim._muon")
+        except ImportError as error:
+            absent["torch"] = str(error)
         else:
-            absent["torch"] = "torch.optim.Muon's function is for bf16 alone"
+            if arithmetic == torch.bfloat16:
+                runs["torch"] = lambda b: _one_by_one(muon._zeropower_via_newtonschulz, b["matrices"], b[result])
+            else:
+                absent["torch"] = "torch.optim.Muon's function is for bf16 alone"
         moved = count * side**2 * (4 + arithmetic.itemsize)
         return Case(moved, make, runs, absent, expected, arithmetic=STEPS * 6.0 * count * side**3)
 
@@ -76,3 +77,8 @@ def _batched(matrices: Tensor, out: Tensor) -> None:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     out.copy_(x)
+
+
+def _one_by_one(function: Callable[..., Tensor], matrices: Tensor, outs: Tensor) -> None:
+    for matrix, out in zip(matrices.unbind(), outs.unbind(), strict=True):
+        out.copy_(function(matrix, COEFFICIENTS, STEPS, EPS))
