@@ -49,6 +49,10 @@ def calls(small: bool) -> Iterator[tuple[str, Call]]:
             yield f"{update.__name__} {name}", partial(update, numel=numel, dtype=dtype)
         for width in (48, 1024, *(() if small else (5000, 12288))):
             yield f"norm, width {width} {name}", partial(checks.norm, width=width, dtype=dtype)
+        if dtype != torch.float16:
+            for shape in ((150, 300), *(() if small else ((512, 1100), (1100, 130)))):
+                call = partial(checks.orthogonalise, count=3, shape=shape, dtype=dtype)
+                yield f"orthogonalise, {shape[0]} x {shape[1]} {name}", call
     yield "reduce by address", partial(checks.reduce_by_address, count=3, numel=numel)
     yield "lamb", partial(checks.lamb, numels=[n for n in ragged if n])
 

@@ -23,10 +23,16 @@ from typing import Any
 
 import torch
 from kernels_cases import CASES, Buffers, Case, ends
+from kernels_orthogonal import ITERATED_IN_BF16, orthogonalise_case
 from kernels_report import in_words, report
 from kernels_shapes import MODELS, Layout, flat
 from machine import warn_if_busy
 
+KERNELS: dict[str, Callable[..., Case]] = {
+    **CASES,
+    "orthogonalise": orthogonalise_case(torch.bfloat16),
+    "orthogonalise_fp32": orthogonalise_case(torch.float32),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PEERS = ("eager", "compile", "torch", "apex", "transformer-engine", "deepspeed")
 FULL_SIZES = {"cpu": "1,8,64,256,resnet50,gpt2", "cuda": "1,16,64,256,1024,4096,resnet50,gpt2"}
@@ -39,6 +45,8 @@ COPY_BYTES = 2**31
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 KFUSE_SUM, PEERS_SUM = 1e-5, 2e-2
 """Allowed errors of sums of squares. Peers may use a single fp32 accumulator: their errors are in the JSON file."""
+ITERATED = 0.05
+"""Allowed error of an iteration whose fifteen products are rounded to bf16, at its largest element."""
 PEERS_LEAST = 1e-3
 """Peers may differ by this anyway: what they clip with is such a sum."""
 
@@ -61,9 +69,9 @@ def main() -> None:
             left_out.append(f"{name}: not begun within {options.limit_s:.0f} s (--limit-s)")
             continue
         try:
-            case = CASES[kernel](layout, DTYPES[dtype], device)
+            case = KERNELS[kernel](layout, DTYPES[dtype], device)
             measured = _measure(case, DTYPES[dtype], device, options)
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (torch.OutOfMemoryError, MemoryError, NotImplementedError) as error:
             left_out.append(f"{name}: {str(error).splitlines()[0]}")
             continue
         finally:
@@ -85,7 +93,7 @@ def _measure(case: Case, dtype: torch.dtype, device: torch.device, options: argp
     errors: dict[str, dict[str, float]] = {}
     before = case.make()
     size = sum(value.nbytes for value in before.values() if isinstance(value, torch.Tensor))
-    count = max(1, min(512, -(-CACHE_BYTES // size)))
+    count = 1 if case.arithmetic else max(1, min(512, -(-CACHE_BYTES // size)))
     _require_memory((count + 1) * size + 2 * min(case.floor_bytes, COPY_BYTES), device)
     expected = case.expected(before)
     for name in list(chosen):
@@ -105,12 +113,14 @@ def _measure(case: Case, dtype: torch.dtype, device: torch.device, options: argp
     del before, expected
     seconds = _time(case, chosen, count, device, options)
     found = {"absent": absent, "wrong": wrong, "errors": errors, "seconds": seconds}
-    return {"bytes": case.floor_bytes, "sets": count, **found}
+    return {"bytes": case.floor_bytes, "arithmetic": case.arithmetic, "sets": count, **found}
 
 
 def _allowed(name: str, buffer: str, dtype: torch.dtype) -> float:
     if buffer == "total":
         return KFUSE_SUM if name == "kfuse" else PEERS_SUM
+    if buffer == ITERATED_IN_BF16:
+        return ITERATED
     if buffer in ("param", "exp_avg", "exp_avg_sq", "momentum_buffer"):  # fp32, whatever the gradient is
         dtype = torch.float32
     return TOLERANCE[dtype] if name == "kfuse" else max(PEERS_LEAST, TOLERANCE[dtype])
@@ -203,7 +213,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="on a CPU, all sizes and the models")
     parser.add_argument("--sizes", help=f"MB of fp32 parameters, or {', '.join(MODELS)}; comma-separated")
     parser.add_argument("--dtypes", type=_among(DTYPES), default=("fp32",), help="of gradients: fp32,bf16,fp16")
-    parser.add_argument("--kernels", type=_among(CASES), default=tuple(CASES), help=", ".join(CASES))
+    parser.add_argument("--kernels", type=_among(KERNELS), default=tuple(KERNELS), help=", ".join(KERNELS))
     parser.add_argument("--peers", type=_among(PEERS), default=PEERS, help=", ".join(PEERS))
     parser.add_argument("--threads", type=int, help="of torch on the CPU")
     parser.add_argument("--rounds", type=int, default=15)

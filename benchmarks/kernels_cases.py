@@ -49,6 +49,8 @@ class Case:
     """Peers that do not compete, and why."""
     expected: Callable[[Buffers], dict[str, Tensor]]
     """From buffers before a run: in float64, what the `ends` of the named ones hold after it."""
+    arithmetic: float = 0.0
+    """Multiplications and additions, where they and not memory are the limit: one set of buffers then suffices."""
 
 
 def pack_case(layout: Layout, dtype: torch.dtype, device: torch.device, accumulate: bool = False) -> Case:

@@ -57,6 +57,7 @@ def summary(result: Result) -> dict[str, dict[str, float]]:
         found[name] = {
             "us": 1e6 * median(times),
             "gb_per_s": moved / median(times) / 1e9,
+            "tflop_per_s": result["arithmetic"] / median(times) / 1e12,
             "of_copy": median(copy / time for copy, time in zip(seconds["copy"], times, strict=True)),
         }
         if ours is not None:
@@ -89,7 +90,7 @@ def _print(results: list[Result], left_out: list[str], options: argparse.Namespa
         known = next((f"{speed} GB/s" for card, speed in DATA_SHEETS.items() if card in name), "not known here")
         print(f"{name}: bandwidth by its data sheet {known}; copy GB/s is what a copy reaches")
     print("of copy: speed as a share of a plain copy's of as many bytes; the last columns: kfuse's time to the peer's")
-    heads = ["kernel", "dtype", "size", "GB/s", "copy GB/s", "of copy", *peers]
+    heads = ["kernel", "dtype", "size", "GB/s", "copy GB/s", "of copy", "TFLOP/s", *peers]
     rows = [heads]
     for result in results:
         of = result["summary"]
@@ -97,9 +98,10 @@ def _print(results: list[Result], left_out: list[str], options: argparse.Namespa
         if "kfuse" in of:
             ours = of["kfuse"]
             row += [f"{ours['gb_per_s']:.1f}", f"{of['copy']['gb_per_s']:.1f}", f"{ours['of_copy']:.2f}"]
+            row.append(f"{ours['tflop_per_s']:.3g}" if result["arithmetic"] else "-")
             row += [f"{of[peer]['kfuse_to_it']:.2f}" if peer in of else "-" for peer in peers]
         else:
-            row += ["WRONG"] + [""] * (2 + len(peers))
+            row += ["WRONG"] + [""] * (3 + len(peers))
         rows.append(row)
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     for row in rows:

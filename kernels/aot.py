@@ -15,7 +15,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -30,9 +30,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from kfuse.kernels import triton_normalisation, triton_reduction, triton_updates
+from kfuse.kernels import triton_normalisation, triton_orthogonal, triton_reduction, triton_updates
 from kfuse.kernels.dispatch import Launch, options
 from kfuse.kernels.normalisation import NormBackwardArguments, NormForwardArguments
+from kfuse.kernels.orthogonal import OrthogonaliseArguments
 from kfuse.kernels.reduction import (
     BlockSumsqArguments,
     PackArguments,
@@ -122,7 +123,7 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def _launches() -> Iterator[tuple[str, bool, Generator[Launch, None, Any]]]:
+def _launches() -> Iterator[tuple[str, bool, Iterable[Launch]]]:
     """For each case its label, whether it stands for its kernels on every target, and their launches."""
     one, few, flat = like(), like(1), like(BLOCK)
     table = PackTable.build([CHUNK], [0], torch.device("meta"))
@@ -180,6 +181,12 @@ def _launches() -> Iterator[tuple[str, bool, Generator[Launch, None, Any]]]:
         yield label, dtype == F32, triton_normalisation.norm_forward(forward)
         yield label, dtype == F32, triton_normalisation.norm_backward(backward)
 
+    for dtype in (F32, BF16):
+        matrix, out = like(256, 512), like(256, 512, dtype=dtype)
+        iteration = OrthogonaliseArguments([matrix], [out], (3.4, -4.8, 2.0), steps=1, eps=1e-7)
+        products = zip(("gram", "polynomial", "result"), triton_orthogonal.orthogonalise(iteration), strict=True)
+        yield from ((f"{NAMES[dtype]} {which}", True, [launch]) for which, launch in products)
+
 
 def like(*shape: int, dtype: torch.dtype = F32) -> Tensor:
     """A tensor without memory, as an argument of a launch that is only compiled."""
@@ -216,9 +223,9 @@ def read(compiled: CompiledKernel) -> Binary:
         text = _sass(compiled.asm["cubin"])
         usage = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
         accesses = []
-        for kind, modifiers in re.findall(r"\b(LDG|STG)((?:\.\w+)*)", text):
+        for kind, modifiers in re.findall(r"\b(LDG|LDGSTS|STG)\b((?:\.\w+)*)", text):  # LDGSTS: to shared memory
             size = re.search(r"\.[US]?(8|16|64|128|256)\b", modifiers)
-            accesses.append(("load" if kind == "LDG" else "store", int(size.group(1)) if size else 32))
+            accesses.append(("store" if kind == "STG" else "load", int(size.group(1)) if size else 32))
         registers, spilled = int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
         fused = len(re.findall(r"\bFFMA", text))
     loads, stores = (

@@ -70,13 +70,17 @@ def check(report: aot.Report, case: Case) -> None:
         for accesses, wide in ((binary.loads, 2), (binary.stores, 1)):
             assert accesses.get(128, 0) >= wide, where
             assert sum(count for bits, count in accesses.items() if bits < 128) <= 4, where
+    if report.name.startswith("product"):
+        # Operands, what is added, and results, which the layout of AMD's products leaves in pieces of four elements.
+        assert set(binary.loads) == {128} and set(binary.stores) <= ({64, 128} if amd else {128}), where
     fused_by_ptxas = report.target in ("sm_100", "sm_120") and TRITON < (3, 7)  # packed operations that say .rn
-    if not fused_by_ptxas and not report.name.startswith(EXACT_DIVISION):
+    if not fused_by_ptxas and not report.name.startswith(FUSED):
         assert binary.fused_multiply_adds == 0, where
 
 
-EXACT_DIVISION = ("adamw", "lamb", "norm")
-"""Kernels with exact divisions or square roots, which are made of fused operations; on AMD GPUs every division is."""
+FUSED = ("adamw", "lamb", "norm", "product fp32")
+"""Kernels with exact divisions or square roots, which are made of fused operations (on AMD GPUs every division is), and
+sums of products."""
 
 
 def wide_rows(width: int, dtype: torch.dtype, centred: bool) -> list[Launch]:
@@ -184,7 +188,7 @@ for numel in (1, 96):  # 1 is a size that Triton turns into a constant; and argu
     reduce(torch.ones(3, numel), ((1, 2), (0, 1)), torch.zeros(numel))
     reduce([torch.ones(numel), torch.ones(numel)], ((0, 1),), torch.zeros(numel))
     adamw(*torch.ones(4, numel), ADAM, step=torch.ones(()))
-assert len(compiled) == 27 and {registers for _, registers in compiled} == {128}, compiled
+assert len(compiled) == 33 and {registers for _, registers in compiled} == {128}, compiled
 later = {"sum_rows_kernel": 4, "pack_kernel": 1}  # what later launches need
 assert {name for name, _ in ahead} == set(later), ahead
 """

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton")
 TESTS = Path(__file__).parent
-GROUPS = [["updates", "pack"], ["sums", "norm"]]
+GROUPS = [["updates", "pack"], ["sums", "norm", "orthogonal"]]
 
 pytestmark = [
     pytest.mark.full,

@@ -24,8 +24,10 @@ from kfuse.comm.group import Group, Pending
 from kfuse.comm.nccl import NcclGroup
 from kfuse.kernels import (
     normalisation,
+    orthogonal,
     reduction,
     triton_normalisation,
+    triton_orthogonal,
     triton_reduction,
     triton_updates,
     updates,
@@ -38,6 +40,7 @@ IMPLEMENTATIONS = {
     triton_reduction: (reduction, ["pack", "reduce", "block_sumsq", "sum_partials"]),
     triton_updates: (updates, ["adamw", "sgd", "lamb"]),
     triton_normalisation: (normalisation, ["norm_forward", "norm_backward"]),
+    triton_orthogonal: (orthogonal, ["orthogonalise"]),
 }
 
 

@@ -18,7 +18,7 @@ from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import plan_merges, plan_range
 from kfuse.data.fetching import worker_range
-from kfuse.kernels import Merges, balanced, dispatch, num_blocks, reduce, triton_reduction
+from kfuse.kernels import Merges, balanced, dispatch, num_blocks, orthogonalise, reduce, triton_reduction
 from kfuse.kernels.dispatch import Launch
 from kfuse.session import current
 from kfuse.tools.doctor.kernel_checks import CHECKS
@@ -47,6 +47,7 @@ LAUNCHED = {
     "sgd": ["sgd_kernel"],
     "lamb": ["lamb_moments_kernel", "lamb_trust_kernel", "lamb_apply_kernel"],
     "norm": ["norm_forward_kernel", "norm_backward_kernel", "norm_finish_kernel"] * 2,
+    "orthogonalise": ["product_kernel"] * 6,
 }
 
 
@@ -160,6 +161,15 @@ def test_a_sum_by_address_is_compiled_once() -> None:
         assert seen.compiled == compiled
         check_devices(seen.started)
         assert all(device == GPU and pinned for device, pinned in seen.uploads)
+
+
+def test_three_products_are_compiled_for_matrices_of_all_shapes() -> None:
+    with recorded() as seen:
+        for count, shape in ((1, (64, 96)), (3, (70, 1)), (2, (1, 1)), (1, (100, 1000))):
+            outs = [draw(*shape) for _ in range(count)]
+            orthogonalise(outs, outs, (3.4, -4.8, 2.0), steps=2, eps=1e-7)
+        assert [name for name, _ in seen.compiled] == ["product_kernel"] * 3
+        check_devices(seen.started)
 
 
 def test_an_order_of_additions_is_data_for_any_plan() -> None:

@@ -119,6 +119,15 @@ def norm(device: torch.device, draw: Draw, width: int, dtype: torch.dtype) -> li
     return found
 
 
+def orthogonalise(
+    device: torch.device, draw: Draw, count: int, shape: tuple[int, int], dtype: torch.dtype, steps: int = 5
+) -> list[Tensor]:
+    """By torch.optim.Muon's settings. Results are scaled to elements near 1."""
+    outs = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(count)]
+    k.orthogonalise([draw(*shape) for _ in outs], outs, (3.4445, -4.775, 2.0315), steps, eps=1e-7)
+    return [out * max(shape) ** 0.5 for out in outs]
+
+
 _NUMELS, _NUMEL = (1, 4096, 37, 5000), 9280
 # Each kernel once, on small buffers.
 CHECKS: dict[str, Call] = {
@@ -130,4 +139,5 @@ CHECKS: dict[str, Call] = {
     "sgd": partial(sgd, numel=_NUMEL, dtype=torch.float32),
     "lamb": partial(lamb, numels=_NUMELS),
     "norm": partial(norm, width=96, dtype=torch.float32),
+    "orthogonalise": partial(orthogonalise, count=2, shape=(90, 40), dtype=torch.float32, steps=2),
 }
