@@ -2,12 +2,12 @@
 
     python benchmarks/muon.py --rounds 24 --steps 3 --json benchmarks/results/muon.json
     python benchmarks/muon.py --rounds 24 --steps 3 --samples 4
-    python benchmarks/muon.py --rounds 24 --steps 3 --workers 1
+    python benchmarks/muon.py --rounds 24 --steps 3 --workers 1 --variants local,replicated
 
 `ddp` steps torch.optim.Muon and fused AdamW on each worker, `zero` has ZeroRedundancyOptimizer in Muon's place, `torch`
 is `ddp`'s pair in kf.Optimizer, the others are kf.FusedMuon. All have the arithmetic of the Newton-Schulz iteration
-that kfuse finds quicker on this machine: where that is fp32, torch's function, which has bf16, is replaced by the same in
-fp32. The measurement is that of step.py: interleaved, paired within rounds.
+that kfuse finds quicker on this machine: where that is fp32, torch's function, which has bf16, is replaced by the same
+in fp32. The measurement is that of step.py: interleaved, paired within rounds.
 """
 
 from __future__ import annotations

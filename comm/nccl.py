@@ -71,7 +71,8 @@ class NcclGroup(Communicator):
         """One all-gather in place, and a broadcast of what the last rank has beyond its equal part. A broadcast of each
         part where they are not equal.
         """
-        if any(cut != slice(cuts[0].stop * r, cuts[0].stop * (r + 1)) for r, cut in enumerate(cuts[:-1])):
+        step = cuts[0].stop
+        if cuts[-1].stop < step * self.size or any(cut.start != step * r for r, cut in enumerate(cuts)):
             parts = [(r, flat[cut]) for r, cut in enumerate(cuts) if cut.stop > cut.start]
             kind = ("share", flat.dtype, *(part.numel() for _, part in parts))
             return self._start(what, kind, lambda pg: [pg.broadcast(part, r) for r, part in parts])

@@ -27,10 +27,19 @@ _DEVICE = torch.device("cpu")  # as a device, not as the string "cpu": what the 
 TINY_BUCKETS = 64 * 4 / 2**20  # MB: a bucket for each parameter
 SMALL_BUCKETS = 320 * 4 / 2**20  # MB: with `width=40` each bucket has a shard for every one of three workers
 
+
+def muon(params: Any) -> Any:
+    """For the matrices, AdamW for the rest."""
+    params = list(params)
+    others = {"params": [p for p in params if p.dim() != 2], "use_muon": False}
+    return kf.FusedMuon([{"params": [p for p in params if p.dim() == 2]}, others], arithmetic="fp32")
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": kf.FusedAdamW,
     "lamb": kf.FusedLAMB,
     "sgd": lambda params: kf.FusedSGD(params, lr=0.1, momentum=0.9),
+    "muon": muon,
     "wrapped fused adamw": lambda params: kf.Optimizer(torch.optim.AdamW(params, fused=True)),
     "wrapped adamw": lambda params: kf.Optimizer(torch.optim.AdamW(params)),
 }

@@ -11,6 +11,7 @@ from torch import nn
 
 pytest.importorskip("triton")
 
+from gpu.steps import muon
 from launch_stub import GPU, Echo, Started, recorded
 
 import kfuse as kf
@@ -120,6 +121,7 @@ MAKERS: dict[str, tuple[bool, Callable[[list[nn.Parameter]], Any]]] = {
     "adamw": (True, lambda params: kf.FusedAdamW(params, lr=1e-3)),
     "sgd": (False, lambda params: kf.FusedSGD(params, lr=1e-3, momentum=0.9)),
     "lamb": (True, lambda params: kf.FusedLAMB(params, lr=1e-3)),
+    "muon": (False, muon),
 }
 """With or without reproducible sums."""
 

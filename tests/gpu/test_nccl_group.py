@@ -70,8 +70,8 @@ def everything(log: Path) -> dict[str, Any]:
         gathered = [t.tolist() for t in group.all_gather(torch.tensor([[r], [-r]]), "gather")]
         numbers = [t.item() for t in group.all_gather(torch.tensor(2.0**40 + r, dtype=torch.float64), "a scalar")]
         shared = []
-        unequal = [slice(0, 0), slice(0, 700), slice(700, 1000)]
-        for numel, cuts in ((5, None), (64 * n, None), (1000, None), (1000, unequal)):
+        unequal, short = ([slice(a, b), slice(b, c), slice(c, 1000)] for a, b, c in ((0, 0, 700), (0, 400, 800)))
+        for numel, cuts in ((5, None), (64 * n, None), (1000, None), (1000, unequal), (1000, short)):
             parts = torch.full((numel,), -1.0)
             cuts = cuts or group.shards(numel)
             parts[cuts[r]] = torch.arange(float(numel))[cuts[r]]
@@ -103,7 +103,7 @@ def test_every_collective_brings_what_it_should_and_nothing_is_left_behind(tmp_p
             "sum, max": (True, 2.0),
             "broadcast": 2,
             "gathered": ([[[0], [0]], [[1], [-1]], [[2], [-2]]], [2.0**40 + k for k in range(3)]),
-            "shared": [True] * 4,
+            "shared": [True] * 5,
             "all_to_all": [2.0 * r, 2.0 * r + 1],
             "links": [[r != s for s in range(3)] for r in range(3)],
             "left": ([], None),

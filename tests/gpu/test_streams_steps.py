@@ -17,7 +17,7 @@ from kfuse.comm.step import StepPlan
 from kfuse.comm.topology import Links
 
 WIDE = 2100  # a width with which every rank has a shard of sharded state
-FUSED = ("adamw", "lamb", "sgd")
+FUSED = ("adamw", "lamb", "sgd", "muon")
 
 AXES: dict[str, tuple[Any, ...]] = {
     "transport": ("allreduce", "all_to_all", "reduce_scatter", "tree", "reproducible"),
