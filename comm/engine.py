@@ -77,6 +77,8 @@ class Engine:
         self.reduced: Reduced | None = None  # the last step's result, until the optimizer takes it
         self.kept: KeptStep | None = None  # with sharded state: the last reduced step, until the next one begins
         self.superseded = False  # a newer engine has taken over some of the parameters
+        # Whether a backward outside `MicroBatch` is a micro-batch. If not its gradients stay with their parameters.
+        self.bare_backwards = True
         self._warned = set[str]()
         self.group = group
         self._layouts = plan_parameters(self.params, kinds, options.bucket_elements)
@@ -190,7 +192,7 @@ class Engine:
         if self.audited is not None and self.audited.repeats:
             return False
         if (current := self.now.current) is None:
-            if self.reduced is None and self._still_there():
+            if not self.bare_backwards or (self.reduced is None and self._still_there()):
                 return False  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
             self._begin_implicit()
             gradients.at_the_end_of_outer_backward(self._close_implicit)
@@ -204,6 +206,8 @@ class Engine:
     def _begin_implicit(self) -> None:
         """A bare `loss.backward()`, or gradients set by hand: this worker's next micro-batch of the step's `parts`."""
         now = self.now
+        if not self.bare_backwards:
+            raise RuntimeError("opt.step() with gradients of no pass of its optimizer: see step.micro_batches(opt)")
         if (now.done and not now.implicit) or now.plan is not None:
             raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
         now.implicit, now.parts = True, self.parts

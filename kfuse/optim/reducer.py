@@ -84,6 +84,7 @@ class Reducer:
             engine.use_transport(old.topology, old.tree)
             old.close()
             engine.step, engine.parts, engine.compared = old.step, old.parts, old.compared
+            engine.bare_backwards = old.bare_backwards
             engine.carry_figures(old.figures)
             self._attach(engine)
         if old.now.plan is not None:
@@ -151,7 +152,8 @@ class Reducer:
                 self._take_gradients_set_by_hand(uses_scaler)
             self.synchronize()
         reduced, self.engine.reduced = self.engine.reduced, None
-        if self.engine.params and not self._had_gradients and self.lost_worker_error is None:
+        had_pass = reduced is not None or self.engine.bare_backwards  # else of several optimizers another one had
+        if self.engine.params and not self._had_gradients and self.lost_worker_error is None and had_pass:
             # The loss may be that of another model or of a copy, or FSDP has replaced the parameters.
             self._had_gradients = True
             _LOG.warning(

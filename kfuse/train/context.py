@@ -13,7 +13,7 @@ from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher, Loading
 from kfuse.data.sources import check_loaders
 from kfuse.membership import Session
-from kfuse.optim import DistributedOptimizer
+from kfuse.optim import DistributedOptimizer, refuse_parameters_outside
 from kfuse.policies import BasePolicy
 from kfuse.policies.signals import Bounds
 from kfuse.session import current
@@ -117,7 +117,7 @@ class TrainContext:
 
     model: nn.Module
     data: Dataset | Stream
-    opt: DistributedOptimizer
+    opt: DistributedOptimizer  # whose statistics and learning rate are the training's
     settings: Settings
     policy: BasePolicy = field(default_factory=BasePolicy)
     objective: Objective = field(default_factory=Objective)  # how a batch becomes a loss
@@ -128,6 +128,7 @@ class TrainContext:
     saved_model: SavedModel | None = None  # of the trained model and the best one by evaluation; None: not written
     output: Output | None = None  # a script's own files and display, which get the records too
     user_loop: bool = False  # a step's forward, backward and update are the body of a loop over `Trainer.steps`
+    further: tuple[DistributedOptimizer, ...] = ()  # step in the same bodies of a user's loop: see `Passes`
     several_backwards: bool = False  # the user runs several backwards in each micro-batch: see opt.micro_batch
     exits_are_errors: bool = False  # a SystemExit of the model, the data or the policy is an error: no script means it
     session: Session = field(init=False)
@@ -153,8 +154,11 @@ class TrainContext:
         self.session = current()
         if self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible:
             _refuse_uneven_embeddings(self.model)
-        inner = ", ".join(type(each).__name__ for each in opt.inners or (opt,))
-        of_loop = "stepped in the loop's body" if has_scheduler(opt) else None
+        if self.session.elastic or self.further:
+            for each in self.opts:
+                refuse_parameters_outside(self.model, each)
+        inner = ", ".join(type(each).__name__ for one in self.opts for each in one.inners or (one,))
+        of_loop = "stepped in the loop's body" if any(map(has_scheduler, self.opts)) else None
         self.facts = (
             by_key({each.name: getattr(settings, each.name) for each in fields(settings)})
             | rules.run_facts(self.schedule.total, settings.lr_decay, settings.lr_decay_fraction)
@@ -162,6 +166,7 @@ class TrainContext:
             | {"job": "elastic" if self.session.elastic else "fixed"}
             | rules.policy_facts(self.policy)
             | rules.optimizer_facts(type(opt), inner)
+            | {"optimizers": len(self.opts)}
             | {"scheduler": of_loop if scheduler is None else scheduler.name}
             | {"data": "stream" if self.samples_an_epoch is None else "data set"}
             | {"heldout": self.heldout is not None, "step_fn": self.objective.step_fn is not None}
@@ -175,8 +180,13 @@ class TrainContext:
             "dataset size": self.samples_an_epoch,
         }
         self.progress = Progress(settings.batch_size, self.session.comm.sync, began_with=began_with)
+        self.progress.updates = [0] * len(self.opts) if self.further else []
         self.reporter = Reporter(self.session, settings, self.samples_an_epoch, self.output)
         self.may_draw = may_draw(self)
+
+    @property
+    def opts(self) -> tuple[DistributedOptimizer, ...]:
+        return (self.opt, *self.further)
 
     @property
     def samples_an_epoch(self) -> int | None:

@@ -1,0 +1,129 @@
+"""The optimizers of one training: mostly one, or several that step one after the other in a loop's body, as a GAN's do.
+
+Of several each has a pass of its own over the step's micro-batches, then its update. Where a worker is lost in one of
+them, the body comes again on the survivors. An update that is made is not taken back: its optimizer has an empty pass
+then, and its `step` does nothing; the passes that follow start from the parameters that it has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kfuse.comm.step import StepPlan
+from kfuse.optim import DistributedOptimizer
+from kfuse.train.progress import Stage
+
+if TYPE_CHECKING:
+    from kfuse.train.context import TrainContext
+
+
+@contextlib.contextmanager
+def prepared(training: TrainContext, presented: bool) -> Iterator[None]:
+    """Context: sets up the optimizers for this training; on exit, also by an early Ctrl-C, resets their settings.
+
+    presented: as of `Statistics.begin_run`.
+    """
+    clip_norm, own = training.settings.train_clip_norm, [opt.clip_norm for opt in training.opts]
+    try:
+        for opt in training.opts:
+            if clip_norm is not None:
+                opt.set_clip_norm(clip_norm)
+            opt.zero_grad()  # gradients of an interrupted step, or of an earlier backward, are not this training's
+            opt.reducer.lost_worker_error = None  # nor is a worker that was lost in a step whose body left the loop
+            opt.statistics.begin_run(presented=presented)
+            opt.statistics.keep_unread = opt is training.opt
+            opt.engine.step = 0
+            opt.engine.bare_backwards = not training.further
+            opt.reducer.loop_handles_lost_workers = training.user_loop and training.session.elastic
+        training.opt.is_newest()
+        yield
+    finally:
+        for opt, its_own in zip(training.opts, own, strict=True):
+            opt.reducer.loop_handles_lost_workers = False
+            opt.engine.bare_backwards = True
+            opt.statistics.end_run()
+            opt.lr_factor = 1.0
+            if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile
+                opt.clip_norm = its_own
+
+
+def lost_worker(training: TrainContext) -> RuntimeError | None:
+    """Returns the error of a worker that was lost in the body; None: none was."""
+    return next(filter(None, [opt.reducer.lost_worker_error for opt in training.opts]), None)
+
+
+class Passes:
+    """The passes of each body, at most one for each optimizer, the same on every worker. The first optimizer has one in
+    every body: its messages carry the announcements, and its statistics are the training's.
+    """
+
+    def __init__(self, training: TrainContext, first_updated: Callable[[], None]) -> None:
+        """first_updated: called once in each step, when the first optimizer's update is made."""
+        self._training, self._opts, self._progress = training, training.opts, training.progress
+        self._first_updated = first_updated
+        self._plan: StepPlan | None = None  # the first optimizer's, in the step under way
+        self._begun: set[int] = set()  # optimizers that have had a pass in this body, by index
+
+    def new_body(self, plan: StepPlan) -> None:
+        """plan: of the first optimizer's pass."""
+        self._plan, self._begun = plan, set()
+
+    def begin(self, opt: DistributedOptimizer) -> bool:
+        """The body begins the pass of `opt`. Returns whether it has any micro-batches: not where its update is made, or
+        a worker was lost in this body.
+
+        Raises ValueError for another optimizer, RuntimeError for a pass that may not begin now.
+        """
+        index = next((k for k, each in enumerate(self._opts) if each is opt), None)
+        if index is None:
+            raise ValueError("step.micro_batches(opt): opt must be one of the optimizers given to kf.DataLoader")
+        if lost_worker(self._training) is not None:
+            return False
+        self.record()
+        if index in self._begun:
+            raise RuntimeError(
+                f"step.micro_batches: optimizer {index} has had its pass in this body: each has one at most"
+            )
+        if self._progress.stage > Stage.UPDATE:
+            raise RuntimeError("step.micro_batches: kf.state_dict has ended this step: call it after all passes")
+        if (other := self._under_way()) is not None:
+            raise RuntimeError(f"step.micro_batches: call step() of optimizer {other}, whose pass this follows, before")
+        self._begun.add(index)
+        if index in self._progress.updated:
+            return False
+        assert self._plan is not None
+        opt.begin(replace(self._plan, decision=0, times=(0.0, 0.0), fisher=None) if index else self._plan)
+        return True
+
+    def _under_way(self) -> int | None:
+        """The index of an optimizer whose pass has begun, and whose update is not made; None: there is none."""
+        for index, opt in enumerate(self._opts):
+            if opt.engine.now.plan is not None or opt.engine.reduced is not None:
+                return index
+        return None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the first optimizer's update is made, and each other one's that has begun."""
+        is_over = self._progress.stage > Stage.UPDATE  # kf.state_dict has ended the step
+        return is_over or (0 in self._progress.updated and self._under_way() is None)
+
+    def record(self) -> None:
+        """Writes which updates were made into `Progress`. Nothing has happened where none was since."""
+        at = self._progress
+        for index, opt in enumerate(self._opts):
+            is_over = opt.engine.reduced is None and opt.reducer.lost_worker_error is None
+            if is_over and opt.engine.step == at.updates[index] + 1:
+                at.updates[index] += 1
+                at.updated.append(index)
+                if index == 0:
+                    self._first_updated()
+
+    def drop_others(self, opt: DistributedOptimizer) -> None:
+        """After a micro-batch of the pass of `opt`: what its backward left in other optimizers' parameters goes."""
+        for other in self._opts:
+            if other is not opt:
+                other.zero_grad()
