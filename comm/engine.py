@@ -87,12 +87,15 @@ class Engine:
 
     # -- set-up, between steps ------------------------------------------------------------------------------------
 
-    def track_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches, by samples."""
+    def track_buffers(self, buffers: Sequence[Tensor], summed: Sequence[Tensor] = ()) -> None:
+        """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches, by samples.
+
+        summed: those of `buffers` whose changes are added up instead: see `AveragedBuffers`.
+        """
         gradients.check_owner(self)
         self.close()
         before = self.gradient_buckets
-        self._build(buffers)
+        self._build(buffers, summed)
         for bucket, old in zip(self.gradient_buckets, before, strict=True):  # what the optimizer has set
             bucket.parameters, bucket.unscale = old.parameters, old.unscale
         self.set_group(self.group)
@@ -103,9 +106,9 @@ class Engine:
             self.figures = count
             self.set_group(self.group)
 
-    def _build(self, buffers: Sequence[Tensor]) -> None:
+    def _build(self, buffers: Sequence[Tensor], summed: Sequence[Tensor] = ()) -> None:
         """Makes buckets and hooks. The last bucket carries the tail."""
-        self.averaged = AveragedBuffers(buffers)
+        self.averaged = AveragedBuffers(buffers, summed)
         # In a bucket of their own buffers and tail are fp32, and all workers get all of them.
         apart = buffers if buffers or self.options.dtype != "fp32" or self.options.sharded else None
         self.buckets = make_buckets(self._layouts, self.params, apart, self.options.sharded)

@@ -5,6 +5,7 @@ python gan_loop.py FOLDER: what a worker of an elastic job runs. FOLDER keeps ma
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
@@ -36,7 +37,8 @@ def make(normalise: bool) -> nn.ModuleDict:
     norm = nn.BatchNorm1d(16) if normalise else nn.Identity()
     generator = nn.Sequential(nn.Linear(NOISE, 16), norm, nn.Tanh(), nn.Linear(16, 6))
     critic = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-    return nn.ModuleDict({"generator": generator, "critic": critic})
+    average = copy.deepcopy(generator).requires_grad_(False)
+    return nn.ModuleDict({"generator": generator, "critic": critic, "average": average})
 
 
 def data() -> Tensor:
@@ -63,6 +65,21 @@ def optimizers(nets: nn.ModuleDict, ours: bool) -> tuple[Any, Any]:
 
 def schedulers(opts: Sequence[Any]) -> list[Any]:
     return [StepLR(opt, 7, 0.8) for opt in opts]
+
+
+@torch.no_grad()
+def average(nets: nn.ModuleDict) -> None:
+    """A moving average of the generator's weights: what must happen once a step is done in a policy's after_step."""
+    for mean, p in zip(nets["average"].parameters(), nets["generator"].parameters(), strict=True):
+        mean.lerp_(p, 0.1)
+
+
+class Averaging(kf.BasePolicy):
+    def __init__(self, nets: nn.ModuleDict) -> None:
+        self._nets = nets
+
+    def after_step(self) -> None:
+        average(self._nets)
 
 
 def train(
@@ -138,6 +155,16 @@ BREAKS = [(49, "opt_c", 1), (53, "opt_g", 0)]  # one worker alone does not get t
 GATES = [*({"step": step, "workers": 2} for step, *_ in KILLS), *({"step": step, "workers": 3} for step, *_ in BREAKS)]
 
 
+class Struck(Chaos):
+    def __init__(self, nets: nn.ModuleDict, folder: Path) -> None:
+        super().__init__(str(folder / "events"), gates=GATES, adaptive=False)
+        self._nets = nets
+
+    def after_step(self) -> None:
+        super().after_step()
+        average(self._nets)
+
+
 class Faults:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -181,7 +208,7 @@ def main(folder: Path) -> None:
 
     for name, opt in zip(("opt_c", "opt_g"), opts, strict=True):
         faults.break_connection(opt, name, lambda: now)
-    train(nets, opts, at, Chaos(str(folder / "events"), gates=GATES, adaptive=False))
+    train(nets, opts, at, Struck(nets, folder))
     assert [opt.engine.step for opt in opts] == [56, 28]
 
 

@@ -17,6 +17,7 @@ from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import Group
 from kfuse.comm.step import MicroBatch, StepPlan
+from kfuse.optim.carried import carried_states
 from kfuse.optim.consistency import Comparison, averaged_buffers, numeric_options, share_from_first
 from kfuse.optim.reducer import Reducer
 from kfuse.optim.refuse import refuse_own_loop, refuse_sync_batchnorm, refuse_unplanned, refuse_wrapped
@@ -133,7 +134,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.reducer.tracked = model
         if not self._session.elastic:
             share_from_first(self._session.group, [*model.parameters(), *model.buffers()])
-        self.engine.track_buffers(averaged_buffers(model))
+        self.engine.track_buffers(averaged_buffers(model), carried_states(model))
 
     def carry_figures(self, count: int) -> None:
         """Between trainings: each step's record has so many numbers of a step function's (kf.fit calls it)."""

@@ -23,6 +23,7 @@ from kfuse.comm.group import CommError
 from kfuse.comm.step import REMEDY, Reduced
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
+from kfuse.optim.carried import carried_states
 from kfuse.optim.consistency import averaged_buffers
 from kfuse.optim.refuse import refuse_sharded
 from kfuse.optim.scaling import squared_norm_of
@@ -72,7 +73,7 @@ class Reducer:
         for bucket in engine.gradient_buckets:
             bucket.unscale = self._unscale
         if self.tracked is not None:
-            engine.track_buffers(averaged_buffers(self.tracked))
+            engine.track_buffers(averaged_buffers(self.tracked), carried_states(self.tracked))
         self._updates.lay_out(engine)
 
     def rebuild(self) -> None:

@@ -17,7 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from kfuse.membership import Session
 from kfuse.optim.updates import named_parameters
 
-_OWN_LOOP = "this job is elastic: kf.fit or kf.DataLoader must drive its training loop"
+_OWN_LOOP = (
+    "this job is elastic: kf.fit or kf.DataLoader must drive its training loop, also one without a data set "
+    "(docs/convert.md: a loop that makes its data)"
+)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -81,7 +84,7 @@ def refuse_options(lr: float, betas: Sequence[float], eps: float, weight_decay: 
 def refuse_own_loop(session: Session, uses_scaler: bool) -> None:
     """Before an update. Raises RuntimeError if an elastic job has its own loop, or uses torch's GradScaler."""
     if session.elastic and session.view is None:
-        raise RuntimeError(_OWN_LOOP)
+        raise RuntimeError(f"{_OWN_LOOP}; or use a fixed number of workers (torchrun)")
     if session.elastic and uses_scaler:
         raise RuntimeError(
             "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise than the "
@@ -107,7 +110,7 @@ def refuse_unplanned(session: Session, planned: bool) -> None:
         )
     if session.elastic:
         raise RuntimeError(
-            f"{_OWN_LOOP}, and only what it is given goes along to a worker that joins: of several optimizers give "
+            f"{_OWN_LOOP}. Only what it is given goes along to a worker that joins: of several optimizers give "
             "kf.DataLoader a list, and a model with the parameters of all. Or use a fixed number of workers (torchrun)"
         )
 

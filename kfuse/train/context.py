@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher, Loading
 from kfuse.data.sources import check_loaders
 from kfuse.membership import Session
-from kfuse.optim import DistributedOptimizer, refuse_parameters_outside
+from kfuse.optim import DistributedOptimizer, carried_states, refuse_parameters_outside
 from kfuse.policies import BasePolicy
 from kfuse.policies.signals import Bounds
 from kfuse.session import current
@@ -150,6 +150,8 @@ class TrainContext:
             self.sampler = EpochSampler(len(self.data), settings.seed, getattr(self.data, "order", None))
         if scheduler is not None and "epoch" in scheduler.intervals and self.samples_an_epoch is None:
             raise ValueError("scheduler_interval=epoch: must be step with data=stream (a stream has no epochs)")
+        if (streams := self._streams()) is not None:  # the batch stays as it is
+            settings = self.settings = replace(settings, batch_min=settings.batch_size, batch_max=settings.batch_size)
         self.schedule = settings.schedule(self.samples_an_epoch)
         self.session = current()
         if self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible:
@@ -170,6 +172,7 @@ class TrainContext:
             | {"scheduler": of_loop if scheduler is None else scheduler.name}
             | {"data": "stream" if self.samples_an_epoch is None else "data set"}
             | {"heldout": self.heldout is not None, "step_fn": self.objective.step_fn is not None}
+            | {"streams": streams, "weight_fn": self.objective.weight_fn is not None}
             | {"metrics": ", ".join(self.metrics or ()) or None}
         )
         rules.check(self.facts)
@@ -187,6 +190,25 @@ class TrainContext:
     @property
     def opts(self) -> tuple[DistributedOptimizer, ...]:
         return (self.opt, *self.further)
+
+    def _streams(self) -> int | None:
+        """Returns the streams of the model's `CarriedState`, one sample of each in every step; None: it has none.
+
+        Raises ValueError where they differ, and for data in kfuse's own order or with a shorter last step.
+        """
+        counts = {len(state) for state in carried_states(self.model)}
+        if not counts:
+            return None
+        if len(counts) > 1:
+            raise ValueError(f"CarriedState of {sorted(counts)} streams in one model: must be the same number")
+        (streams,), length = counts, self.samples_an_epoch
+        if length is not None and (length % streams or not hasattr(self.data, "order")):
+            raise ValueError(
+                f"CarriedState of {streams} streams: data must have an order of their own, in which each {streams} "
+                f"samples are one of each stream: an iterable, or a data set of a multiple of {streams} samples with a "
+                "method order(epoch) (docs/data.md)"
+            )
+        return streams
 
     @property
     def samples_an_epoch(self) -> int | None:

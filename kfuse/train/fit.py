@@ -252,8 +252,8 @@ def _optimizers(caller: str, given: Any, user_loop: bool) -> Sequence[Distribute
     for each in opts:
         if not isinstance(each, DistributedOptimizer):
             raise TypeError(
-                f"{caller} takes a kfuse optimizer (kf.Optimizer wraps any, or several that step together), not "
-                f"{type(each).__name__}"
+                f"{caller} takes a kfuse optimizer (kf.Optimizer wraps any), not {type(each).__name__}. Of several "
+                "that one loss trains make one: kf.Optimizer(a, b)"
             )
     if not opts or len(set(map(id, opts))) < len(opts):
         raise ValueError(f"{caller}: opt has {len(opts)} optimizers: must be one, or several different ones")

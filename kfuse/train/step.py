@@ -148,7 +148,7 @@ class Step:
         if self._passes is not None:
             raise RuntimeError(
                 "this kf.DataLoader has several optimizers: write `for batch in step.micro_batches(opt)`, then "
-                "opt.step(), for one after the other"
+                "opt.step(), for one after the other; of several that one loss trains make one: kf.Optimizer(a, b)"
             )
         return self._yielded(self._opt)
 
