@@ -33,7 +33,7 @@ def against_plain() -> float:
     return relative(ours.parameters(), theirs.parameters())
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_gan_trains_as_in_plain_torch(workers: int) -> None:
     for error in run_workers(workers, against_plain):
         assert error < 1e-4

@@ -75,7 +75,7 @@ def against_plain(example: str) -> tuple[float, float]:
     return relative(ours.parameters(), theirs.parameters()), relative([own], [goes_on])
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("example", [BPTT, REINFORCE])
 def test_it_trains_as_in_plain_torch(example: str, workers: int) -> None:
     for parameters, goes_on in run_workers(workers, against_plain, example):
@@ -87,7 +87,7 @@ def undisturbed(example: str) -> str:
     return params_sha256(struck_example.run(example, *SETTINGS[example]))
 
 
-@pytest.mark.parametrize("example", [BPTT, REINFORCE])
+@pytest.mark.parametrize("example", [BPTT, pytest.param(REINFORCE, marks=pytest.mark.full)])
 def test_workers_are_lost_and_join_with_the_same_bits(example: str, tmp_path: Path) -> None:
     """One of the lost workers had the state of half of the streams."""
     script = (struck_example.__file__, str(tmp_path), example, *SETTINGS[example])

@@ -17,8 +17,7 @@ from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import Group
 from kfuse.comm.step import MicroBatch, StepPlan
-from kfuse.optim.carried import carried_states
-from kfuse.optim.consistency import Comparison, averaged_buffers, numeric_options, share_from_first
+from kfuse.optim.consistency import Comparison, averaged_buffers, carried_states, numeric_options, share_from_first
 from kfuse.optim.reducer import Reducer
 from kfuse.optim.refuse import refuse_own_loop, refuse_sync_batchnorm, refuse_unplanned, refuse_wrapped
 from kfuse.optim.scaling import NonfiniteWarning, scaling

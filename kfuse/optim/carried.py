@@ -35,8 +35,3 @@ class CarriedState(nn.Module):
         """Sets these streams' states, from the next step on, without gradient. Does nothing in eval mode."""
         if self.training:
             self.state[streams] = value.detach().to(self.state.dtype)
-
-
-def carried_states(model: nn.Module) -> list[Tensor]:
-    """Returns the buffers of which each row is one micro-batch's to change in a step: their changes are added up."""
-    return [module.state for module in model.modules() if isinstance(module, CarriedState)]

@@ -23,8 +23,7 @@ from kfuse.comm.group import CommError
 from kfuse.comm.step import REMEDY, Reduced
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
-from kfuse.optim.carried import carried_states
-from kfuse.optim.consistency import averaged_buffers
+from kfuse.optim.consistency import averaged_buffers, carried_states
 from kfuse.optim.refuse import refuse_sharded
 from kfuse.optim.scaling import squared_norm_of
 from kfuse.optim.updates import Updates, named_parameters

@@ -215,6 +215,39 @@ class TrainContext:
         """The samples of an epoch; None for a stream."""
         return self.sampler.length
 
+    @contextlib.contextmanager
+    def optimizers_prepared(self, presented: bool) -> Iterator[None]:
+        """Context: sets up the optimizers for this training; on exit, also by an early Ctrl-C, resets their settings.
+
+        presented: as of `Statistics.begin_run`.
+        """
+        clip_norm, own = self.settings.train_clip_norm, [opt.clip_norm for opt in self.opts]
+        try:
+            for opt in self.opts:
+                if clip_norm is not None:
+                    opt.set_clip_norm(clip_norm)
+                opt.zero_grad()  # gradients of an interrupted step, or of an earlier backward, are not this training's
+                opt.reducer.lost_worker_error = None  # nor is a worker that was lost in a step whose body left the loop
+                opt.statistics.begin_run(presented)
+                opt.statistics.keep_unread = opt is self.opt
+                opt.engine.step = 0
+                opt.engine.bare_backwards = not self.further
+                opt.reducer.loop_handles_lost_workers = self.user_loop and self.session.elastic
+            self.opt.is_newest()
+            yield
+        finally:
+            for opt, its_own in zip(self.opts, own, strict=True):
+                opt.reducer.loop_handles_lost_workers = False
+                opt.engine.bare_backwards = True
+                opt.statistics.end_run()
+                opt.lr_factor = 1.0
+                if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile
+                    opt.clip_norm = its_own
+
+    def lost_worker(self) -> RuntimeError | None:
+        """Returns the error of a worker that was lost in the loop's body; None: none was."""
+        return next(filter(None, [opt.reducer.lost_worker_error for opt in self.opts]), None)
+
     def new_fetcher(self) -> Fetcher:
         """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
         loading = self.settings.loading

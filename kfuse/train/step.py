@@ -32,7 +32,7 @@ from kfuse.statistics.step_stats import StepStats
 if TYPE_CHECKING:
     from kfuse.optim import DistributedOptimizer
     from kfuse.train.context import TrainContext
-    from kfuse.train.optimizers import Passes
+    from kfuse.train.passes import Passes
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from kfuse.train import evaluation
 from kfuse.train.context import TrainContext, active, exits_are_errors
 from kfuse.train.decisions import Decisions, PolicyCalls
 from kfuse.train.loss import Forward
-from kfuse.train.optimizers import Passes, lost_worker, prepared
 from kfuse.train.progress import Stage
 from kfuse.train.recovery import Recovery
 from kfuse.train.state import Stateful, Trainable, TrainingState
@@ -34,6 +33,7 @@ from kfuse.train.synchronisation import Synchronisation
 
 if TYPE_CHECKING:
     from kfuse.train.audit import Audit
+    from kfuse.train.passes import Passes
 
 
 class Trainer:
@@ -53,7 +53,7 @@ class Trainer:
         self.calls = PolicyCalls(training, self.decisions)
         for each in training.opts:
             each.sync_buffers(model)
-        self._passes = Passes(training, self._keep_context) if training.further else None
+        self._passes = self._new_passes() if training.further else None
         self._fetcher = training.new_fetcher()
         self._audit = None if self.session.comm.audit_every is None else self._new_audit()
         parts: dict[str, Stateful] = {"model": uncompiled(model)}
@@ -80,6 +80,11 @@ class Trainer:
     def _agree(self) -> None:
         self._report_and_decide(lag=0)
         self._recovery.take_leaders_state()
+
+    def _new_passes(self) -> Passes:
+        from kfuse.train.passes import Passes  # only where there are several optimizers
+
+        return Passes(self._training, self._keep_context)
 
     def _new_audit(self) -> Audit:
         from kfuse.train.audit import Audit  # only where it is used
@@ -150,7 +155,7 @@ class Trainer:
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
         """Context: sets up the optimizers, and the first step's transport and rate; on exit resets all of it."""
-        with prepared(self._training, self._presents):
+        with self._training.optimizers_prepared(self._presents):
             try:
                 self.decisions.use_transport()  # an earlier training's decision no longer applies
                 self.decisions.rate.set()
@@ -229,7 +234,7 @@ class Trainer:
         has_stepped = self._has_stepped(step)  # of several optimizers some may have, before a worker was lost
         error = step.error
         if error is None:
-            error = lost_worker(self._training)
+            error = self._training.lost_worker()
             for opt in self._training.opts:
                 opt.reducer.lost_worker_error = None
         if error is not None:
@@ -378,7 +383,7 @@ class Trainer:
             return self._recovery.snapshot(in_body=False)
         if self._has_stepped(step):
             self._end_update(step)
-        elif lost_worker(self._training) is None:  # else the step comes again, and the state is as before it
+        elif self._training.lost_worker() is None:  # else the step comes again, and the state is as before it
             raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
         return self._recovery.snapshot(in_body=True)
 

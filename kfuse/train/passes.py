@@ -1,14 +1,13 @@
-"""The optimizers of one training: mostly one, or several that step one after the other in a loop's body, as a GAN's do.
+"""Several optimizers that step one after the other in a loop's body, as a GAN's two do.
 
-Of several each has a pass of its own over the step's micro-batches, then its update. Where a worker is lost in one of
-them, the body comes again on the survivors. An update that is made is not taken back: its optimizer has an empty pass
-then, and its `step` does nothing; the passes that follow start from the parameters that it has left.
+Each has a pass of its own over the step's micro-batches, then its update. Where a worker is lost in one of them, the
+body comes again on the survivors. An update that is made is not taken back: its optimizer has an empty pass then, and
+its `step` does nothing; the passes that follow start from the parameters that it has left.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,41 +17,6 @@ from kfuse.train.progress import Stage
 
 if TYPE_CHECKING:
     from kfuse.train.context import TrainContext
-
-
-@contextlib.contextmanager
-def prepared(training: TrainContext, presented: bool) -> Iterator[None]:
-    """Context: sets up the optimizers for this training; on exit, also by an early Ctrl-C, resets their settings.
-
-    presented: as of `Statistics.begin_run`.
-    """
-    clip_norm, own = training.settings.train_clip_norm, [opt.clip_norm for opt in training.opts]
-    try:
-        for opt in training.opts:
-            if clip_norm is not None:
-                opt.set_clip_norm(clip_norm)
-            opt.zero_grad()  # gradients of an interrupted step, or of an earlier backward, are not this training's
-            opt.reducer.lost_worker_error = None  # nor is a worker that was lost in a step whose body left the loop
-            opt.statistics.begin_run(presented=presented)
-            opt.statistics.keep_unread = opt is training.opt
-            opt.engine.step = 0
-            opt.engine.bare_backwards = not training.further
-            opt.reducer.loop_handles_lost_workers = training.user_loop and training.session.elastic
-        training.opt.is_newest()
-        yield
-    finally:
-        for opt, its_own in zip(training.opts, own, strict=True):
-            opt.reducer.loop_handles_lost_workers = False
-            opt.engine.bare_backwards = True
-            opt.statistics.end_run()
-            opt.lr_factor = 1.0
-            if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile
-                opt.clip_norm = its_own
-
-
-def lost_worker(training: TrainContext) -> RuntimeError | None:
-    """Returns the error of a worker that was lost in the body; None: none was."""
-    return next(filter(None, [opt.reducer.lost_worker_error for opt in training.opts]), None)
 
 
 class Passes:
@@ -80,7 +44,7 @@ class Passes:
         index = next((k for k, each in enumerate(self._opts) if each is opt), None)
         if index is None:
             raise ValueError("step.micro_batches(opt): opt must be one of the optimizers given to kf.DataLoader")
-        if lost_worker(self._training) is not None:
+        if self._training.lost_worker() is not None:
             return False
         self.record()
         if index in self._begun:
