@@ -305,8 +305,10 @@ class AveragedBuffers:
     from the step's first values, so that the result does not depend on which worker ran which.
     """
 
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
+    def __init__(self, buffers: Sequence[Tensor], summed: Sequence[Tensor] = ()) -> None:
+        """summed: those of which each element is changed by one micro-batch of a step at most: it gets that change."""
         self.tensors = list(buffers)
+        self._summed = [any(b is other for other in summed) for b in self.tensors]
         self._first = [b.clone() for b in self.tensors]
         self._infinite = [i for i, b in enumerate(self.tensors) if not b.isfinite().all()]  # a mask's -inf
 
@@ -324,11 +326,14 @@ class AveragedBuffers:
             torch._foreach_copy_(self.tensors, self._first)
 
     def pack(self, bucket: Bucket, leaf: LeafStep, scale: float) -> None:
-        """Packs the changes since the step began, times `scale`, into their bucket's slot, as `leaf` says."""
+        """Packs the changes since the step began into their bucket's slot, as `leaf` says: times `scale`, or as they
+        are of those that are summed, where the scales of a step's micro-batches add up to 1.
+        """
         changes = list(torch._foreach_sub(self.tensors, self._first))
         for i in self._infinite:  # inf - inf is not 0
             changes[i] = torch.where(self.tensors[i] == self._first[i], 0, changes[i])
         values = [changes[i].to(torch.float32) for i in bucket.layout.params]
+        values = [v / scale if self._summed[i] else v for i, v in zip(bucket.layout.params, values, strict=True)]
         unused = torch.empty(bucket.table.num_chunks, device=bucket.device)
         pack(values, bucket.slot(leaf.slot), bucket.table, scale=scale, accumulate=leaf.accumulate, sumsq=unused)
 

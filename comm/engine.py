@@ -80,6 +80,8 @@ class Engine:
         self.reduced: Reduced | None = None  # the last step's result, until the optimizer takes it
         self.kept: KeptStep | None = None  # with sharded state: the last reduced step, until the next one begins
         self.superseded = False  # a newer engine has taken over some of the parameters
+        # Whether a backward outside `MicroBatch` is a micro-batch. If not its gradients stay with their parameters.
+        self.bare_backwards = True
         self._warned = set[str]()
         self.group = group
         self._layouts = plan_parameters(self.params, kinds, options.bucket_elements, costs)
@@ -88,12 +90,15 @@ class Engine:
 
     # -- set-up, between steps ------------------------------------------------------------------------------------
 
-    def track_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches, by samples."""
+    def track_buffers(self, buffers: Sequence[Tensor], summed: Sequence[Tensor] = ()) -> None:
+        """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches, by samples.
+
+        summed: those of `buffers` whose changes are added up instead: see `AveragedBuffers`.
+        """
         gradients.check_owner(self)
         self.close()
         before = self.gradient_buckets
-        self._build(buffers)
+        self._build(buffers, summed)
         for bucket, old in zip(self.gradient_buckets, before, strict=True):  # what the optimizer has set
             bucket.parameters, bucket.unscale = old.parameters, old.unscale
         self.set_group(self.group)
@@ -104,9 +109,9 @@ class Engine:
             self.figures = count
             self.set_group(self.group)
 
-    def _build(self, buffers: Sequence[Tensor]) -> None:
+    def _build(self, buffers: Sequence[Tensor], summed: Sequence[Tensor] = ()) -> None:
         """Makes buckets and hooks. The last bucket carries the tail."""
-        self.averaged = AveragedBuffers(buffers)
+        self.averaged = AveragedBuffers(buffers, summed)
         # In a bucket of their own buffers and tail are fp32, and all workers get all of them.
         apart = buffers if buffers or self.options.dtype != "fp32" or self.options.sharded else None
         self.buckets = make_buckets(self._layouts, self.params, apart, self.options.sharded)
@@ -195,7 +200,7 @@ class Engine:
         if self.audited is not None and self.audited.repeats:
             return False
         if (current := self.now.current) is None:
-            if self.reduced is None and self._still_there():
+            if not self.bare_backwards or (self.reduced is None and self._still_there()):
                 return False  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
             self._begin_implicit()
             gradients.at_the_end_of_outer_backward(self._close_implicit)
@@ -209,6 +214,8 @@ class Engine:
     def _begin_implicit(self) -> None:
         """A bare `loss.backward()`, or gradients set by hand: this worker's next micro-batch of the step's `parts`."""
         now = self.now
+        if not self.bare_backwards:
+            raise RuntimeError("opt.step() with gradients of no pass of its optimizer: see step.micro_batches(opt)")
         if (now.done and not now.implicit) or now.plan is not None:
             raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
         now.implicit, now.parts = True, self.parts

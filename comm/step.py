@@ -179,7 +179,8 @@ class Step:
                 raise RuntimeError(f"opt.accumulate({self.parts}): another backward after the {self.parts} of a step")
             raise RuntimeError(
                 f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
-                "GAN's generator's is, call opt.zero_grad() before this one"
+                "GAN's generator's is, call opt.zero_grad() before this one; of several that one loss trains make one: "
+                "kf.Optimizer(a, b)"
             )
         if self.current is not None:
             raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")

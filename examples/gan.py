@@ -1,43 +1,46 @@
-"""Two models, two optimizers, bare backwards: a GAN on digits. torchrun --nproc-per-node 2 examples/gan.py
+"""Two models, two optimizers, a step of each in turn: a GAN on digits. Alone, on several workers, or on workers that
+come and go:
 
-In a job whose workers come and go, use one optimizer with two parameter groups, and kf.DataLoader.
+python examples/gan.py
+torchrun --nproc-per-node 2 examples/gan.py
+kfuse-run --workers 2 --max-workers 4 examples/gan.py
 """
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.data import load_digits
 
-BATCH, STEPS, NOISE = 32, 300, 16
+BATCH, STEPS, NOISE = 64, 300, 16
 
-kf.init()
-torch.manual_seed(kf.rank())  # other samples on each worker; all models start from rank 0's parameters
-real = load_digits().train
+torch.manual_seed(0)
 generator = nn.Sequential(nn.Linear(NOISE, 64), nn.ReLU(), nn.Linear(64, 64), nn.Sigmoid())
 critic = nn.Sequential(nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
-opt_g = kf.FusedAdamW(generator.parameters(), lr=2e-3, betas=(0.5, 0.99))
 opt_c = kf.FusedAdamW(critic.parameters(), lr=1e-3, betas=(0.5, 0.99))
-ones, zeros = torch.ones(BATCH, 1), torch.zeros(BATCH, 1)
+opt_g = kf.FusedAdamW(generator.parameters(), lr=2e-3, betas=(0.5, 0.99))
 
-for step in range(STEPS):
-    x, _ = real.fetch(torch.randint(len(real), (BATCH,)).numpy())
-    fake = generator(torch.randn(BATCH, NOISE))
 
-    loss_real = F.binary_cross_entropy_with_logits(critic(x.flatten(1)), ones)
-    loss_c = loss_real + F.binary_cross_entropy_with_logits(critic(fake.detach()), zeros)
-    loss_c.backward()
+def loss(images: Tensor, real: bool) -> Tensor:
+    scores = critic(images)
+    return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, float(real)))
+
+
+nets, opts = nn.ModuleList([critic, generator]), [opt_c, opt_g]
+for step in kf.DataLoader(load_digits().train, nets, opts, batch_size=BATCH, batch_micro=16, train_steps=STEPS):
+    for x, _ in step.micro_batches(opt_c):
+        fake = generator(torch.randn(len(x), NOISE))
+        step.loss = loss(x.flatten(1), True) + loss(fake.detach(), False)
+        step.loss.backward()
     opt_c.step()
     opt_c.zero_grad()
 
-    loss_g = F.binary_cross_entropy_with_logits(critic(fake), ones)
-    loss_g.backward()
+    for x, _ in step.micro_batches(opt_g):
+        step.loss = loss(generator(torch.randn(len(x), NOISE)), True)  # of the same noise
+        step.loss.backward()
     opt_g.step()
     opt_g.zero_grad()
-    opt_c.zero_grad()  # the generator's loss has left gradients in the critic
 
-    if step % 50 == 49:
-        means = [kf.allreduce(loss.item(), "avg") for loss in (loss_c, loss_g)]
-        if kf.rank() == 0:
-            print(f"step {step + 1}: critic {means[0]:.3f}, generator {means[1]:.3f}")
+    if step.number % 50 == 49 and kf.rank() == 0 and opt_c.stats and opt_g.stats:
+        print(f"step {step.number + 1}: critic {opt_c.stats.loss:.3f}, generator {opt_g.stats.loss:.3f}")

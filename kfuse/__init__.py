@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kfuse.membership import Session as Session
     from kfuse.optim import ConsistencyError as ConsistencyError
     from kfuse.optim import Optimizer as Optimizer
+    from kfuse.optim.carried import CarriedState as CarriedState
     from kfuse.optim.fused import FusedAdamW as FusedAdamW
     from kfuse.optim.fused import FusedLAMB as FusedLAMB
     from kfuse.optim.fused import FusedSGD as FusedSGD
@@ -57,6 +58,7 @@ _PUBLIC = {
     "kfuse.integrations.backward": "monitor",
     "kfuse.membership": "Session",
     "kfuse.optim": "ConsistencyError Optimizer",
+    "kfuse.optim.carried": "CarriedState",
     "kfuse.optim.fused": "FusedAdamW FusedLAMB FusedSGD",
     "kfuse.optim.muon": "FusedMuon",
     "kfuse.policies": "GNSPolicy SchedulePolicy",

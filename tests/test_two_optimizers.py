@@ -110,7 +110,7 @@ def test_a_second_optimizer_is_refused_where_workers_may_join() -> None:
     joined.view = View(1, (Member(0, os.getpid(), "host"),), ("127.0.0.1", 1), "start")
     model, other = nn.Linear(16, 3), nn.Linear(16, 3)
     opt, second = kf.FusedSGD(model.parameters(), lr=0.1), kf.FusedSGD(other.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match=r"only the model and optimizer given to kf\.fit"):
+    with pytest.raises(RuntimeError, match=r"of several optimizers give kf\.DataLoader a list"):
         for step in kf.DataLoader((batch(0, 0), torch.zeros(8, 3)), model, opt, batch_size=4):
             for x, y in step:
                 F.mse_loss(model(x), y).backward()

@@ -17,7 +17,7 @@ from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import Group
 from kfuse.comm.step import MicroBatch, StepPlan
-from kfuse.optim.consistency import Comparison, averaged_buffers, numeric_options, share_from_first
+from kfuse.optim.consistency import Comparison, averaged_buffers, carried_states, numeric_options, share_from_first
 from kfuse.optim.reducer import Reducer
 from kfuse.optim.refuse import refuse_own_loop, refuse_sync_batchnorm, refuse_unplanned, refuse_wrapped
 from kfuse.optim.scaling import NonfiniteWarning, scaling
@@ -70,10 +70,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.engine.compared = self._comparison.compared
         session.on_group_change(self._set_group)
         session.on_planned_change(updates.hand_over)
-        global _latest
-        _latest = weakref.ref(self)
+        self.is_newest()
         if not session.elastic:  # in an elastic job the training loop shares all of the state
             share_from_first(session.group, [p for group in self.param_groups for p in group["params"]])
+
+    def is_newest(self) -> None:
+        """It is what `latest_optimizer` returns, until another one is made or trained."""
+        global _latest
+        _latest = weakref.ref(self)
 
     @property
     def engine(self) -> Engine:
@@ -129,7 +133,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.reducer.tracked = model
         if not self._session.elastic:
             share_from_first(self._session.group, [*model.parameters(), *model.buffers()])
-        self.engine.track_buffers(averaged_buffers(model))
+        self.engine.track_buffers(averaged_buffers(model), carried_states(model))
 
     def carry_figures(self, count: int) -> None:
         """Between trainings: each step's record has so many numbers of a step function's (kf.fit calls it)."""
@@ -368,6 +372,6 @@ _latest: weakref.ref[DistributedOptimizer] | None = None
 
 
 def latest_optimizer() -> DistributedOptimizer | None:
-    """The optimizer that was made last in this session; None if there is none, or it was deleted."""
+    """The optimizer that was made, or began to be trained, last in this session; None if it was deleted."""
     found = None if _latest is None else _latest()
     return found if found is not None and found._session is current() else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -90,6 +91,12 @@ def averaged_buffers(model: nn.Module) -> list[Tensor]:
             if kept and writable and (buffer.is_floating_point() or counts):
                 found[id(buffer)] = buffer
     return list(found.values())
+
+
+def carried_states(model: nn.Module) -> list[Tensor]:
+    """The buffers among these whose changes are added up: of each element one micro-batch of a step changes it."""
+    carried = sys.modules.get("kfuse.optim.carried")  # where it is not imported, no model has one
+    return [] if carried is None else [m.state for m in model.modules() if isinstance(m, carried.CarriedState)]
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------

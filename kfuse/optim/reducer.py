@@ -23,7 +23,7 @@ from kfuse.comm.group import CommError
 from kfuse.comm.step import REMEDY, Reduced
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
-from kfuse.optim.consistency import averaged_buffers
+from kfuse.optim.consistency import averaged_buffers, carried_states
 from kfuse.optim.refuse import refuse_sharded
 from kfuse.optim.scaling import squared_norm_of
 from kfuse.optim.updates import Updates, named_parameters
@@ -75,7 +75,7 @@ class Reducer:
         for bucket in engine.gradient_buckets:
             bucket.unscale = self._unscale
         if self.tracked is not None:
-            engine.track_buffers(averaged_buffers(self.tracked))
+            engine.track_buffers(averaged_buffers(self.tracked), carried_states(self.tracked))
         self._updates.lay_out(engine)
 
     def rebuild(self) -> None:
@@ -87,6 +87,7 @@ class Reducer:
             engine.use_transport(old.topology, old.tree)
             old.close()
             engine.step, engine.parts, engine.compared = old.step, old.parts, old.compared
+            engine.bare_backwards = old.bare_backwards
             engine.carry_figures(old.figures)
             self._attach(engine)
         if old.now.plan is not None:
@@ -154,7 +155,8 @@ class Reducer:
                 self._take_gradients_set_by_hand(uses_scaler)
             self.synchronize()
         reduced, self.engine.reduced = self.engine.reduced, None
-        if self.engine.params and not self._had_gradients and self.lost_worker_error is None:
+        had_pass = reduced is not None or self.engine.bare_backwards  # else of several optimizers another one had
+        if self.engine.params and not self._had_gradients and self.lost_worker_error is None and had_pass:
             # The loss may be that of another model or of a copy, or FSDP has replaced the parameters.
             self._had_gradients = True
             _LOG.warning(

@@ -9,13 +9,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from kfuse.membership import Session
+from kfuse.optim.updates import named_parameters
 
-_OWN_LOOP = "this job is elastic: kf.fit or kf.DataLoader must drive its training loop"
+_OWN_LOOP = (
+    "this job is elastic: kf.fit or kf.DataLoader must drive its training loop, also one without a data set "
+    "(docs/convert.md: a loop that makes its data)"
+)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -56,6 +61,17 @@ def refuse_sharded(named: Iterable[tuple[Parameter, str]]) -> None:
             )
 
 
+def refuse_parameters_outside(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    """Raises ValueError for a parameter that is not the model's: a worker that joins would not get it."""
+    inside = {id(p) for p in model.parameters()}
+    for p, name in named_parameters(opt.param_groups):
+        if id(p) not in inside:
+            raise ValueError(
+                f"{name} of {type(opt).__name__}, of shape {tuple(p.shape)}, is not in the model: give a model that "
+                "has all that is trained, such as nn.ModuleList([generator, critic])"
+            )
+
+
 def refuse_options(lr: float, betas: Sequence[float], eps: float, weight_decay: float) -> None:
     """Raises ValueError for a negative lr, eps or weight_decay, or a beta outside [0, 1)."""
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
@@ -68,7 +84,7 @@ def refuse_options(lr: float, betas: Sequence[float], eps: float, weight_decay: 
 def refuse_own_loop(session: Session, uses_scaler: bool) -> None:
     """Before an update. Raises RuntimeError if an elastic job has its own loop, or uses torch's GradScaler."""
     if session.elastic and session.view is None:
-        raise RuntimeError(_OWN_LOOP)
+        raise RuntimeError(f"{_OWN_LOOP}; or use a fixed number of workers (torchrun)")
     if session.elastic and uses_scaler:
         raise RuntimeError(
             "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise than the "
@@ -94,8 +110,8 @@ def refuse_unplanned(session: Session, planned: bool) -> None:
         )
     if session.elastic:
         raise RuntimeError(
-            f"{_OWN_LOOP}, and only the model and optimizer given to kf.fit or kf.DataLoader go along to a worker that "
-            "joins: use one optimizer, with a parameter group for each model, or a fixed number of workers (torchrun)"
+            f"{_OWN_LOOP}. Only what it is given goes along to a worker that joins: of several optimizers give "
+            "kf.DataLoader a list, and a model with the parameters of all. Or use a fixed number of workers (torchrun)"
         )
 
 

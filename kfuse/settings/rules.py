@@ -9,7 +9,9 @@ A rule is asked of `Facts`: settings by key ("comm.sync"), and what the settings
     policy.fisher         whether it needs the optimizer's second moments
     policy.modes          what it sets comm.sync to
     optimizer.shards_state, .tells_fisher    as the class declares them
-    data                  "data set" | "stream"; heldout, step_fn, scaler: whether there is one
+    optimizers            how many step in a loop's body, each after a pass of its own
+    data                  "data set" | "stream"; heldout, step_fn, weight_fn, scaler: whether there is one
+    streams               of the model's CarriedState; None: it has none
     metrics               their names, or None
     run.steps             length of the run in steps of the first batch size; run.warmup_most: of its warm-up, at most
 
@@ -139,6 +141,12 @@ RULES = (
     Rule("comm.reproducible", Is(True), {"comm.audit_every": _GIVEN}, "gradients are compared bit for bit"),
     Rule("comm.state", Is("replicated"), {"optimizer.shards_state": Is(False)}, "it cannot keep a part"),
     Rule("comm.state", Is("replicated"), {"policy.fisher": Is(True)}, "it needs all second moments"),
+    Rule("comm.state", Is("replicated"), {"optimizers": IsNot(1)}, "each may be at another update when one is lost"),
+    Rule("comm.sync", Is("ssgd"), {"optimizers": IsNot(1)}, "in others the workers' models are one optimizer's"),
+    Rule("lr.scaling", IsNot("adascale"), {"optimizers": IsNot(1)}, "its gain is that of one optimizer's gradients"),
+    Rule("batch.size", Compared("equal to", "streams"), why="each step has one sample of each stream of CarriedState"),
+    Rule("comm.sync", Is("ssgd"), {"streams": _GIVEN}, "a stream of CarriedState goes from worker to worker"),
+    Rule("weight_fn", Is(False), {"streams": _GIVEN}, "a step with CarriedState has weights that are known before"),
     Rule("policy.fisher", Is(False), {"optimizer.tells_fisher": Is(False)}, "it needs FusedAdamW or FusedLAMB"),
     Rule("lr.scaling", Compared("one of", "policy.scaling"), {"policy": _GIVEN}, "it is right with these alone"),
     Rule("lr.decay", Compared("one of", "policy.decay"), {"policy": _GIVEN}, "the policy lowers the rate itself"),

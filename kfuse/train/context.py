@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher, Loading
 from kfuse.data.sources import check_loaders
 from kfuse.membership import Session
-from kfuse.optim import DistributedOptimizer
+from kfuse.optim import DistributedOptimizer, carried_states, refuse_parameters_outside
 from kfuse.policies import BasePolicy
 from kfuse.policies.signals import Bounds
 from kfuse.session import current
@@ -117,7 +117,7 @@ class TrainContext:
 
     model: nn.Module
     data: Dataset | Stream
-    opt: DistributedOptimizer
+    opt: DistributedOptimizer  # whose statistics and learning rate are the training's
     settings: Settings
     policy: BasePolicy = field(default_factory=BasePolicy)
     objective: Objective = field(default_factory=Objective)  # how a batch becomes a loss
@@ -128,6 +128,7 @@ class TrainContext:
     saved_model: SavedModel | None = None  # of the trained model and the best one by evaluation; None: not written
     output: Output | None = None  # a script's own files and display, which get the records too
     user_loop: bool = False  # a step's forward, backward and update are the body of a loop over `Trainer.steps`
+    further: tuple[DistributedOptimizer, ...] = ()  # step in the same bodies of a user's loop: see `Passes`
     several_backwards: bool = False  # the user runs several backwards in each micro-batch: see opt.micro_batch
     exits_are_errors: bool = False  # a SystemExit of the model, the data or the policy is an error: no script means it
     session: Session = field(init=False)
@@ -149,12 +150,17 @@ class TrainContext:
             self.sampler = EpochSampler(len(self.data), settings.seed, getattr(self.data, "order", None))
         if scheduler is not None and "epoch" in scheduler.intervals and self.samples_an_epoch is None:
             raise ValueError("scheduler_interval=epoch: must be step with data=stream (a stream has no epochs)")
+        if (streams := self._streams()) is not None:  # the batch stays as it is
+            settings = self.settings = replace(settings, batch_min=settings.batch_size, batch_max=settings.batch_size)
         self.schedule = settings.schedule(self.samples_an_epoch)
         self.session = current()
         if self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible:
             _refuse_uneven_embeddings(self.model)
-        inner = ", ".join(type(each).__name__ for each in opt.inners or (opt,))
-        of_loop = "stepped in the loop's body" if has_scheduler(opt) else None
+        if self.session.elastic or self.further:
+            for each in self.opts:
+                refuse_parameters_outside(self.model, each)
+        inner = ", ".join(type(each).__name__ for one in self.opts for each in one.inners or (one,))
+        of_loop = "stepped in the loop's body" if any(map(has_scheduler, self.opts)) else None
         self.facts = (
             by_key({each.name: getattr(settings, each.name) for each in fields(settings)})
             | rules.run_facts(self.schedule.total, settings.lr_decay, settings.lr_decay_fraction)
@@ -162,9 +168,11 @@ class TrainContext:
             | {"job": "elastic" if self.session.elastic else "fixed"}
             | rules.policy_facts(self.policy)
             | rules.optimizer_facts(type(opt), inner)
+            | {"optimizers": len(self.opts)}
             | {"scheduler": of_loop if scheduler is None else scheduler.name}
             | {"data": "stream" if self.samples_an_epoch is None else "data set"}
             | {"heldout": self.heldout is not None, "step_fn": self.objective.step_fn is not None}
+            | {"streams": streams, "weight_fn": self.objective.weight_fn is not None}
             | {"metrics": ", ".join(self.metrics or ()) or None}
         )
         rules.check(self.facts)
@@ -175,13 +183,70 @@ class TrainContext:
             "dataset size": self.samples_an_epoch,
         }
         self.progress = Progress(settings.batch_size, self.session.comm.sync, began_with=began_with)
+        self.progress.updates = [0] * len(self.opts) if self.further else []
         self.reporter = Reporter(self.session, settings, self.samples_an_epoch, self.output)
         self.may_draw = may_draw(self)
+
+    @property
+    def opts(self) -> tuple[DistributedOptimizer, ...]:
+        return (self.opt, *self.further)
+
+    def _streams(self) -> int | None:
+        """Returns the streams of the model's `CarriedState`, one sample of each in every step; None: it has none.
+
+        Raises ValueError where they differ, and for data in kfuse's own order or with a shorter last step.
+        """
+        counts = {len(state) for state in carried_states(self.model)}
+        if not counts:
+            return None
+        if len(counts) > 1:
+            raise ValueError(f"CarriedState of {sorted(counts)} streams in one model: must be the same number")
+        (streams,), length = counts, self.samples_an_epoch
+        if length is not None and (length % streams or not hasattr(self.data, "order")):
+            raise ValueError(
+                f"CarriedState of {streams} streams: data must have an order of their own, in which each {streams} "
+                f"samples are one of each stream: an iterable, or a data set of a multiple of {streams} samples with a "
+                "method order(epoch) (docs/data.md)"
+            )
+        return streams
 
     @property
     def samples_an_epoch(self) -> int | None:
         """The samples of an epoch; None for a stream."""
         return self.sampler.length
+
+    @contextlib.contextmanager
+    def optimizers_prepared(self, presented: bool) -> Iterator[None]:
+        """Context: sets up the optimizers for this training; on exit, also by an early Ctrl-C, resets their settings.
+
+        presented: as of `Statistics.begin_run`.
+        """
+        clip_norm, own = self.settings.train_clip_norm, [opt.clip_norm for opt in self.opts]
+        try:
+            for opt in self.opts:
+                if clip_norm is not None:
+                    opt.set_clip_norm(clip_norm)
+                opt.zero_grad()  # gradients of an interrupted step, or of an earlier backward, are not this training's
+                opt.reducer.lost_worker_error = None  # nor is a worker that was lost in a step whose body left the loop
+                opt.statistics.begin_run(presented)
+                opt.statistics.keep_unread = opt is self.opt
+                opt.engine.step = 0
+                opt.engine.bare_backwards = not self.further
+                opt.reducer.loop_handles_lost_workers = self.user_loop and self.session.elastic
+            self.opt.is_newest()
+            yield
+        finally:
+            for opt, its_own in zip(self.opts, own, strict=True):
+                opt.reducer.loop_handles_lost_workers = False
+                opt.engine.bare_backwards = True
+                opt.statistics.end_run()
+                opt.lr_factor = 1.0
+                if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile
+                    opt.clip_norm = its_own
+
+    def lost_worker(self) -> RuntimeError | None:
+        """Returns the error of a worker that was lost in the loop's body; None: none was."""
+        return next(filter(None, [opt.reducer.lost_worker_error for opt in self.opts]), None)
 
     def new_fetcher(self) -> Fetcher:
         """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""

@@ -84,6 +84,7 @@ class Decisions:
 
     def __init__(self, training: TrainContext) -> None:
         self._session, self._opt, self._settings = training.session, training.opt, training.settings
+        self._opts = training.opts
         self._progress, self._reporter, self._facts = training.progress, training.reporter, training.facts
         self.rate = LearningRate(training)
         self._requested: dict[str, Any] = {}  # what is not announced yet, or announced with the step under way
@@ -229,7 +230,8 @@ class Decisions:
     def use_transport(self) -> None:
         if not self._session.apart:  # else each engine reduces alone
             tree = tuple(self.tree) if isinstance(self.tree, list) else self.tree
-            self._opt.engine.use_transport(self.topology, tree)
+            for opt in self._opts:
+                opt.engine.use_transport(self.topology, tree)
 
     def leave_view(self) -> None:
         """The workers have changed: a list of parents is dropped, and whether there is interference is unknown."""

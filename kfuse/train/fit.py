@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 from torch import nn
@@ -120,7 +120,7 @@ class DataLoader:
         self,
         data: Any,
         model: nn.Module,
-        opt: DistributedOptimizer,
+        opt: DistributedOptimizer | Sequence[DistributedOptimizer],
         *,
         policy: BasePolicy | None = None,
         scheduler: Any = None,
@@ -136,6 +136,8 @@ class DataLoader:
         policy: a kf.BasePolicy; kf.fit takes it as `kf.Hook(policy)`.
         scheduler, scheduler_interval: a torch scheduler is either given here, and stepped here, or stepped by the
         loop's body; the latter not in a job whose workers may change.
+        opt: or a list of several that step one after the other in each body, as a GAN's do, the first one in every
+            body; `model` has the parameters of all. See docs/promises.md.
         several_backwards: a micro-batch has several losses with a backward each: see opt.micro_batch.
         """
         if policy is not None and not isinstance(policy, BasePolicy):
@@ -215,12 +217,11 @@ def _trainer(
 
     Raises TypeError for an optimizer that is not kfuse's, ValueError for a wrapped model or a scheduler left out.
     """
-    if not isinstance(opt, DistributedOptimizer):
-        raise TypeError(f"{caller} takes a kfuse optimizer (kf.Optimizer wraps any), not {type(opt).__name__}")
-    refuse_wrapped(model)
     user_loop, session = more.get("user_loop", False), current()
-    schedule = None if scheduler is None else UserSchedule(scheduler, interval, opt, heldout is not None)
-    if has_scheduler(opt, schedule) and (session.elastic or not user_loop):
+    opts = _optimizers(caller, opt, user_loop)
+    refuse_wrapped(model)
+    schedule = None if scheduler is None else UserSchedule(scheduler, interval, opts, heldout is not None)
+    if any(has_scheduler(each, schedule) for each in opts) and (session.elastic or not user_loop):
         raise ValueError(
             "a torch scheduler was made for this optimizer: kf.fit would not step it, and in an elastic job a worker "
             "that joins would not have its state: pass it as scheduler= and do not step it yourself"
@@ -229,7 +230,7 @@ def _trainer(
     training = TrainContext(
         model,
         given.data,
-        opt,
+        opts[0],
         Settings.of(values, worker_init_fn=given.worker_init_fn),
         policy=policy or BasePolicy(),
         scheduler=schedule,
@@ -237,9 +238,31 @@ def _trainer(
         checkpoints=output.checkpoints,
         saved_model=output.saved_model,
         output=output,
+        further=tuple(opts[1:]),
         **more,
     )
     return Trainer(training), output
+
+
+def _optimizers(caller: str, given: Any, user_loop: bool) -> Sequence[DistributedOptimizer]:
+    """Raises TypeError for what is not a kfuse optimizer, ValueError for none, for one given twice, and for several
+    without a loop of the user's.
+    """
+    opts = list(given) if isinstance(given, list | tuple) else [given]
+    for each in opts:
+        if not isinstance(each, DistributedOptimizer):
+            raise TypeError(
+                f"{caller} takes a kfuse optimizer (kf.Optimizer wraps any), not {type(each).__name__}. Of several "
+                "that one loss trains make one: kf.Optimizer(a, b)"
+            )
+    if not opts or len(set(map(id, opts))) < len(opts):
+        raise ValueError(f"{caller}: opt has {len(opts)} optimizers: must be one, or several different ones")
+    if len(opts) > 1 and not user_loop:
+        raise ValueError(
+            f"{caller} takes one optimizer: several with a loss each, as a GAN's, need kf.DataLoader, and a pass for "
+            "each (step.micro_batches); several with one loss are one, kf.Optimizer(a, b)"
+        )
+    return opts
 
 
 def _log_remarks(given: TrainingData, model: nn.Module, settings: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ The rate itself, group["lr"], is the user's: set by hand, by the configuration's
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -25,13 +26,15 @@ class LearningRate:
     """The rate of each step; the same on every worker."""
 
     def __init__(self, training: TrainContext) -> None:
-        self._opt, self._schedule = training.opt, training.schedule
+        self._opt, self._opts, self._schedule = training.opt, training.opts, training.schedule
         self._settings, self._progress = training.settings, training.progress
         self.now = 0.0  # that of the step under way
 
     def set(self) -> None:
         """Sets the factor of the coming update, and `now` for reports (DistributedOptimizer.base_lr)."""
-        factor = self._opt.lr_factor = self._factor(self._progress.step, self._progress.lr_scale)
+        factor = self._factor(self._progress.step, self._progress.lr_scale)
+        for opt in self._opts:
+            opt.lr_factor = factor
         self.now = self._opt.base_lr * factor
 
     def scheduled(self) -> float:
@@ -49,7 +52,7 @@ class LearningRate:
         The gain for the batch size counts too. Warm-up and decay do not: they may well lead to 0.
         """
         at = self._progress
-        for rate in filter(None, self._opt.base_rates()):
+        for rate in filter(None, [rate for opt in self._opts for rate in opt.base_rates()]):
             scaled = rate * self._schedule.gain(at.batch_size, *at.means) * lr_scale
             if not FP32_MIN <= abs(scaled) <= FP32_MAX:
                 return f"a learning rate of {rate} would become {scaled:.3g}, out of fp32's range, {FP32_RANGE}"
@@ -210,8 +213,10 @@ class UserSchedule:
     evaluation, with the held-out loss. They own group["lr"]; kfuse multiplies by its own factor.
     """
 
-    def __init__(self, given: Any, interval: str, opt: DistributedOptimizer, evaluates: bool) -> None:
-        """evaluates: training has held-out data. Raises TypeError or ValueError for what cannot be stepped so."""
+    def __init__(self, given: Any, interval: str, opts: Sequence[DistributedOptimizer], evaluates: bool) -> None:
+        """opts: those that are trained. evaluates: training has held-out data.
+
+        Raises TypeError or ValueError for what cannot be stepped so."""
         self.schedulers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
         self.intervals: list[str] = []
         for scheduler in self.schedulers:
@@ -219,7 +224,7 @@ class UserSchedule:
                 raise TypeError(f"scheduler={type(scheduler).__name__}: must be a torch.optim.lr_scheduler.LRScheduler")
             if interval not in get_args(Interval):
                 raise ValueError(f"scheduler_interval={interval!r}: must be one of {', '.join(get_args(Interval))}")
-            if scheduler.optimizer not in (opt, *opt.inners):
+            if not any(scheduler.optimizer in (opt, *opt.inners) for opt in opts):
                 raise ValueError("scheduler: it belongs to another optimizer than the one given")
             plateau = isinstance(scheduler, ReduceLROnPlateau)
             if plateau and not evaluates:
@@ -250,6 +255,7 @@ def has_scheduler(opt: DistributedOptimizer, but: UserSchedule | None = None) ->
     but: what is given to be stepped: then only another scheduler, for an optimizer that this leaves out, counts.
     """
     given = [] if but is None else [scheduler.optimizer for scheduler in but.schedulers]
+    given = [each for each in given if each in (opt, *opt.inners)]
     if opt in given:
         return False
     others = [inner for inner in opt.inners if inner not in given] if given else [opt, *opt.inners]

@@ -42,6 +42,9 @@ class Progress:
     uneven: bool = False  # some workers have made fewer updates than others since optimizer states were last averaged
     step: int = 0  # steps completed
     stage: int = Stage.BOUNDARY  # the part of this step that comes next
+    # Of several optimizers: how many updates each has made, and whose are made in the step under way, by index.
+    updates: list[int] = field(default_factory=list)
+    updated: list[int] = field(default_factory=list)
     epoch: int = 0
     cursor: int = 0  # samples of this epoch that were used so far
     samples: int = 0  # samples used so far, over all epochs
@@ -91,8 +94,12 @@ class Progress:
 
     @property
     def position(self) -> int:
-        """(step, stage) as one number: of several workers the largest one is the furthest."""
-        return self.step * len(Stage) + self.stage
+        """(step, stage, updates) as one number: of several workers the largest one is the furthest."""
+        return self.step * len(Stage) + self.stage + sum(self.updates)
+
+    def updates_of(self, index: int) -> int:
+        """Returns how many updates the optimizer of this index has made."""
+        return self.updates[index] if self.updates else self.step + (self.stage > Stage.UPDATE)
 
     def once(self, stage: Stage, act: Callable[[], object]) -> None:
         """Calls `act`, unless `stage` is done, and marks it as done; if `act` raises, it is not done.

@@ -52,7 +52,8 @@ class Recovery:
         self._session, self._opt, self._progress, self._reporter = session, opt, training.progress, training.reporter
         self._decisions, self._calls, self._state, self._record_update = decisions, calls, state, record_update
         self._checkpoints, self._base_lr = training.checkpoints, training.settings.lr_base
-        params = (p for group in opt.param_groups for p in group["params"])
+        self._opts = training.opts
+        params = (p for each in self._opts for group in each.param_groups for p in group["params"])
         # What must be equal on all workers, by name: each computes its share of a step from it.
         self._arguments = training.settings.shared() | {
             "samples of data": training.samples_an_epoch,
@@ -88,7 +89,7 @@ class Recovery:
             failed_at = self._progress.step
             if isinstance(error, ControlError | CommError):
                 self._session.lost = True
-                self._opt.engine.abort()
+                self._abort()
                 if self._session.comm.sharded:
                     _LOG.warning("no last checkpoint is written: comm.state=sharded, and not all workers are there")
                 elif self._has_state and self._checkpoints is not None:
@@ -141,8 +142,9 @@ class Recovery:
             raise error
         started = time.perf_counter()
         while True:
-            self._opt.engine.abort()
-            self._opt.zero_grad()  # an update that failed has left the step's gradients
+            self._abort()
+            for opt in self._opts:
+                opt.zero_grad()  # an update that failed has left the step's gradients
             self._align_engine()
             try:
                 if self._session.recover(error):
@@ -150,6 +152,10 @@ class Recovery:
                 return
             except CommError as again:
                 error = again
+
+    def _abort(self) -> None:
+        for opt in self._opts:
+            opt.engine.abort()
 
     def take_leaders_state(self) -> None:
         """All workers have averaged their models: each takes rank 0's state of all else. Raises CommError."""
@@ -352,9 +358,9 @@ class Recovery:
         return saved is not None
 
     def _align_engine(self) -> None:
-        """Gives the engine the number of the step that comes: it may have reduced one whose update was not made."""
-        at = self._progress
-        self._opt.engine.step = at.step + (at.stage > Stage.UPDATE)
+        """Gives each engine the number of its coming step: it may have reduced one whose update was not made."""
+        for index, opt in enumerate(self._opts):
+            opt.engine.step = self._progress.updates_of(index)
 
     def _report_start(self, goes_back: bool = False) -> None:
         restarts = self._checkpoints is not None and self._checkpoints.restarts

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from kfuse.optim.flat_updates import FlatUpdates
     from kfuse.optim.layout import Part
 
-STAYS = ("model", "trainable", "optimizer")  # parts that are the user's, and stay when training ends
+# Parts that are the user's, and stay when training ends. Further optimizers are "optimizer 1", "optimizer 2", ...
+STAYS = ("model", "trainable", "optimizer")
 LARGE = (*STAYS, "synchronisation")  # parts that are large, or tell how the models are kept together
 
 
@@ -73,12 +74,13 @@ class TrainingState:
     ) -> dict[str, Any]:
         """Returns the state of each part, by name, or of `only` these. Tensors are the parts' own, not copies.
 
+        only, without: names of parts, without a number.
         Shards of the optimizer's state are gathered: every worker calls it, and gets all. Raises CommError.
         """
         return {
             name: of_optimizer(part) if isinstance(part, DistributedOptimizer) else part.state_dict()
             for name, part in self._parts.items()
-            if name not in without and (only is None or name in only)
+            if name.split()[0] not in without and (only is None or name.split()[0] in only)
         }
 
     def capture_on_leader(self) -> dict[str, Any]:
@@ -110,7 +112,7 @@ class TrainingState:
             if isinstance(part, DistributedOptimizer) and name in state:
                 part.updates.make_room(state[name])
         kinds = DistributedOptimizer | nn.Module
-        own = [name for name, part in self._parts.items() if isinstance(part, kinds)]
+        own = [name.split()[0] for name, part in self._parts.items() if isinstance(part, kinds)]
         return self.capture(only=own, of_optimizer=_common_state)
 
     def restore(self, state: Mapping[str, Any], keeps_shards: bool | None = None) -> None:

@@ -30,7 +30,9 @@ from kfuse.statistics.figures import StepContext
 from kfuse.statistics.step_stats import StepStats
 
 if TYPE_CHECKING:
+    from kfuse.optim import DistributedOptimizer
     from kfuse.train.context import TrainContext
+    from kfuse.train.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,10 @@ class Step:
     set `loss`, the mean loss of these samples, for the metrics.
     """
 
-    def __init__(self, samples: StepSamples, fetcher: Fetcher, training: TrainContext) -> None:
+    def __init__(
+        self, samples: StepSamples, fetcher: Fetcher, training: TrainContext, passes: Passes | None = None
+    ) -> None:
+        """passes: where several optimizers step in the body."""
         session, self._objective = training.session, training.objective
         self.number = training.progress.step  # steps completed before this one
         self.samples, self.mine = samples, samples.ranges[session.group.rank]
@@ -87,6 +92,8 @@ class Step:
         self.error: Exception | None = None  # the exception that ended the step's body early
         self._fetcher, self._opt, self._seed = fetcher, training.opt, training.settings.seed
         self._several_backwards, self._may_draw = training.several_backwards, training.may_draw
+        self._passes = passes
+        self._fetched = set[int]()  # micro-batches that were fetched, by number: an earlier pass has used them
         self.began = time.perf_counter()
 
     def __len__(self) -> int:
@@ -101,11 +108,17 @@ class Step:
         return self.samples.epoch
 
     @contextlib.contextmanager
-    def micro_batch(self, j: int) -> Iterator[Any]:
-        """Micro-batch j's batch, its tensors on this worker's device; a backward within is this micro-batch's."""
-        device = self._opt.engine.group.device
+    def micro_batch(self, j: int, of: DistributedOptimizer | None = None) -> Iterator[Any]:
+        """Micro-batch j's batch, its tensors on this worker's device; a backward within is this micro-batch's.
+
+        of: the optimizer whose pass it is, where there are several.
+        """
+        opt = of or self._opt
+        device = opt.engine.group.device
         started = time.perf_counter()
-        fetched, samples = self._fetcher.fetch(self.samples.task(j)), self.samples.sizes[j]
+        fetch = self._fetcher.fetch_out_of_turn if j in self._fetched else self._fetcher.fetch
+        fetched, samples = fetch(self.samples.task(j)), self.samples.sizes[j]
+        self._fetched.add(j)
         weighs = self._objective.weight_fn is not None
         weight = self._objective.weight(fetched, samples) if weighs else None  # before it is on a GPU: no wait
         batch = self._fetcher.to_device(fetched, device)
@@ -114,12 +127,14 @@ class Step:
         if self._may_draw:
             seed_forward(device, random_key(self._seed, self.number, j))
         self.loss, self.figures = None, ()
-        with self._opt.micro_batch(
+        with opt.micro_batch(
             samples, j == self.mine[-1], weight=weight, several_backwards=self._several_backwards
         ) as micro_batch:
             yield batch
             micro_batch.loss = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
             micro_batch.figures = self.figures
+        if self._passes is not None:
+            self._passes.drop_others(opt)
 
     def batch_again(self, j: int) -> Any:
         """Micro-batch j's batch, of any worker's, as `micro_batch` gives it to its forward; it is part of no step."""
@@ -130,9 +145,30 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """For the body of a user's loop. If a worker is lost, the iteration ends early; the step is repeated later."""
+        if self._passes is not None:
+            raise RuntimeError(
+                "this kf.DataLoader has several optimizers: write `for batch in step.micro_batches(opt)`, then "
+                "opt.step(), for one after the other; of several that one loss trains make one: kf.Optimizer(a, b)"
+            )
+        return self._yielded(self._opt)
+
+    def micro_batches(self, opt: DistributedOptimizer) -> Iterator[Any]:
+        """A pass over the step's micro-batches for `opt`, one of several optimizers, whose step() follows it.
+
+        Each pass has the same samples, fetched anew, and its forwards begin with the same random state: noise that is
+        drawn first is the same in each. A backward counts for the parameters of `opt` alone. If a worker is lost the
+        body comes again: the pass is empty then if the update was made before. Raises as `Passes.begin`.
+        """
+        if self._passes is None:
+            if opt is not self._opt:
+                raise ValueError("step.micro_batches(opt): opt must be the optimizer given to kf.DataLoader")
+            return iter(self)
+        return self._yielded(opt) if self._passes.begin(opt) else iter(())
+
+    def _yielded(self, opt: DistributedOptimizer) -> Iterator[Any]:
         try:
             for j in self.mine:
-                with self.micro_batch(j) as batch:
+                with self.micro_batch(j, opt) as batch:
                     yield batch
         except GeneratorExit:  # `steps` raises it, unless the body leaves the outer loop as well
             self.error = RuntimeError(
@@ -141,7 +177,7 @@ class Step:
             )
             raise
         except CommError as error:
-            if not self._opt.reducer.leave_to_loop(error):
+            if not opt.reducer.leave_to_loop(error):
                 raise
 
 

@@ -10,6 +10,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from kfuse.train.synchronisation import Synchronisation
 
 if TYPE_CHECKING:
     from kfuse.train.audit import Audit
+    from kfuse.train.passes import Passes
 
 
 class Trainer:
@@ -49,13 +51,16 @@ class Trainer:
         self.decisions = Decisions(training)
         self._synchronisation = Synchronisation(training, self.decisions, self._agree)
         self.calls = PolicyCalls(training, self.decisions)
-        opt.sync_buffers(model)
+        for each in training.opts:
+            each.sync_buffers(model)
+        self._passes = self._new_passes() if training.further else None
         self._fetcher = training.new_fetcher()
         self._audit = None if self.session.comm.audit_every is None else self._new_audit()
-        parts: dict[str, Stateful] = {
-            "model": uncompiled(model),
-            "trainable": Trainable(opt),
-            "optimizer": opt,
+        parts: dict[str, Stateful] = {"model": uncompiled(model)}
+        for k, each in enumerate(training.opts):
+            number = f" {k}" if k else ""
+            parts |= {f"trainable{number}": Trainable(each), f"optimizer{number}": each}
+        parts |= {
             "statistics": opt.statistics,
             "policy": self.calls,
             "progress": self.progress,
@@ -75,6 +80,11 @@ class Trainer:
     def _agree(self) -> None:
         self._report_and_decide(lag=0)
         self._recovery.take_leaders_state()
+
+    def _new_passes(self) -> Passes:
+        from kfuse.train.passes import Passes  # only where there are several optimizers
+
+        return Passes(self._training, self._keep_context)
 
     def _new_audit(self) -> Audit:
         from kfuse.train.audit import Audit  # only where it is used
@@ -144,26 +154,14 @@ class Trainer:
 
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
-        """Context: sets up the optimizer for this training; on exit, also by an early Ctrl-C, resets its settings."""
-        opt, clip_norm, own = self.opt, self.settings.train_clip_norm, self.opt.clip_norm
-        try:
-            if clip_norm is not None:
-                opt.set_clip_norm(clip_norm)
-            opt.zero_grad()  # gradients of an interrupted step, or of an earlier backward, are not this training's
-            opt.reducer.lost_worker_error = None  # nor is a worker that was lost in a step whose body left the loop
-            opt.statistics.begin_run(presented=self._presents)
-            opt.engine.step = 0
-            opt.reducer.loop_handles_lost_workers = self._training.user_loop and self.session.elastic
-            self.decisions.use_transport()  # an earlier training's decision no longer applies
-            self.decisions.rate.set()
-            yield
-        finally:
-            self._synchronisation.close()
-            opt.reducer.loop_handles_lost_workers = False
-            opt.statistics.end_run()
-            opt.lr_factor = 1.0
-            if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile
-                opt.clip_norm = own
+        """Context: sets up the optimizers, and the first step's transport and rate; on exit resets all of it."""
+        with self._training.optimizers_prepared(self._presents):
+            try:
+                self.decisions.use_transport()  # an earlier training's decision no longer applies
+                self.decisions.rate.set()
+                yield
+            finally:
+                self._synchronisation.close()
 
     # -- the parts of a step, in order ----------------------------------------------------------------------------
 
@@ -192,16 +190,19 @@ class Trainer:
                 len(samples.indices),
                 samples.ranges,
                 local,
-                self.decisions.announce(),
+                0 if at.updated else self.decisions.announce(),  # of several, one that is made has announced
                 self._sampling.times_before(),
                 self._fisher() if local is None else None,
                 by_weight=by_weight,
                 audited=audited,
             )
-        self.opt.begin(plan)
+        if self._passes is None:
+            self.opt.begin(plan)
+        else:
+            self._passes.new_body(plan)
         epochs = self.settings.train_epochs
         self._fetcher.expect(samples.task_plan(rank, at.batch_size, self.samples_an_epoch, epochs))
-        self._newest = Step(samples, self._fetcher, self._training)
+        self._newest = Step(samples, self._fetcher, self._training, self._passes)
         return self._newest
 
     def _fisher(self) -> Tensor | None:
@@ -225,17 +226,24 @@ class Trainer:
                 self._recovery.keep_ended()
                 self._report_and_decide(lag=0)
             elif not sys.is_finalizing():
-                self.opt.engine.abort()  # backwards that follow belong to no plan
+                for opt in self._training.opts:
+                    opt.engine.abort()  # backwards that follow belong to no plan
             raise
         finally:
             self._body_runs = False
-        error, reducer = step.error, self.opt.reducer
+        has_stepped = self._has_stepped(step)  # of several optimizers some may have, before a worker was lost
+        error = step.error
         if error is None:
-            error, reducer.lost_worker_error = reducer.lost_worker_error, None
+            error = self._training.lost_worker()
+            for opt in self._training.opts:
+                opt.reducer.lost_worker_error = None
         if error is not None:
             raise error
-        if not self._has_stepped(step):
-            raise RuntimeError("a step's body must call opt.step() once, after all of its micro-batches")
+        if not has_stepped:
+            raise RuntimeError(
+                "a step's body must call opt.step() once, after all of its micro-batches; of several optimizers the "
+                "first one's in each body, and any other's where it has had a pass"
+            )
 
     def _has_stepped(self, step: Step) -> bool:
         """Whether the step was reduced, and the optimizer has updated by it.
@@ -243,6 +251,9 @@ class Trainer:
         The reduction is over with the last micro-batch's backward, before opt.step().
         """
         engine = self.opt.engine
+        if self._passes is not None:
+            self._passes.record()
+            return self._passes.complete
         return engine.step == step.number + 1 and engine.reduced is None and self.opt.reducer.lost_worker_error is None
 
     def _record_finished_update(self) -> None:
@@ -255,12 +266,12 @@ class Trainer:
         """After opt.step(), once: keeps the step's settings until its statistics arrive, and updates `Progress`."""
         self.progress.once(Stage.UPDATE, partial(self._record_update, step))
 
-    def _record_update(self, step: Step) -> None:
-        at, count, rate = self.progress, len(step.samples.indices), self.decisions.rate
-        # With fp32's precision, as the next step's tail sends them: the next step's signals have the same bits.
-        step_time_s = float(np.float32(time.perf_counter() - step.began))
+    def _keep_context(self) -> None:
+        """Keeps the settings that the newest step was announced with; of several optimizers, with the first one's."""
+        assert self._newest is not None
+        at, step, rate = self.progress, self._newest, self.decisions.rate
+        count = len(step.samples.indices)
         self.decisions.announcement_sent()
-        rate.count_update(count)
         own = self.session.group.rank if self.session.apart else None
         at.contexts[at.step] = StepContext(
             epoch=at.epoch,
@@ -273,11 +284,25 @@ class Trainer:
             done=rate.done(at.samples + count),
             members=step.members if own is None else (step.members[own],),
             share=(step.mine.start, step.mine.stop) if own is not None and isinstance(step.mine, range) else None,
+            step_time_s=0.0,
+            data_wait_s=0.0,
+            micro_batch=step.samples.micro_batch,
+        )
+
+    def _record_update(self, step: Step) -> None:
+        at, count = self.progress, len(step.samples.indices)
+        # With fp32's precision, as the next step's tail sends them: the next step's signals have the same bits.
+        step_time_s = float(np.float32(time.perf_counter() - step.began))
+        self.decisions.rate.count_update(count)
+        if self._passes is None:
+            self._keep_context()
+        at.contexts[at.step] = replace(
+            at.contexts[at.step],
             step_time_s=step_time_s,
             data_wait_s=float(np.float32(step.data_wait_s)),
             data_bytes_per_s=step.data_bytes / step_time_s,
-            micro_batch=step.samples.micro_batch,
         )
+        at.updated = []
         if self._scheduler is not None:
             self._scheduler.after("step")
         at.samples += count
@@ -358,7 +383,7 @@ class Trainer:
             return self._recovery.snapshot(in_body=False)
         if self._has_stepped(step):
             self._end_update(step)
-        elif self.opt.reducer.lost_worker_error is None:  # else the step comes again, and the state is as before it
+        elif self._training.lost_worker() is None:  # else the step comes again, and the state is as before it
             raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
         return self._recovery.snapshot(in_body=True)
 

@@ -1,0 +1,116 @@
+"""Truncated back-propagation and REINFORCE train as in plain torch, also where workers are lost and join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import struck_example
+import torch
+import torch.nn.functional as F
+from distributed import load, run_workers
+from elastic_job import run_script
+from problems import relative
+from torch import nn
+
+import kfuse as kf
+from kfuse.elastic.job import Elasticity
+from kfuse.train.evaluation import params_sha256
+from kfuse.train.step import random_key, seed_forward
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+BPTT, REINFORCE = str(EXAMPLES / "truncated_bptt.py"), str(EXAMPLES / "reinforce.py")
+SETTINGS = {BPTT: ("WINDOW=64",), REINFORCE: (f"EPISODES={24 * 64}",)}
+
+
+def plain_bptt(module: Any) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model, windows = module.Model(), module.Windows(module.TEXT)
+    opt = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    for _ in range(module.EPOCHS):
+        state = torch.zeros(1, module.STREAMS, 64)
+        for window in range(len(windows) // module.STREAMS):
+            x, y, *_ = windows.fetch(window * module.STREAMS + np.arange(module.STREAMS))
+            output, state = model.rnn(model.embedding(x), state.detach())
+            F.cross_entropy(model.out(output).flatten(0, 1), y.flatten()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad()
+    return model, state.detach()[0]
+
+
+def plain_reinforce(module: Any) -> tuple[nn.Module, torch.Tensor]:
+    """With the random numbers of kfuse's micro-batches."""
+    torch.manual_seed(0)
+    walker = module.Walker()
+    opt = torch.optim.AdamW(walker.parameters(), lr=1e-2, weight_decay=0.01)
+    for step in range(module.EPISODES // module.BATCH):
+        baseline, parts = walker.baseline.clone(), []
+        for j in range(4):
+            seed_forward(torch.device("cpu"), random_key(0, step, j))
+            walker.baseline.copy_(baseline)
+            (walker.loss(module.BATCH // 4) / 4).backward()
+            parts.append(walker.baseline.clone())
+        walker.baseline.copy_(torch.stack(parts).mean())
+        opt.step()
+        opt.zero_grad()
+    return walker, walker.baseline
+
+
+TWINS: dict[str, Callable[[Any], tuple[nn.Module, torch.Tensor]]] = {BPTT: plain_bptt, REINFORCE: plain_reinforce}
+
+
+def against_plain(example: str) -> tuple[float, float]:
+    """The relative difference of the parameters, and of what goes on from step to step."""
+    ours = struck_example.run(example, *SETTINGS[example])
+    module = load(example)
+    for name, number in (setting.split("=") for setting in SETTINGS[example]):
+        setattr(module, name, int(number))
+    theirs, goes_on = TWINS[example](module)
+    own = ours.carried.state if example == BPTT else ours.baseline
+    assert bool(own.any())
+    return relative(ours.parameters(), theirs.parameters()), relative([own], [goes_on])
+
+
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("example", [BPTT, REINFORCE])
+def test_it_trains_as_in_plain_torch(example: str, workers: int) -> None:
+    for parameters, goes_on in run_workers(workers, against_plain, example):
+        assert max(parameters, goes_on) < 1e-4
+
+
+def undisturbed(example: str) -> str:
+    kf.init(comm_reproducible=True)
+    return params_sha256(struck_example.run(example, *SETTINGS[example]))
+
+
+@pytest.mark.parametrize("example", [BPTT, pytest.param(REINFORCE, marks=pytest.mark.full)])
+def test_workers_are_lost_and_join_with_the_same_bits(example: str, tmp_path: Path) -> None:
+    """One of the lost workers had the state of half of the streams."""
+    script = (struck_example.__file__, str(tmp_path), example, *SETTINGS[example])
+    job = run_script(tmp_path / "run", Elasticity(2, 1, 2, script=True), *script)
+    assert job.error is None, job.told()
+    assert len(list(tmp_path.glob("mark-*"))) == 2 and {"grow", "failure"} <= {view["reason"] for view in job.views}
+    [alone] = run_workers(1, undisturbed, example)
+    assert alone == job.summary["params_sha256"]
+
+
+# -- what a carried state needs ---------------------------------------------------------------------------------------
+
+
+def test_what_a_carried_state_cannot_have_is_refused() -> None:
+    module = load(BPTT)
+    model, windows = module.Model(), module.Windows(module.TEXT)
+    opt = kf.FusedAdamW(model.parameters(), lr=1e-3)
+    shuffled = torch.utils.data.TensorDataset(torch.zeros(32, 4))
+    for data, settings, message in (
+        (windows, {"batch_size": 8}, "batch_size=8: must be equal to 16 .*each step has one sample of each stream"),
+        (shuffled, {"batch_size": 16}, "16 streams: data must have an order of their own"),
+        (windows, {"batch_size": 16, "weight_fn": len}, "weight_fn=True: must be False with streams=16"),
+    ):
+        with pytest.raises(ValueError, match=message) as raised:
+            kf.DataLoader(data, model, opt, **settings)
+        assert "\n" not in str(raised.value)
