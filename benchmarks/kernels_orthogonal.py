@@ -15,7 +15,7 @@ from kernels_cases import Buffers, Case, Run
 from kernels_shapes import Layout
 from torch import Tensor
 
-from kfuse.kernels import orthogonalise
+from kfuse.kernels.orthogonal import orthogonalise
 
 COEFFICIENTS, STEPS, EPS = (3.4445, -4.775, 2.0315), 5, 1e-7
 LARGEST = {"cpu": (4, 512), "cuda": (64, 1024)}

@@ -22,7 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import _muon
 
 import kfuse as kf
-from kfuse.kernels import orthogonalise
+from kfuse.kernels.orthogonal import orthogonalise
 from kfuse.optim.muon import bf16_is_faster, hidden_matrices
 
 MUON: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1}

@@ -20,7 +20,6 @@ from torch import Tensor
 from kfuse.comm import devices, transports
 from kfuse.comm.buckets import ALIGN, Bucket
 from kfuse.comm.group import CommError, Group, Pending
-from kfuse.comm.owners import owned_parts
 from kfuse.comm.schedule import FACTOR, PARAMETER, SHARD, Op, Program
 from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import RangePlan, plan_merges, plan_range
@@ -86,7 +85,11 @@ class Executor:
         self._polls = on_shards and group.size > 1 and not self._device.asynchronous
         self._canonical, self._step = True, 0
         self._sumsq: list[Tensor] = []  # of each bucket, for `measured`; used again in each step
-        owned = owned_parts([bucket.layout for bucket in buckets], group.size)
+        owned: dict[int, list[slice]] = {}
+        if any(bucket.layout.costs for bucket in buckets):
+            from kfuse.comm.owners import owned_parts  # few optimizers need it
+
+            owned = owned_parts([bucket.layout for bucket in buckets], group.size)
         for bucket, program in zip(buckets, programs, strict=True):
             bucket.owned = owned.get(bucket.index, [])
             bucket.shards = bucket.owned if bucket.owned and program.sharded else group.shards(bucket.body, self.unit)

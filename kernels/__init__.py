@@ -3,7 +3,6 @@
 Importing this package needs torch alone; Triton is imported when the first GPU tensor arrives.
 """
 
-from kfuse.kernels.orthogonal import OrthogonaliseArguments, orthogonalise
 from kfuse.kernels.reduction import (
     BlockSumsqArguments,
     Merges,
@@ -25,7 +24,6 @@ __all__ = [
     "AdamWArguments",
     "BlockSumsqArguments",
     "Merges",
-    "OrthogonaliseArguments",
     "PackArguments",
     "PackTable",
     "SGDOptions",
@@ -36,7 +34,6 @@ __all__ = [
     "lamb",
     "lamb_trust",
     "num_blocks",
-    "orthogonalise",
     "pack",
     "reduce",
     "sgd",

@@ -10,7 +10,7 @@ import torch
 from devices import DEVICES, INTERPRETED, normal, rounded
 from torch import Tensor
 
-from kfuse.kernels import orthogonalise
+from kfuse.kernels.orthogonal import orthogonalise
 
 if INTERPRETED:  # its product takes the bits of bf16 for integers
     import triton.language as tl

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from kfuse.kernels import orthogonalise
+from kfuse.kernels.orthogonal import orthogonalise
 from kfuse.optim.base import DistributedOptimizer
 from kfuse.optim.consistency import share_from_first
 from kfuse.optim.flat_updates import FlatUpdates

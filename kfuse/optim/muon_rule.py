@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
-from kfuse.kernels import orthogonalise
+from kfuse.kernels.orthogonal import orthogonalise
 from kfuse.optim.layout import Piece
 from kfuse.optim.rules import AdamWRule, Options, Rule
 from kfuse.optim.updates import Update

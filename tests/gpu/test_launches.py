@@ -19,8 +19,9 @@ from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import plan_merges, plan_range
 from kfuse.data.fetching import worker_range
-from kfuse.kernels import Merges, balanced, dispatch, num_blocks, orthogonalise, reduce, triton_reduction
+from kfuse.kernels import Merges, balanced, dispatch, num_blocks, reduce, triton_reduction
 from kfuse.kernels.dispatch import Launch
+from kfuse.kernels.orthogonal import orthogonalise
 from kfuse.session import current
 from kfuse.tools.doctor.kernel_checks import CHECKS
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kfuse.kernels as k
 from kfuse.kernels import dispatch, num_blocks
+from kfuse.kernels import orthogonal as o
 from kfuse.kernels.normalisation import norm_backward, norm_forward
 
 Draw = Callable[..., Tensor]  # draws a tensor of a shape and `dtype=`, fp32 by default, on the device
@@ -124,7 +125,7 @@ def orthogonalise(
 ) -> list[Tensor]:
     """By torch.optim.Muon's settings. Results are scaled to elements near 1."""
     outs = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(count)]
-    k.orthogonalise([draw(*shape) for _ in outs], outs, (3.4445, -4.775, 2.0315), steps, eps=1e-7)
+    o.orthogonalise([draw(*shape) for _ in outs], outs, (3.4445, -4.775, 2.0315), steps, eps=1e-7)
     return [out * max(shape) ** 0.5 for out in outs]
 
 
