@@ -154,13 +154,23 @@ def test_wrong_uses_are_refused() -> None:
     opt = kf.Optimizer(muon, adamw)
     with pytest.raises(ValueError, match="give the group to one of them before"):
         opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    for state in (adamw.state_dict(), {"optimizers": [adamw.state_dict(), muon.state_dict()]}):
-        with pytest.raises(ValueError, match='must have "optimizers": a list of the state_dict of Muon, AdamW'):
-            opt.load_state_dict(state)
+    with pytest.raises(ValueError, match='must have "optimizers": a list of the state_dict of Muon, AdamW'):
+        opt.load_state_dict({"optimizers": [adamw.state_dict(), muon.state_dict()]})
+    states: list[tuple[Any, Any, str]] = [
+        (opt, adamw.state_dict(), "optimizers"),
+        (opt, [muon.state_dict(), adamw.state_dict()], "optimizers"),
+        (kf.Optimizer(torch.optim.SGD(network().parameters())), opt.state_dict(), "param_groups"),
+        (kf.FusedSGD(network().parameters()), opt.state_dict(), "param_groups"),
+    ]
+    for loads, state, needed in states:
+        with pytest.raises(ValueError, match=rf'load_state_dict: a dictionary with "{needed}" is needed'):
+            loads.load_state_dict(state)
     other = StepLR(pair(network())[0], 1)
     with pytest.raises(ValueError, match="scheduler: it belongs to another optimizer"):
         kf.fit(net, problem(), opt, scheduler=[other])
     first = StepLR(muon, 1)
+    with pytest.raises(ValueError, match="scheduler: the same StepLR is given twice"):
+        kf.fit(net, problem(), opt, scheduler=[first, first])
     StepLR(adamw, 1)
     with pytest.raises(ValueError, match=r"kf\.fit would not step it"):
         kf.fit(net, problem(), opt, scheduler=first)

@@ -219,7 +219,9 @@ class UserSchedule:
         Raises TypeError or ValueError for what cannot be stepped so."""
         self.schedulers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
         self.intervals: list[str] = []
-        for scheduler in self.schedulers:
+        for k, scheduler in enumerate(self.schedulers):
+            if scheduler in self.schedulers[:k]:
+                raise ValueError(f"scheduler: the same {type(scheduler).__name__} is given twice")
             if not isinstance(scheduler, LRScheduler):
                 raise TypeError(f"scheduler={type(scheduler).__name__}: must be a torch.optim.lr_scheduler.LRScheduler")
             if interval not in get_args(Interval):
