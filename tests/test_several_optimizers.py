@@ -171,9 +171,11 @@ def test_wrong_uses_are_refused() -> None:
     first = StepLR(muon, 1)
     with pytest.raises(ValueError, match="scheduler: the same StepLR is given twice"):
         kf.fit(net, problem(), opt, scheduler=[first, first])
-    StepLR(adamw, 1)
-    with pytest.raises(ValueError, match=r"kf\.fit would not step it"):
-        kf.fit(net, problem(), opt, scheduler=first)
+    for left_out in (adamw, opt):
+        StepLR(left_out, 1)
+        with pytest.raises(ValueError, match=r"kf\.fit would not step it"):
+            kf.fit(net, problem(), opt, scheduler=first)
+        del left_out.step  # the scheduler's mark
     net(problem()[0]).sum().backward()
     adamw.load_state_dict(adamw.state_dict())
     with pytest.raises(RuntimeError, match=r"one has other param_groups than when kf\.Optimizer was made"):

@@ -254,11 +254,11 @@ class UserSchedule:
 def has_scheduler(opt: DistributedOptimizer, but: UserSchedule | None = None) -> bool:
     """Whether a torch scheduler was made for this optimizer. (Schedulers mark the optimizer's `step`.)
 
-    but: what is given to be stepped: then only another scheduler, for an optimizer that this leaves out, counts.
+    but: what is given to be stepped: then only another scheduler counts, of rates that this leaves out.
     """
     given = [] if but is None else [scheduler.optimizer for scheduler in but.schedulers]
     given = [each for each in given if each in (opt, *opt.inners)]
-    if opt in given:
+    left_out = [inner for inner in opt.inners if inner not in given]
+    if opt in given or (given and not left_out):
         return False
-    others = [inner for inner in opt.inners if inner not in given] if given else [opt, *opt.inners]
-    return any(hasattr(each.step, "_wrapped_by_lr_sched") for each in others)
+    return any(hasattr(each.step, "_wrapped_by_lr_sched") for each in (opt, *left_out))
