@@ -182,6 +182,18 @@ def test_wrong_uses_are_refused() -> None:
         opt.step()
 
 
+def test_a_step_of_one_alone_is_refused() -> None:
+    """Left in the loop beside opt.step(), it would make each update twice."""
+    net = network()
+    muon, adamw = pair(net)
+    kf.Optimizer(muon, adamw)
+    opt = kf.Optimizer(muon, adamw)
+    net(problem()[0]).sum().backward()
+    opt.step()
+    with pytest.raises(RuntimeError, match=r"AdamW\.step\(\): kf\.Optimizer has this AdamW and steps it"):
+        adamw.step()
+
+
 def test_sharded_state_is_refused() -> None:
     reset()
     kf.init(comm_state="sharded")
