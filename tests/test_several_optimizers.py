@@ -108,6 +108,8 @@ def train(how: Any, tmp_path: Path | None = None, until: int | None = None) -> d
     opt = kf.Optimizer(muon, adamw)
     arguments: dict[str, Any] = {"batch_size": 8, "train_epochs": 4, "train_clip_norm": 0.5}
     arguments["scheduler"] = [StepLR(adamw, 3, 0.5), LambdaLR(muon, lambda step: 0.9**step)]
+    if until == 13:
+        arguments["scheduler"].reverse()  # the same training
     if tmp_path is not None:
         arguments |= {"checkpoint_dir": tmp_path, "checkpoint_every_steps": 3, "checkpoint_resume": "auto"}
     how(net, opt, Growing(until=until), **arguments)
