@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ def test_round_trip_is_bitwise(tmp_path: Path) -> None:
     nan_bits = torch.tensor([0x7FC0_1234, 0x0000_0001], dtype=torch.int32).view(torch.float32)
     odd: dict[Any, Any] = {"nan": nan_bits, "empty": torch.empty(0, 3), "half": torch.ones((), dtype=torch.float16)}
     odd |= {None: "\ud7ff\0", True: -(2**64), (1, "a"): [(), {}, [[None]]], "": ODD_FLOATS}
+    odd["milestones"] = Counter([3, 9, 9])  # as MultiStepLR has them
     (event,) = Writing(tmp_path / "checkpoints").put(7, odd=odd)
     found = load_newest(tmp_path / "checkpoints", print)
     assert found is not None and found[1] == tmp_path / "checkpoints" / "step-00000007"

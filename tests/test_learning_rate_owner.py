@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +165,22 @@ def test_a_scheduler_stepped_by_the_body_is_refused_where_workers_may_join() -> 
         kf.DataLoader(problem(), net, opt)
 
 
+class OfLayers(torch.optim.SGD):
+    """Each parameter has a rate of its own."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__([{"params": [p], "lr": lr * k} for k, p in enumerate(params, 2)], lr)
+
+
 @pytest.mark.full
-def test_a_resumed_run_of_the_command_line_has_the_configured_rate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", [None, "OfLayers"])
+def test_a_resumed_run_of_the_command_line_has_the_configured_rate(tmp_path: Path, optimizer: str | None) -> None:
     """lr.base on the command line wins over the checkpoint's."""
     common = ["model.hidden=[8]", "batch.size=64", "policy=none", "checkpoint.every_steps=5", "checkpoint.resume=auto"]
+    if optimizer is not None:
+        common.append(f"optimizer._target_={__name__}.{optimizer}")
     for rate, steps in ((0.001, 10), (0.01, 20)):
         with command_line(tmp_path / "run", [*common, f"lr.base={rate}", f"train.steps={steps}"]) as (process, job):
             assert process.wait(240) == 0
-    assert [record["lr"] for record in job.metrics] == [0.001] * 10 + [0.01] * 10
+    first = 1 if optimizer is None else 2
+    assert [record["lr"] for record in job.metrics] == [0.001 * first] * 10 + [0.01 * first] * 10

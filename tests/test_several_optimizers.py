@@ -108,6 +108,8 @@ def train(how: Any, tmp_path: Path | None = None, until: int | None = None) -> d
     opt = kf.Optimizer(muon, adamw)
     arguments: dict[str, Any] = {"batch_size": 8, "train_epochs": 4, "train_clip_norm": 0.5}
     arguments["scheduler"] = [StepLR(adamw, 3, 0.5), LambdaLR(muon, lambda step: 0.9**step)]
+    if until == 13:
+        arguments["scheduler"].reverse()  # the same training
     if tmp_path is not None:
         arguments |= {"checkpoint_dir": tmp_path, "checkpoint_every_steps": 3, "checkpoint_resume": "auto"}
     how(net, opt, Growing(until=until), **arguments)
@@ -154,20 +156,44 @@ def test_wrong_uses_are_refused() -> None:
     opt = kf.Optimizer(muon, adamw)
     with pytest.raises(ValueError, match="give the group to one of them before"):
         opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    for state in (adamw.state_dict(), {"optimizers": [adamw.state_dict(), muon.state_dict()]}):
-        with pytest.raises(ValueError, match='must have "optimizers": a list of the state_dict of Muon, AdamW'):
-            opt.load_state_dict(state)
+    with pytest.raises(ValueError, match='must have "optimizers": a list of the state_dict of Muon, AdamW'):
+        opt.load_state_dict({"optimizers": [adamw.state_dict(), muon.state_dict()]})
+    states: list[tuple[Any, Any, str]] = [
+        (opt, adamw.state_dict(), "optimizers"),
+        (opt, [muon.state_dict(), adamw.state_dict()], "optimizers"),
+        (kf.Optimizer(torch.optim.SGD(network().parameters())), opt.state_dict(), "param_groups"),
+        (kf.FusedSGD(network().parameters()), opt.state_dict(), "param_groups"),
+    ]
+    for loads, state, needed in states:
+        with pytest.raises(ValueError, match=rf'load_state_dict: a dictionary with "{needed}" is needed'):
+            loads.load_state_dict(state)
     other = StepLR(pair(network())[0], 1)
     with pytest.raises(ValueError, match="scheduler: it belongs to another optimizer"):
         kf.fit(net, problem(), opt, scheduler=[other])
     first = StepLR(muon, 1)
-    StepLR(adamw, 1)
-    with pytest.raises(ValueError, match=r"kf\.fit would not step it"):
-        kf.fit(net, problem(), opt, scheduler=first)
+    with pytest.raises(ValueError, match="scheduler: the same StepLR is given twice"):
+        kf.fit(net, problem(), opt, scheduler=[first, first])
+    for left_out in (adamw, opt):
+        StepLR(left_out, 1)
+        with pytest.raises(ValueError, match=r"kf\.fit would not step it"):
+            kf.fit(net, problem(), opt, scheduler=first)
+        del left_out.step  # the scheduler's mark
     net(problem()[0]).sum().backward()
     adamw.load_state_dict(adamw.state_dict())
     with pytest.raises(RuntimeError, match=r"one has other param_groups than when kf\.Optimizer was made"):
         opt.step()
+
+
+def test_a_step_of_one_alone_is_refused() -> None:
+    """Left in the loop beside opt.step(), it would make each update twice."""
+    net = network()
+    muon, adamw = pair(net)
+    kf.Optimizer(muon, adamw)
+    opt = kf.Optimizer(muon, adamw)
+    net(problem()[0]).sum().backward()
+    opt.step()
+    with pytest.raises(RuntimeError, match=r"AdamW\.step\(\): kf\.Optimizer has this AdamW and steps it"):
+        adamw.step()
 
 
 def test_sharded_state_is_refused() -> None:

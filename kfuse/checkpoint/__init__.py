@@ -7,7 +7,7 @@ being copied (a forward changes BatchNorm's statistics, an update the rest).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,12 +152,10 @@ def plain_copy(value: Any, where: str, of_tensor: Callable[[Tensor], Tensor] = l
             return plain(value)
     if type(value) in (list, tuple):
         return type(value)(plain_copy(item, f"{where}[{index}]", of_tensor) for index, item in enumerate(value))
-    if type(value) in (dict, OrderedDict):
-        pairs = (
-            (plain_copy(key, where, of_tensor), plain_copy(item, f"{where}[{key!r}]", of_tensor))
-            for key, item in value.items()
-        )
-        copy = type(value)(pairs)
+    if type(value) in (dict, OrderedDict, Counter):  # MultiStepLR has a Counter
+        copy = type(value)()
+        for key, item in value.items():
+            copy[plain_copy(key, where, of_tensor)] = plain_copy(item, f"{where}[{key!r}]", of_tensor)
         if isinstance(copy, OrderedDict):  # a module's state dict has its version numbers in an attribute
             vars(copy).update(plain_copy(vars(value), f"vars({where})", of_tensor))
         return copy

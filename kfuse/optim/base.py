@@ -352,6 +352,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         With sharded state: this worker's part. Raises ValueError where it does not fit the parameters; then nothing is
         loaded.
         """
+        needed = "optimizers" if len(self.inners) > 1 else "param_groups"
+        if needed not in state_dict:
+            raise ValueError(f'{type(self).__name__}.load_state_dict: a dictionary with "{needed}" is needed')
         self.updates.load_state_dict(state_dict)
         self.load_statistics(state_dict)
 

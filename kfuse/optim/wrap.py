@@ -88,6 +88,9 @@ class TorchUpdates(Updates):
         """opt: shares groups and state with the one, or has those of all."""
         super().__init__(opt)
         self._inners, self._states = inners, _States(inners)
+        for inner in inners:
+            if hasattr(inner, "_optimizer_step_pre_hooks"):  # some optimizers around others leave torch's __init__ out
+                inner.register_step_pre_hook(_refuse_own_step)
 
     def state_dict(self, only: int | None = None) -> dict[str, Any]:
         states = [inner.state_dict() for inner in self._inners]
@@ -168,7 +171,11 @@ class TorchUpdates(Updates):
 
     def _step(self) -> None:
         for inner in self._inners:
-            inner.step()
+            inner.stepped_by_kfuse = True  # type: ignore[attr-defined]
+            try:
+                inner.step()
+            finally:
+                del inner.stepped_by_kfuse  # type: ignore[attr-defined]
 
     def _state_of(self, p: Tensor, copy: bool = True) -> dict[str, Tensor]:
         """A parameter, as "", and the tensors of its state, by name."""
@@ -220,6 +227,15 @@ class _States(Mapping[Tensor, dict[str, Any]]):
 
     def __len__(self) -> int:
         return sum(len(inner.state) for inner in self._inners)
+
+
+def _refuse_own_step(inner: torch.optim.Optimizer, *_: object) -> None:
+    """A hook. Raises RuntimeError where a wrapped optimizer's `step` is called by the user: without clipping, kfuse's
+    factor of the rate and statistics, or once more for each step.
+    """
+    if "stepped_by_kfuse" not in vars(inner):
+        name = type(inner).__name__
+        raise RuntimeError(f"{name}.step(): kf.Optimizer has this {name} and steps it: call kf.Optimizer's step alone")
 
 
 def _groups(inners: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:

@@ -216,15 +216,19 @@ class UserSchedule:
     def __init__(self, given: Any, interval: str, opts: Sequence[DistributedOptimizer], evaluates: bool) -> None:
         """opts: those that are trained. evaluates: training has held-out data.
 
-        Raises TypeError or ValueError for what cannot be stepped so."""
+        Raises TypeError or ValueError for what cannot be stepped so.
+        """
         self.schedulers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+        self._owners = [owner for opt in opts for owner in (opt, *opt.inners)]
         self.intervals: list[str] = []
-        for scheduler in self.schedulers:
+        for k, scheduler in enumerate(self.schedulers):
+            if scheduler in self.schedulers[:k]:
+                raise ValueError(f"scheduler: the same {type(scheduler).__name__} is given twice")
             if not isinstance(scheduler, LRScheduler):
                 raise TypeError(f"scheduler={type(scheduler).__name__}: must be a torch.optim.lr_scheduler.LRScheduler")
             if interval not in get_args(Interval):
                 raise ValueError(f"scheduler_interval={interval!r}: must be one of {', '.join(get_args(Interval))}")
-            if not any(scheduler.optimizer in (opt, *opt.inners) for opt in opts):
+            if scheduler.optimizer not in self._owners:
                 raise ValueError("scheduler: it belongs to another optimizer than the one given")
             plateau = isinstance(scheduler, ReduceLROnPlateau)
             if plateau and not evaluates:
@@ -236,8 +240,11 @@ class UserSchedule:
         return ", ".join(type(each).__name__ for each in self.schedulers) or None
 
     def parts(self) -> dict[str, Any]:
-        """Returns the schedulers by their names in the training state."""
-        return {f"scheduler {k}" if k else "scheduler": each for k, each in enumerate(self.schedulers)}
+        """Returns the schedulers by their names in the training state, which do not depend on the list's order: one
+        that took over another optimizer's state would change its rate.
+        """
+        ordered = sorted(self.schedulers, key=lambda each: self._owners.index(each.optimizer))
+        return {f"scheduler {k}" if k else "scheduler": each for k, each in enumerate(ordered)}
 
     def after(self, interval: str, *metrics: float) -> None:
         """Steps those whose interval this is: "step", "epoch", "evaluation" (metrics: the held-out loss)."""
@@ -252,11 +259,11 @@ class UserSchedule:
 def has_scheduler(opt: DistributedOptimizer, but: UserSchedule | None = None) -> bool:
     """Whether a torch scheduler was made for this optimizer. (Schedulers mark the optimizer's `step`.)
 
-    but: what is given to be stepped: then only another scheduler, for an optimizer that this leaves out, counts.
+    but: what is given to be stepped: then only another scheduler counts, of rates that this leaves out.
     """
     given = [] if but is None else [scheduler.optimizer for scheduler in but.schedulers]
     given = [each for each in given if each in (opt, *opt.inners)]
-    if opt in given:
+    left_out = [inner for inner in opt.inners if inner not in given]
+    if opt in given or (given and not left_out):
         return False
-    others = [inner for inner in opt.inners if inner not in given] if given else [opt, *opt.inners]
-    return any(hasattr(each.step, "_wrapped_by_lr_sched") for each in others)
+    return any(hasattr(each.step, "_wrapped_by_lr_sched") for each in (opt, *left_out))

@@ -51,7 +51,7 @@ class Recovery:
         session, opt = training.session, training.opt
         self._session, self._opt, self._progress, self._reporter = session, opt, training.progress, training.reporter
         self._decisions, self._calls, self._state, self._record_update = decisions, calls, state, record_update
-        self._checkpoints, self._base_lr = training.checkpoints, training.settings.lr_base
+        self._checkpoints, self._lr_is_configured = training.checkpoints, training.settings.lr_base is not None
         self._opts = training.opts
         params = (p for each in self._opts for group in each.param_groups for p in group["params"])
         # What must be equal on all workers, by name: each computes its share of a step from it.
@@ -343,12 +343,14 @@ class Recovery:
         else:
             began_with = at.began_with
             at.refuse_other_beginning(saved["progress"])
+            configured = [group.get("lr") for group in self._opt.param_groups]
             self._state.restore(saved)
             self._align_engine()
             at.began_with = began_with
-            if self._base_lr is not None:  # the configured rate
-                for group in self._opt.param_groups:
-                    group["lr"] = self._base_lr
+            if self._lr_is_configured:  # the groups of an optimizer of one's own may have several rates
+                for group, rate in zip(self._opt.param_groups, configured, strict=True):
+                    if rate is not None:
+                        group["lr"] = rate
             at.stop = at.generation = at.announced = 0
             at.corrupt = ()  # numbers of another job's workers
             at.resumed_at = at.step
