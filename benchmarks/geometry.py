@@ -2,13 +2,14 @@
 
     python benchmarks/geometry.py --json benchmarks/results/geometry.json
 
-A GPT of 120,832 parameters on text, by AdamW and by Muon with AdamW for what is no matrix of a block; paired seeds, the
+A GPT of 120,576 parameters on text, by AdamW and by Muon with AdamW for what is no matrix of a block; paired seeds, the
 same samples in the same order. The fixed batch is 4 micro-batches of 2 sequences. A policy starts there and doubles the
 batch where factor * noise scale > sqrt(2) * batch; the rate grows by sqrt(2). Noise scales come from the step's
 micro-batches (geometry_norms.py), as running means since the batch last changed. Rates are the fixed batch's best of 3.
 
-Reported: steps and samples until the held-out loss is what the fixed batch ends with, over the fixed batch's; costs,
-where a step costs as much as r samples beside its own, over those of the Euclidean policy with the better factor.
+Reported: steps and samples until the held-out loss is what the fixed batch ends with, over the fixed batch's; samples
+over those with which Euclidean policies take as many steps, interpolated between their factors; costs, where a step
+costs as much as r samples beside its own, over those of the Euclidean policy with the best factor.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MICRO, SMALL, LARGE, BLOCK, LAYERS = 2, 8, 128, 64, 2  # samples of a micro-batc
 SAMPLES, MOST = 5120, 3  # of the fixed batch's run; how often as many the others may take
 DECAY, EVERY = 0.95, 10  # of the running means; steps between decisions
 LR = {"adamw": 2e-3, "muon": 1e-2}
-EUCLIDEAN = {"euclidean": 1.0, "euclidean * 2": 2.0}
+EUCLIDEAN = {"euclidean / 2": 0.5, "euclidean": 1.0, "euclidean * 2": 2.0}
 COSTS = (16, 64, 256)
 
 Policy = tuple[Callable[[Tensor, int], tuple[float, float]], float, int]
@@ -167,9 +168,15 @@ def compare(seeds: Sequence[dict[str, dict[str, Any]]]) -> list[list[str]]:
     def cost(name: str, r: int) -> Any:
         return np.array([r * seed[name]["steps"] + seed[name]["samples"] for seed in seeds])
 
+    def excess(seed: dict[str, dict[str, Any]], name: str) -> float:
+        points = sorted((seed[other]["steps"], seed[other]["samples"]) for other in ("fixed", *EUCLIDEAN))
+        steps, samples = np.log(points).T
+        return float(seed[name]["samples"] / np.exp(np.interp(np.log(seed[name]["steps"]), steps, samples)))
+
     rows = []
     for name in seeds[0]:
         row = [name, *(bounds([s[name][key] / s["fixed"][key] for s in seeds]) for key in ("steps", "samples"))]
+        row.append("" if name in ("fixed", *EUCLIDEAN) else bounds([excess(seed, name) for seed in seeds]))
         for r in COSTS:
             best = min(EUCLIDEAN, key=lambda other: np.log(cost(other, r)).mean())
             row.append("best" if name == best else bounds(cost(name, r) / cost(best, r)))
@@ -188,7 +195,7 @@ def main() -> int:
     for seed in track(range(args.seeds)):
         for optimizer, found in runs.items():
             found.append(runs_of(optimizer, seed, data))
-    headings = ["policy", "steps", "samples", *(f"cost, r = {r}" for r in COSTS), "last batches"]
+    headings = ["policy", "steps", "samples", "at equal steps", *(f"cost, r = {r}" for r in COSTS), "last batches"]
     for optimizer, found in runs.items():
         show(optimizer, headings, compare(found))
         plugged = [scale / SMALL for seed in found for _, scale in seed["fixed"]["scales"]]
