@@ -165,7 +165,7 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(*row)
-    Console(width=150).print(table)
+    Console(width=190).print(table)
 
 
 def main() -> int:
