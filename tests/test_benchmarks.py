@@ -115,6 +115,7 @@ def test_a_wrong_kernel_is_seen(script: Script, monkeypatch: pytest.MonkeyPatch)
         ("gpu_state", "--device cpu --parameters 2e5", "0 M parameters: regroup"),
         ("kernels", "--device cpu --sizes 1 --kernels reduce4,clip+adamw,sgd --peers eager,torch --rounds 3", ""),
         ("noise_quality", "--problems digits --runs 1 --steps 21 --every 20", ""),
+        ("geometry_norms", "--draws 40", ""),
         ("seesaw", "--samples 8192 --batch-sizes 64", ""),
         ("time_to_accuracy", "--problems quadratic --seeds 1 --part 0.03", ""),
         ("growth_evidence", "--runs 1", "runs grew"),
