@@ -5,7 +5,8 @@
 A GPT of 120,576 parameters on text, by AdamW and by Muon with AdamW for what is no matrix of a block; paired seeds, the
 same samples in the same order. The fixed batch is 4 micro-batches of 2 sequences. A policy starts there and doubles the
 batch where factor * noise scale > sqrt(2) * batch; the rate grows by sqrt(2). Noise scales come from the step's
-micro-batches (geometry_norms.py), as running means since the batch last changed. Rates are of a coarse search at the fixed batch.
+micro-batches (geometry_norms.py), as running means since the batch last changed. Rates come from a coarse search at the
+fixed batch.
 
 Reported: steps and samples until the held-out loss is what the fixed batch ends with, over the fixed batch's; samples
 over those with which Euclidean policies take as many steps, interpolated between their factors; costs, where a step
