@@ -144,11 +144,12 @@ class FusedMuon(DistributedOptimizer):
         super().add_param_group(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As torch's: groups that were loaded from torch.optim.Muon's state get what that one does not have."""
+        """As torch's. Groups whose state was torch.optim.Muon's or AdamW's keep what only this class has."""
+        own = getattr(self, "param_groups", ())  # none yet where the optimizer itself is copied
         super().__setstate__(state)
-        for group in self.param_groups:
+        for group, before in zip(self.param_groups, own, strict=False):
             for name in ("use_muon", "arithmetic"):
-                group.setdefault(name, self.defaults[name])
+                group.setdefault(name, before[name])
 
 
 @cache
