@@ -30,7 +30,8 @@ class FusedMuon(DistributedOptimizer):
 
     Parameter groups with `use_muon=True`, which is the default, have matrices, [m, n], or stacks of them, [k, m, n], of
     which each is orthogonalised: by one worker, which shares the result. Groups with `use_muon=False` (embeddings,
-    output layers, norms, biases) are torch.optim.AdamW's, with `betas` and `adamw_eps`.
+    output layers, norms, biases) are AdamW's, with `betas` and `adamw_eps`, which in a group is `eps`. `lr` and
+    `weight_decay` are for all groups that have none of their own.
 
     Parameters, `clip_norm` and `skip_nonfinite` are as for FusedAdamW.
     """
