@@ -22,7 +22,7 @@ from kfuse.session import current
 _LOG = logging.getLogger("kfuse")
 
 Arithmetic = Literal["auto", "bf16", "fp32"]
-Rates = Literal["original", "match_rms_adamw"]
+AdjustLr = Literal["original", "match_rms_adamw"]
 
 
 class FusedMuon(DistributedOptimizer):
@@ -48,7 +48,7 @@ class FusedMuon(DistributedOptimizer):
         ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: Rates = "original",
+        adjust_lr_fn: AdjustLr = "original",
         *,
         arithmetic: Arithmetic = "auto",
         betas: tuple[float, float] = (0.9, 0.999),
@@ -108,7 +108,7 @@ class FusedMuon(DistributedOptimizer):
             raise ValueError(f"momentum={momentum!r}: must be in [0, 1)")
         if not 0 < ns_steps < 100:
             raise ValueError(f"ns_steps={ns_steps!r}: must be 1 to 99")
-        for name, value, allowed in (("adjust_lr_fn", adjust_lr_fn, Rates), ("arithmetic", arithmetic, Arithmetic)):
+        for name, value, allowed in (("adjust_lr_fn", adjust_lr_fn, AdjustLr), ("arithmetic", arithmetic, Arithmetic)):
             if value not in get_args(allowed):
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(get_args(allowed))}")
 

@@ -233,7 +233,7 @@ class TrainContext:
                 opt.engine.step = 0
                 opt.engine.bare_backwards = not self.further
                 opt.reducer.loop_handles_lost_workers = self.user_loop and self.session.elastic
-            self.opt.is_newest()
+            self.opt.make_latest()
             yield
         finally:
             for opt, its_own in zip(self.opts, own, strict=True):
