@@ -37,7 +37,7 @@ for step in kf.DataLoader(load_digits().train, nets, opts, batch_size=BATCH, bat
     opt_c.zero_grad()
 
     for x, _ in step.micro_batches(opt_g):
-        step.loss = loss(generator(torch.randn(len(x), NOISE)), True)  # of the same noise
+        step.loss = loss(generator(torch.randn(len(x), NOISE)), True)  # the critic's noise again
         step.loss.backward()
     opt_g.step()
     opt_g.zero_grad()

@@ -106,6 +106,11 @@ def test_wrong_optimizers_are_refused() -> None:
         (lambda: kf.DataLoader(data, nets, [opt_c, plain[1]]), TypeError, r"make one: kf\.Optimizer\(a, b\)"),
         (lambda: kf.DataLoader(data, nets, [opt_c, opt_c]), ValueError, "must be one, or several different ones"),
         (lambda: kf.DataLoader(data, nets["critic"], [opt_c, opt_g]), ValueError, "parameter 0 of Optimizer, .* model"),
+        (
+            lambda: kf.DataLoader(data, [*nets.values()], [opt_c, opt_g]),
+            TypeError,
+            r"model must be an nn\.Module, got list",
+        ),
         (lambda: kf.fit(nets, data, [opt_c, opt_g]), ValueError, r"kf\.fit takes one optimizer"),
     ]
     for call, error, message in wrong:

@@ -70,12 +70,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.engine.compared = self._comparison.compared
         session.on_group_change(self._set_group)
         session.on_planned_change(updates.hand_over)
-        self.is_newest()
+        self.make_latest()
         if not session.elastic:  # in an elastic job the training loop shares all of the state
             share_from_first(session.group, [p for group in self.param_groups for p in group["params"]])
 
-    def is_newest(self) -> None:
-        """It is what `latest_optimizer` returns, until another one is made or trained."""
+    def make_latest(self) -> None:
+        """Makes `latest_optimizer` return this one, until another is made or trained."""
         global _latest
         _latest = weakref.ref(self)
 

@@ -10,12 +10,12 @@ class CarriedState(nn.Module):
     """A part of a model: one state for each stream of data, which its samples of one step leave to those of the next.
 
         state = self.carried.read(streams)           # [B, *shape], detached
-        output, state = self.rnn(x, state)
+        output, state = self.rnn(x, state)           # one that takes and returns states so
         self.carried.write(streams, state)
 
     It is a buffer of the model: checkpoints have it, and workers that join or go on after a loss get it. Which worker
     runs which stream in a step does not matter. Each step must have one sample of each stream, so `batch_size` is the
-    number of streams, and stays it; docs/promises.md has the rest.
+    number of streams, and stays it; docs/convert.md has the rest.
     """
 
     state: Tensor  # [streams, *shape], in the model's dtype

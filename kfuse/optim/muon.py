@@ -22,7 +22,7 @@ from kfuse.session import current
 _LOG = logging.getLogger("kfuse")
 
 Arithmetic = Literal["auto", "bf16", "fp32"]
-Rates = Literal["original", "match_rms_adamw"]
+AdjustLr = Literal["original", "match_rms_adamw"]
 
 
 class FusedMuon(DistributedOptimizer):
@@ -30,7 +30,8 @@ class FusedMuon(DistributedOptimizer):
 
     Parameter groups with `use_muon=True`, which is the default, have matrices, [m, n], or stacks of them, [k, m, n], of
     which each is orthogonalised: by one worker, which shares the result. Groups with `use_muon=False` (embeddings,
-    output layers, norms, biases) are torch.optim.AdamW's, with `betas` and `adamw_eps`.
+    output layers, norms, biases) are AdamW's, with `betas` and `adamw_eps`, which in a group is `eps`. `lr` and
+    `weight_decay` are for all groups that have none of their own.
 
     Parameters, `clip_norm` and `skip_nonfinite` are as for FusedAdamW.
     """
@@ -47,7 +48,7 @@ class FusedMuon(DistributedOptimizer):
         ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: Rates = "original",
+        adjust_lr_fn: AdjustLr = "original",
         *,
         arithmetic: Arithmetic = "auto",
         betas: tuple[float, float] = (0.9, 0.999),
@@ -107,7 +108,7 @@ class FusedMuon(DistributedOptimizer):
             raise ValueError(f"momentum={momentum!r}: must be in [0, 1)")
         if not 0 < ns_steps < 100:
             raise ValueError(f"ns_steps={ns_steps!r}: must be 1 to 99")
-        for name, value, allowed in (("adjust_lr_fn", adjust_lr_fn, Rates), ("arithmetic", arithmetic, Arithmetic)):
+        for name, value, allowed in (("adjust_lr_fn", adjust_lr_fn, AdjustLr), ("arithmetic", arithmetic, Arithmetic)):
             if value not in get_args(allowed):
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(get_args(allowed))}")
 
@@ -144,11 +145,12 @@ class FusedMuon(DistributedOptimizer):
         super().add_param_group(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As torch's: groups that were loaded from torch.optim.Muon's state get what that one does not have."""
+        """As torch's. Groups whose state was torch.optim.Muon's or AdamW's keep what only this class has."""
+        own = getattr(self, "param_groups", ())  # none yet where the optimizer itself is copied
         super().__setstate__(state)
-        for group in self.param_groups:
+        for group, before in zip(self.param_groups, own, strict=False):
             for name in ("use_muon", "arithmetic"):
-                group.setdefault(name, self.defaults[name])
+                group.setdefault(name, before[name])
 
 
 @cache

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.kernels.orthogonal import orthogonalise
 from kfuse.optim.layout import Piece
-from kfuse.optim.rules import AdamWRule, Options, Rule
+from kfuse.optim.rules import AdamWRule, Options, Rule, known_to_skip
 from kfuse.optim.updates import Update
 
 if TYPE_CHECKING:
@@ -62,10 +61,9 @@ class MuonRule(Rule):
         return costs
 
     def update(self, updates: FlatUpdates, given: Update) -> None:
-        engine, skip = updates.engine, given.scaled.skip
-        left_out = skip is not None and not devices.of(skip.device).asynchronous and bool(skip.item())
+        engine, alone = updates.engine, updates.sharded or given.reduced.now.is_local
         try:
-            if engine.group.size > 1 and not (updates.sharded or given.reduced.now.is_local or left_out):
+            if engine.group.size > 1 and not alone and not known_to_skip(given.scaled.skip):
                 engine.executor.share_factors(self._own_factors(updates, given))
             super().update(updates, given)
         finally:
@@ -92,7 +90,7 @@ class MuonRule(Rule):
             yield bucket, flat
 
     def apply(self, piece: Piece, bucket: Bucket, options: Options, given: Update) -> None:
-        if piece.skip is not None and not devices.of(piece.param.device).asynchronous and bool(piece.skip.item()):
+        if known_to_skip(piece.skip):
             return
         extent, weights = piece.extent, piece.param if piece.master is None else piece.master
         if piece.master is not None:  # parameters that were changed since the last update replace their masters

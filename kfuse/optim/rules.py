@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 Options = Mapping[str, Any]  # a parameter group
 
 
+def known_to_skip(skip: Tensor | None) -> bool:
+    """Whether the host knows that the update is skipped. A CUDA device is not asked, since that would wait for it."""
+    return skip is not None and not devices.of(skip.device).asynchronous and bool(skip.item())
+
+
 class Rule:
     """An optimizer's arithmetic. It is told tensors, options and scalars."""
 
@@ -56,9 +61,9 @@ class Rule:
     def skips_first(self, options: Options, found_inf: Tensor | None) -> bool:
         """Whether a first update is skipped, and so remains to be made.
 
-        A CUDA device is not asked, since that would wait for it: a state of zeros gives the first update too.
+        Where the host does not know, a state of zeros gives the first update too.
         """
-        return found_inf is not None and not devices.of(found_inf.device).asynchronous and bool(found_inf.item())
+        return known_to_skip(found_inf)
 
     def lay_out(self, bucket: Bucket, parts: Sequence[Part]) -> None:
         """The bucket's state, or this worker's parts of it, has been laid out."""

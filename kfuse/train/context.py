@@ -205,8 +205,8 @@ class TrainContext:
         if length is not None and (length % streams or not hasattr(self.data, "order")):
             raise ValueError(
                 f"CarriedState of {streams} streams: data must have an order of their own, in which each {streams} "
-                f"samples are one of each stream: an iterable, or a data set of a multiple of {streams} samples with a "
-                "method order(epoch) (docs/data.md)"
+                f"samples are one of each stream: an iterable, or a data set of a multiple of {streams} samples with "
+                "methods fetch(indices, generator) and order(epoch) (docs/data.md)"
             )
         return streams
 
@@ -233,7 +233,7 @@ class TrainContext:
                 opt.engine.step = 0
                 opt.engine.bare_backwards = not self.further
                 opt.reducer.loop_handles_lost_workers = self.user_loop and self.session.elastic
-            self.opt.is_newest()
+            self.opt.make_latest()
             yield
         finally:
             for opt, its_own in zip(self.opts, own, strict=True):

@@ -215,10 +215,16 @@ def _trainer(
 ) -> tuple[Trainer, Output]:
     """Returns a script's training, and its files and display. values: the settings. more: fields of `TrainContext`.
 
-    Raises TypeError for an optimizer that is not kfuse's, ValueError for a wrapped model or a scheduler left out.
+    Raises TypeError for an optimizer that is not kfuse's and a model that is no nn.Module, or is wrapped; ValueError
+    for a scheduler left out.
     """
     user_loop, session = more.get("user_loop", False), current()
     opts = _optimizers(caller, opt, user_loop)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{caller}: model must be an nn.Module, got {type(model).__name__}; of several make one: "
+            "nn.ModuleList([a, b])"
+        )
     refuse_wrapped(model)
     schedule = None if scheduler is None else UserSchedule(scheduler, interval, opts, heldout is not None)
     if any(has_scheduler(each, schedule) for each in opts) and (session.elastic or not user_loop):

@@ -49,7 +49,8 @@ class Passes:
         self.record()
         if index in self._begun:
             raise RuntimeError(
-                f"step.micro_batches: optimizer {index} has had its pass in this body: each has one at most"
+                f"step.micro_batches: optimizer {index} has had its pass in this body: each has one at most; for more "
+                "updates of the first one leave out the others' passes in some bodies, by step.number"
             )
         if self._progress.stage > Stage.UPDATE:
             raise RuntimeError("step.micro_batches: kf.state_dict has ended this step: call it after all passes")
