@@ -153,6 +153,12 @@ def test_wrong_passes_are_refused() -> None:
         b(torch.ones(1, 6)).sum().backward()
         second.step()
 
+    def both_in_one_pass(step: Any) -> None:
+        for x, _ in step.micro_batches(first):
+            (a(x) + b(x)).sum().backward()
+        first.step()
+        second.step()
+
     def saved_too_early(step: Any) -> None:
         backward(step, first, a)
         kf.state_dict()
@@ -164,7 +170,7 @@ def test_wrong_passes_are_refused() -> None:
         interleaved: r"call step\(\) of optimizer 0",
     }
     wrong |= {without_the_first: "the first one's in each body", without_a_pass: "gradients of no pass"}
-    wrong |= {saved_too_early: "has ended this step"}
+    wrong |= {saved_too_early: "has ended this step", both_in_one_pass: "this optimizer has had no pass in this body"}
     for body, message in wrong.items():
         a, b = nn.Linear(6, 1), nn.Linear(6, 1)
         first, second = (kf.FusedSGD(net.parameters(), lr=0.1) for net in (a, b))

@@ -173,6 +173,8 @@ class MapData:
 
     def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
+        if hasattr(dataset, "order"):
+            self.order = dataset.order
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -288,5 +288,6 @@ def _check_order(loader: DataLoader[Any]) -> None:
     if type(sampler) is not RandomSampler or sampler.replacement or len(sampler) != len(data):
         raise DataError(
             f"DataLoader(sampler={type(sampler).__name__}): kfuse uses each sample once an epoch, in an order of its "
-            "own, on all workers; make it with shuffle=True, of a torch Subset if some are left out"
+            "own, on all workers; make it with shuffle=True, of a torch Subset if some are left out. An order that the "
+            "data have is the method order(epoch) of the data set (docs/data.md): give that in place of the DataLoader"
         )

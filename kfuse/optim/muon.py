@@ -48,7 +48,7 @@ class FusedMuon(DistributedOptimizer):
         ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: AdjustLr = "original",
+        adjust_lr_fn: AdjustLr | None = None,
         *,
         arithmetic: Arithmetic = "auto",
         betas: tuple[float, float] = (0.9, 0.999),
@@ -58,9 +58,9 @@ class FusedMuon(DistributedOptimizer):
     ) -> None:
         """model: parameter groups, or a model: its `hidden_matrices` are Muon's then, its other parameters AdamW's.
 
-        adjust_lr_fn: what the rate of an [m, n] matrix is multiplied with: sqrt(max(1, m / n)), "original"; or 0.2
-        sqrt(max(m, n)), "match_rms_adamw" (Liu et al. 2025, "Muon is scalable for LLM training"), by which AdamW's rate
-        suits Muon too. arithmetic: the type of the Newton-Schulz iteration; "auto": bf16 as torch has it, or fp32 on
+        adjust_lr_fn: what the rate of an [m, n] matrix is multiplied with: sqrt(max(1, m / n)), "original" and None; or
+        0.2 sqrt(max(m, n)), "match_rms_adamw" (Liu et al. 2025, "Muon is scalable for LLM training"), by which AdamW's
+        rate suits Muon too. arithmetic: the type of the Newton-Schulz iteration; "auto": bf16 as torch has it, or fp32 on
         processors where that is quicker, on all workers what suits rank 0's. It is kept in the state.
 
         Raises ValueError for numbers out of range, a parameter for Muon that is no matrix, and a model without hidden
@@ -81,11 +81,17 @@ class FusedMuon(DistributedOptimizer):
         torch.optim.Optimizer.__init__(self, groups, defaults)
         self._attach(FlatUpdates(self, MuonRule()), clip_norm, skip_nonfinite)
         if session.worker == 0:
-            counts = [
-                sum(p.numel() for group in self.param_groups if group["use_muon"] == by_muon for p in group["params"])
-                for by_muon in (True, False)
-            ]
-            _LOG.info("Muon has %d elements of matrices, in %s; AdamW has %d", counts[0], arithmetic, counts[1])
+            by_muon, others = (
+                sum(p.numel() for group in self.param_groups if group["use_muon"] == chosen for p in group["params"])
+                for chosen in (True, False)
+            )
+            log = _LOG.warning if isinstance(model, nn.Module) else _LOG.info  # kfuse has chosen which
+            log(
+                "Muon has %d elements of matrices, in %s arithmetic; AdamW has the other %d",
+                by_muon,
+                arithmetic,
+                others,
+            )
 
     @staticmethod
     def check_arguments(
@@ -96,7 +102,7 @@ class FusedMuon(DistributedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-7,
         adamw_eps: float = 1e-8,
-        adjust_lr_fn: str = "original",
+        adjust_lr_fn: str | None = None,
         arithmetic: str = "auto",
         **_: object,
     ) -> None:
@@ -109,7 +115,7 @@ class FusedMuon(DistributedOptimizer):
         if not 0 < ns_steps < 100:
             raise ValueError(f"ns_steps={ns_steps!r}: must be 1 to 99")
         for name, value, allowed in (("adjust_lr_fn", adjust_lr_fn, AdjustLr), ("arithmetic", arithmetic, Arithmetic)):
-            if value not in get_args(allowed):
+            if value is not None and value not in get_args(allowed):
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(get_args(allowed))}")
 
     @staticmethod

@@ -81,8 +81,8 @@ class MuonRule(Rule):
             buffer = state.own.tensors.get(_BUFFER)
             buffer = torch.zeros(bucket.body, device=bucket.device) if buffer is None else buffer
             own, params = bucket.owned[rank], updates.params_of(bucket)
-            mine = [k for k, at in enumerate(bucket.layout.offsets) if own.start <= at < own.stop]
-            mine = [k for k in mine if params[k].grad is not None]
+            begins = enumerate(bucket.layout.offsets)
+            mine = [k for k, at in begins if own.start <= at < own.stop and params[k].grad is not None]
             gradients, buffers, factors = (
                 _matrices(bucket, [(k, bucket.place(each, k)) for k in mine]) for each in (bucket.mean, buffer, flat)
             )
@@ -92,10 +92,7 @@ class MuonRule(Rule):
     def apply(self, piece: Piece, bucket: Bucket, options: Options, given: Update) -> None:
         if known_to_skip(piece.skip):
             return
-        extent, weights = piece.extent, piece.param if piece.master is None else piece.master
-        if piece.master is not None:  # parameters that were changed since the last update replace their masters
-            same = piece.master.to(piece.param.dtype) == piece.param
-            torch.where(same, piece.master, piece.param.float(), out=piece.master)
+        extent, weights = piece.extent, _weights(piece)
         begins = zip(extent.tensors, extent.offsets, extent.numels, strict=True)
         places = [(k, slice(at, at + numel)) for k, at, numel in begins]
         params, gradients, buffers = (
@@ -113,13 +110,21 @@ class MuonRule(Rule):
         for param, (gradient, buffer), factor in zip(params, matrices, factors, strict=True):
             buffer.lerp_(_scaled(gradient, given.scaled.factor), 1 - options["momentum"])
             param.mul_(1 - lr * options["weight_decay"])
-            param.add_(factor, alpha=-lr * _rate_factor(options["adjust_lr_fn"], *param.shape))
+            param.add_(factor, alpha=-_adjusted(lr, options["adjust_lr_fn"], *param.shape))
         if before is not None:  # only the device knows whether the update is left out
             assert piece.skip is not None
             for tensor, value in zip((weights, piece.moments[_BUFFER]), before, strict=True):
                 torch.where(piece.skip != 0, value, tensor, out=tensor)
         if piece.master is not None:
             piece.param.copy_(piece.master)
+
+
+def _weights(piece: Piece) -> Tensor:
+    """What is updated. Parameters that were changed since the last update replace their masters."""
+    if piece.master is None:
+        return piece.param
+    same = piece.master.to(piece.param.dtype) == piece.param
+    return torch.where(same, piece.master, piece.param.float(), out=piece.master)
 
 
 def _type(options: Options) -> torch.dtype:
@@ -152,8 +157,8 @@ def _scaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
     return gradient if scale is None else gradient * scale
 
 
-def _rate_factor(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    """As torch.optim.Muon's `adjust_lr_fn`."""
+def _adjusted(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+    """A matrix's learning rate, as torch.optim.Muon's `adjust_lr_fn` has it."""
     if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
+        return lr * (0.2 * math.sqrt(max(rows, columns)))
+    return lr * math.sqrt(max(1, rows / columns))

@@ -44,6 +44,7 @@ class Reducer:
         self.in_doubt: set[int] = set()
         self.tracked: nn.Module | None = None  # whose buffers' changes are averaged
         self.unit = "micro-batches"  # of the statistics: these, or samples
+        self.has_pass = True  # of several optimizers that step in one body: this one's pass has begun in it
         self._had_gradients = False  # some parameter has ever had a gradient, or it was warned that none has
         self._attach(self._new_engine(None))
 
@@ -155,7 +156,12 @@ class Reducer:
                 self._take_gradients_set_by_hand(uses_scaler)
             self.synchronize()
         reduced, self.engine.reduced = self.engine.reduced, None
-        had_pass = reduced is not None or self.engine.bare_backwards  # else of several optimizers another one had
+        if not self.has_pass:
+            raise RuntimeError(
+                f"{type(self._updates.opt).__name__}.step(): this optimizer has had no pass in this body: write `for "
+                "batch in step.micro_batches(opt)` before; what other passes' backwards give its parameters is dropped"
+            )
+        had_pass = reduced is not None or self.engine.bare_backwards  # else its update was made before a loss
         if self.engine.params and not self._had_gradients and self.lost_worker_error is None and had_pass:
             # The loss may be that of another model or of a copy, or FSDP has replaced the parameters.
             self._had_gradients = True

@@ -238,7 +238,7 @@ class TrainContext:
         finally:
             for opt, its_own in zip(self.opts, own, strict=True):
                 opt.reducer.loop_handles_lost_workers = False
-                opt.engine.bare_backwards = True
+                opt.engine.bare_backwards = opt.reducer.has_pass = True
                 opt.statistics.end_run()
                 opt.lr_factor = 1.0
                 if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile

@@ -34,6 +34,8 @@ class Passes:
     def new_body(self, plan: StepPlan) -> None:
         """plan: of the first optimizer's pass."""
         self._plan, self._begun = plan, set()
+        for opt in self._opts:
+            opt.reducer.has_pass = False
 
     def begin(self, opt: DistributedOptimizer) -> bool:
         """The body begins the pass of `opt`. Returns whether it has any micro-batches: not where its update is made, or
@@ -44,6 +46,7 @@ class Passes:
         index = next((k for k, each in enumerate(self._opts) if each is opt), None)
         if index is None:
             raise ValueError("step.micro_batches(opt): opt must be one of the optimizers given to kf.DataLoader")
+        opt.reducer.has_pass = True
         if self._training.lost_worker() is not None:
             return False
         self.record()
