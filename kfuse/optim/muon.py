@@ -60,8 +60,8 @@ class FusedMuon(DistributedOptimizer):
 
         adjust_lr_fn: what the rate of an [m, n] matrix is multiplied with: sqrt(max(1, m / n)), "original" and None; or
         0.2 sqrt(max(m, n)), "match_rms_adamw" (Liu et al. 2025, "Muon is scalable for LLM training"), by which AdamW's
-        rate suits Muon too. arithmetic: the type of the Newton-Schulz iteration; "auto": bf16 as torch has it, or fp32 on
-        processors where that is quicker, on all workers what suits rank 0's. It is kept in the state.
+        rate suits Muon too. arithmetic: the type of the Newton-Schulz iteration; "auto": bf16 as torch has it, or fp32
+        on processors where that is quicker, on all workers what suits rank 0's. It is kept in the state.
 
         Raises ValueError for numbers out of range, a parameter for Muon that is no matrix, and a model without hidden
         matrices or without other parameters.
