@@ -6,7 +6,7 @@
 
 `ddp` steps torch.optim.Muon and fused AdamW on each worker, `zero` has ZeroRedundancyOptimizer in Muon's place, `torch`
 is `ddp`'s pair in kf.Optimizer, the others are kf.FusedMuon. All have the arithmetic of the Newton-Schulz iteration
-that kfuse finds quicker on this machine: where that is fp32, torch's function, which has bf16, is replaced by the same
+that kfuse takes on this machine: where that is fp32, torch's function, which has bf16, is replaced by the same
 in fp32. The measurement is that of step.py: interleaved, paired within rounds.
 """
 

@@ -128,6 +128,26 @@ def test_a_stack_of_matrices_has_the_bits_of_each() -> None:
     assert torch.equal(stack, torch.stack(list(each)))
 
 
+def test_a_state_of_the_other_rule_is_refused() -> None:
+    """Also torch.optim.AdamW's, which has no `use_muon`; and nothing of it is loaded."""
+    matrices, _ = parts(network())
+    opt = kf.FusedMuon([{"params": matrices[:1]}, {"params": matrices[1:], "use_muon": False}])
+    muons, adamws = copy.deepcopy(opt.state_dict()["param_groups"])
+    torchs = torch.optim.AdamW(matrices[:1]).state_dict()["param_groups"][0]
+    for k, pair in ((1, (muons | {"lr": 7.0}, adamws | {"use_muon": True})), (0, (torchs, adamws | {"lr": 7.0}))):
+        with pytest.raises(ValueError, match=f"group {k} of the state has use_muon={k == 1}: must be {k == 0}"):
+            opt.load_state_dict({"state": {}, "param_groups": list(pair)})
+    assert opt.state_dict()["param_groups"] == [muons, adamws]
+
+
+def test_the_arithmetic_does_not_depend_on_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_bf16, name in ((True, "bf16"), (False, "fp32")):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has_bf16=has_bf16: has_bf16)
+        matrices, _ = parts(network())
+        opt = kf.FusedMuon([{"params": matrices[:1]}, {"params": matrices[1:], "arithmetic": "auto"}])
+        assert [group["arithmetic"] for group in opt.param_groups] == [name, name]
+
+
 # -- several workers --------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +257,7 @@ def test_what_muon_cannot_train_is_refused() -> None:
         (lambda: opt.add_param_group({"params": net[0].bias, "use_muon": False, "lr": -1.0}), "lr=-1.0: must be 0"),
         (lambda: kf.FusedMuon(matrices, momentum=1.0), r"momentum=1\.0: must be in \[0, 1\)"),
         (lambda: kf.FusedMuon(matrices, ns_steps=0), "ns_steps=0: must be 1 to 99"),
+        (lambda: kf.FusedMuon(matrices, ns_steps=2.5), r"ns_steps=2\.5: must be 1 to 99"),  # type: ignore[arg-type]
         (lambda: kf.FusedMuon(ConvNet((3, 8, 8), 10)), "ConvNet has no hidden matrices for Muon"),
         (lambda: kf.FusedMuon(matrices, arithmetic="fp16"), "arithmetic='fp16': must be one of auto, bf16, fp32"),
         (

@@ -58,6 +58,24 @@ def test_workers_are_lost_in_either_pass_with_the_same_bits(tmp_path: Path) -> N
         assert found == job.summary["params_sha256"]
 
 
+def test_a_backward_outside_all_passes_counts_for_none() -> None:
+    found = []
+    for strays in (False, True):
+        torch.manual_seed(1)
+        nets = [nn.Linear(6, 1), nn.Linear(6, 1)]
+        opts = [kf.FusedAdamW(net.parameters(), lr=0.1) for net in nets]
+        for step in kf.DataLoader((torch.ones(8, 6), torch.ones(8)), nn.ModuleList(nets), opts, batch_size=4):
+            for net, opt in zip(nets, opts, strict=True):
+                if strays:
+                    sum(other(torch.ones(6)) for other in nets).backward()  # type: ignore[union-attr]
+                for x, _ in step.micro_batches(opt):
+                    net(x).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+        found.append([p for net in nets for p in net.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 

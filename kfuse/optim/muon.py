@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-import time
-from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from kfuse.kernels.orthogonal import orthogonalise
 from kfuse.optim.base import DistributedOptimizer
 from kfuse.optim.consistency import share_from_first
 from kfuse.optim.flat_updates import FlatUpdates
-from kfuse.optim.muon_rule import COEFFICIENTS, TYPES, MuonRule
+from kfuse.optim.muon_rule import COEFFICIENTS, MuonRule
 from kfuse.optim.refuse import refuse_options
 from kfuse.session import current
 
@@ -61,7 +58,7 @@ class FusedMuon(DistributedOptimizer):
         adjust_lr_fn: what the rate of an [m, n] matrix is multiplied with: sqrt(max(1, m / n)), "original" and None; or
         0.2 sqrt(max(m, n)), "match_rms_adamw" (Liu et al. 2025, "Muon is scalable for LLM training"), by which AdamW's
         rate suits Muon too. arithmetic: the type of the Newton-Schulz iteration; "auto": bf16 as torch has it, or fp32
-        on processors where that is quicker, on all workers what suits rank 0's. It is kept in the state.
+        on processors without products of bf16, on all workers what suits rank 0's. It is kept in the state.
 
         Raises ValueError for numbers out of range, a parameter for Muon that is no matrix, and a model without hidden
         matrices or without other parameters.
@@ -112,10 +109,10 @@ class FusedMuon(DistributedOptimizer):
             raise ValueError(f"adamw_eps={adamw_eps!r}: must be 0 or more")
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum={momentum!r}: must be in [0, 1)")
-        if not 0 < ns_steps < 100:
+        if ns_steps not in range(1, 100):
             raise ValueError(f"ns_steps={ns_steps!r}: must be 1 to 99")
         for name, value, allowed in (("adjust_lr_fn", adjust_lr_fn, AdjustLr), ("arithmetic", arithmetic, Arithmetic)):
-            if value is not None and value not in get_args(allowed):
+            if value not in (None, *get_args(allowed)):
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(get_args(allowed))}")
 
     @staticmethod
@@ -138,6 +135,8 @@ class FusedMuon(DistributedOptimizer):
         given = param_group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
         group = {**param_group, "params": params}
+        if group.get("arithmetic") == "auto":
+            group["arithmetic"] = self.defaults["arithmetic"]
         if not group.setdefault("use_muon", True):
             group = {**self._of_adamw, **group}
         self.check_arguments(**{name: value for name, value in (self.defaults | group).items() if name != "params"})
@@ -151,27 +150,21 @@ class FusedMuon(DistributedOptimizer):
         super().add_param_group(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As torch's. Groups whose state was torch.optim.Muon's or AdamW's keep what only this class has."""
-        own = getattr(self, "param_groups", ())  # none yet where the optimizer itself is copied
+        """As torch's. Groups whose state was torch.optim.Muon's or AdamW's keep what only this class has.
+
+        Raises ValueError for a group of Muon's that is AdamW's here, or the other way round; then nothing is loaded.
+        """
+        for k, (group, own) in enumerate(zip(state["param_groups"], self.param_groups, strict=True)):
+            by_muon = group.setdefault("use_muon", "momentum" in group)
+            if by_muon != own["use_muon"]:
+                raise ValueError(f"group {k} of the state has use_muon={by_muon}: must be {own['use_muon']}, as here")
+            group.setdefault("arithmetic", own["arithmetic"])
         super().__setstate__(state)
-        for group, before in zip(self.param_groups, own, strict=False):
-            for name in ("use_muon", "arithmetic"):
-                group.setdefault(name, before[name])
 
 
-@cache
 def bf16_is_faster(device: str) -> bool:
-    """Whether Newton-Schulz iterations of a small matrix take clearly less time in bf16 than in fp32."""
-    if device != "cpu":
-        return True
-    matrix, seconds = torch.randn(128, 384), dict[str, float]()
-    for name, dtype in TYPES.items():
-        out = torch.empty_like(matrix, dtype=dtype)
-        for _ in range(4):
-            started = time.perf_counter()
-            orthogonalise([matrix], [out], COEFFICIENTS, 1, 1e-7)
-            seconds[name] = min(time.perf_counter() - started, seconds.get(name, 1e9))
-    return seconds["bf16"] < 0.8 * seconds["fp32"]
+    """Whether products of bf16 matrices take clearly less time than fp32's. Timed, it would differ from run to run."""
+    return device != "cpu" or bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:

@@ -60,6 +60,7 @@ class Passes:
         if (other := self._under_way()) is not None:
             raise RuntimeError(f"step.micro_batches: call step() of optimizer {other}, whose pass this follows, before")
         self._begun.add(index)
+        opt.zero_grad()  # of a backward outside all passes, which would count in this worker's first micro-batch
         if index in self._progress.updated:
             return False
         assert self._plan is not None
