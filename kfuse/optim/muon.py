@@ -111,9 +111,12 @@ class FusedMuon(DistributedOptimizer):
             raise ValueError(f"momentum={momentum!r}: must be in [0, 1)")
         if ns_steps not in range(1, 100):
             raise ValueError(f"ns_steps={ns_steps!r}: must be 1 to 99")
-        for name, value, allowed in (("adjust_lr_fn", adjust_lr_fn, AdjustLr), ("arithmetic", arithmetic, Arithmetic)):
-            if value not in (None, *get_args(allowed)):
-                raise ValueError(f"{name}={value!r}: must be one of {', '.join(get_args(allowed))}")
+        for name, value, allowed in (
+            ("adjust_lr_fn", adjust_lr_fn or "original", get_args(AdjustLr)),
+            ("arithmetic", arithmetic, get_args(Arithmetic)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
 
     @staticmethod
     def check_model(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -164,7 +167,8 @@ class FusedMuon(DistributedOptimizer):
 
 def bf16_is_faster(device: str) -> bool:
     """Whether products of bf16 matrices take clearly less time than fp32's. Timed, it would differ from run to run."""
-    return device != "cpu" or bool(torch.cpu._is_avx512_bf16_supported())
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # torch 2.6 may not have it
+    return device != "cpu" or bool(supported())
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
