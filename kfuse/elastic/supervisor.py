@@ -147,11 +147,11 @@ class Supervisor:
 
     async def _take_notice(self, worker: Worker) -> None:
         """A worker's machine is about to be taken away: it leaves at the next step boundary, and another is started."""
-        job, who = self.job, {"worker": worker.number, "pid": worker.pid, "host": worker.host}
+        job = self.job
         if worker.noticed or worker.said_goodbye:
             return
         worker.noticed = True
-        self.records.event("notice", **who, rank=self.processes.rank_of(worker))
+        self.records.event("notice", worker=worker.number, pid=worker.pid, host=worker.host)
         _log.info("worker %d on %s was given notice", worker.number, worker.host)
         asyncio.get_running_loop().call_later(job.elasticity.grace_s, self._end_grace, worker)
         if job.stopping or job.over.is_set():
