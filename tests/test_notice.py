@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_job import Job, assert_same_training, chaos, run_job, undisturbed_job, words
+from elastic_job import (
+    DEADLINE_S,
+    Job,
+    assert_none_left,
+    assert_same_training,
+    chaos,
+    command_line,
+    run_job,
+    undisturbed_job,
+    until,
+    wait_until,
+    words,
+)
+
+from kfuse.elastic.supervisor import Supervisor
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.06 train.clip_norm=0.5 lr.base=0.003 workers.max=4 model=mlp data=digits",
@@ -30,7 +49,7 @@ def noticed(job: Job) -> list[int]:
     """The numbers of workers that were given notice. Each has a place, and none was lost or made a step be repeated."""
     assert job.of_kind("failure") == [] and set(job.statuses.values()) <= {0, -9, -15}
     assert not {"failure", "restart"} & {view["reason"] for view in job.views}
-    assert all(event["host"] for event in job.of_kind("notice"))
+    assert all(event["host"] for event in job.of_kind("notice") if event["pid"])  # else it booted
     return [event["worker"] for event in job.of_kind("notice")]
 
 
@@ -96,3 +115,39 @@ def test_one_that_is_stuck_is_lost_after_the_grace(undisturbed: Job, tmp_path: P
     [failure] = job.of_kind("failure")
     assert failure["worker"] == job.of_kind("notice")[0]["worker"] == 1
     assert failure["how"] == "did not leave within 2 s of its notice and was killed"
+
+
+@pytest.mark.full
+def test_where_a_whole_job_gets_it_the_job_stops_with_a_last_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
+    settings = [*TRAINING, "checkpoint.every_steps=50", "elastic.notice_signals=[SIGUSR1]"]
+    with command_line(tmp_path / "run", [*settings, *chaos(tmp_path, pace_s=0.2)]) as (process, job):
+        wait_until("10 steps", lambda: len(job.metrics) >= 10)
+        for pid in [*pids(job.views[0]), process.pid]:
+            os.kill(pid, signal.SIGUSR1)
+        assert process.wait(DEADLINE_S) == 143
+        assert_none_left(job.pids)
+    assert job.summary["exit_reason"] == "terminated" and job.of_kind("failure") == []
+    assert [event["step"] for event in job.of_kind("checkpoint")] == [job.summary["steps"]]
+    resumed = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path), "checkpoint.resume=auto"])
+    assert_same_training(resumed, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.jobs
+@pytest.mark.parametrize("seed", range(2))
+def test_notices_at_random_moments(seed: int, undisturbed: Job, tmp_path: Path) -> None:
+    """To whatever worker: one that boots, is about to join, trains, or leaves already."""
+    draw = random.Random(seed)
+
+    async def take_away(supervisor: Supervisor, job: Job) -> None:
+        await until("5 steps", lambda: len(job.metrics) >= 5)
+        while len(job.metrics) < 50:
+            process: Any = draw.choice(supervisor.processes.alive()).process
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+            await asyncio.sleep(draw.choice([0.0, 0.05, 0.3]))
+
+    policy = chaos(tmp_path, pace_s=0.05)
+    job = run_job(tmp_path / "run", [*TRAINING, SHARDED, *policy], take_away)
+    assert_same_training(job, undisturbed)
+    assert len(noticed(job)) > 5

@@ -38,13 +38,23 @@ def pass_on(client: ControlClient) -> None:
                 with contextlib.suppress(ControlError):
                     client.send("notice")
 
+    def block() -> None:
+        """Until a forked child has released the signals: what is sent to it alone must not come over the pipe."""
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+
     def release() -> None:
         """A forked child has nothing to do with the supervisor."""
-        signal.set_wakeup_fd(-1)
+        if others == -1:
+            signal.set_wakeup_fd(-1)
         for number in ours:
             if signal.getsignal(number) is caught:
                 signal.signal(number, signal.SIG_DFL)
+        unblock()
 
+    before = threading.local()
     ours = [number for number in {signal.SIGTERM, *notices} if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
         signal.signal(number, caught)
@@ -52,5 +62,5 @@ def pass_on(client: ControlClient) -> None:
     others = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     if others != -1:
         signal.set_wakeup_fd(others)
-    os.register_at_fork(after_in_child=release)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=release)
     threading.Thread(target=listen, name="kfuse-notice", daemon=True).start()
