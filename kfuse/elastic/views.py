@@ -139,7 +139,7 @@ class Views:
         elif len(members) > job.wanted:
             self._announce((staying + leaving)[: job.wanted], "shrink")
         elif ready and missing > 0 and not (booting and len(ready) < missing):
-            still_needed = leaving[: max(0, missing - len(ready))]
+            still_needed = leaving[: max(not staying, missing - len(ready))]  # newcomers alone have no state
             reason = "replace" if len(members) == job.wanted else "grow"
             self._announce(staying + still_needed + ready[:missing], reason)
 
