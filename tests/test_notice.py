@@ -71,7 +71,8 @@ def test_in_mid_step_the_others_take_its_share(
     ranks: tuple[int, ...], settings: list[str], undisturbed: Job, tmp_path: Path
 ) -> None:
     events = [notice(20, "mid_reduction", rank) for rank in ranks]
-    settings = [*settings, "elastic.replace=false", *chaos(tmp_path, events=events)]
+    gates = [{"step": 50, "workers": 3 - len(ranks)}]
+    settings = [*settings, "elastic.replace=false", *chaos(tmp_path, events=events, gates=gates)]
     job = run_job(tmp_path / "run", [*TRAINING, *settings])
     assert_same_training(job, undisturbed)
     before = pids(job.views[0])
