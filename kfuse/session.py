@@ -9,9 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
 import sys
-import threading
 from typing import TYPE_CHECKING, Unpack
 
 import torch
@@ -22,7 +20,7 @@ from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import Group, drop_retired
 from kfuse.comm.settings import CommOptions, CommSettings
 from kfuse.comm.topology import measure
-from kfuse.elastic import protocol
+from kfuse.elastic import notice, protocol
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.logs import set_up_logging
 from kfuse.membership import Record, Session
@@ -107,17 +105,10 @@ def connect_to_supervisor(client: ControlClient, comm: CommOptions, timeout_s: f
     rules.check(by_key(comm.named()) | {"job": "elastic"})
     if "observe" in client.job:
         set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")
-    _leave_sigterm_to_the_supervisor()
+    notice.pass_on(client)
     made = _use(Session(Group(device=_take_device(comm), timeout_s=timeout_s), comm, client))
     _close_at_exit(made)
     return made
-
-
-def _leave_sigterm_to_the_supervisor() -> None:
-    """Ignores SIGTERM: where a whole job gets it (Slurm, systemd), the supervisor has a checkpoint written first."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def join_fixed_group(

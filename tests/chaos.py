@@ -43,6 +43,14 @@ def strike(how: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "notice":
+            os.kill(os.getpid(), signal.SIGTERM)
+        case "notice_stuck":  # in a call of C
+            os.kill(os.getpid(), signal.SIGTERM)
+            ctypes.CDLL(None).sleep(1000)
+        case "notice_all":
+            for member in session.current().view.members:  # type: ignore[union-attr]
+                os.kill(member.pid, signal.SIGTERM)
         case "stuck_gil":
             ctypes.PyDLL(None).sleep(1000)
         case "exit":

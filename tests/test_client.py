@@ -42,7 +42,7 @@ class Stopped:
             connection, _ = self.listener.accept()
             lines = connection.makefile("rwb")
             json.loads(lines.readline())
-            lines.write(protocol.encode({"type": "welcome", "job": {}, "silence_s": SILENCE_S}))
+            lines.write(protocol.encode({"type": "welcome", "job": {}, "silence_s": SILENCE_S, "notice_signals": []}))
             lines.flush()
             self.connections.append((connection, lines))
 

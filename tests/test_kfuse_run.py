@@ -125,6 +125,46 @@ def test_each_training_of_a_script_has_its_own_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_script_leaves_by_a_notice_and_keeps_its_own_handler(tmp_path: Path) -> None:
+    """One gets its notice before it calls kf.init, and one while it trains, whose children end by the signal."""
+    text = (
+        PRELUDE
+        + """
+marker = pathlib.Path(sys.argv[1])
+if number == 1:
+    marker.touch()
+    os.kill(os.getpid(), signal.SIGUSR1)  # before kf.init
+own = []
+signal.signal(signal.SIGTERM, lambda *_: own.append(os.getpid()))
+
+def notice(done):
+    if done == 10 and number == 0 and not own:
+        child = os.fork()
+        if not child:
+            time.sleep(1000)
+        for sent in (signal.SIGTERM, signal.SIGUSR1):
+            os.kill(os.getpid(), sent)
+        os.kill(child, signal.SIGUSR1)
+        print("child", os.waitpid(child, 0)[1])
+    if done > 10:
+        time.sleep(0.1)
+
+kf.init(comm_reproducible=True, comm_timeout_s=60)
+print(number, loop(hook=notice), len(own))
+"""
+    )
+    settings = ["--elastic-notice-signals", "SIGUSR1", "--min-workers", "2", "--elastic-replace=false"]
+    ended = run_script(tmp_path, text, *settings, "--observe-progress=false")
+    assert ended.steps == list(range(20)) and ended.of_kind("failure") == []
+    assert [event["worker"] for event in ended.of_kind("notice")] == [1, 0]
+    assert f"child {int(signal.SIGUSR1)}" in ended.lines and any(line.startswith("2 20 0") for line in ended.lines)
+    [left] = [line.split() for line in ended.lines if line.startswith("0 ")]
+    assert int(left[1]) < 20 and left[2] == "1", "its own handler was called, and its loop has ended"
+    [alone] = run_workers(1, trained_alone, str(tmp_path / "marker"))
+    assert alone == (20, ended.summary["params_sha256"])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
 def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, status: int, tmp_path: Path) -> None:
     """Not even one that knows nothing of kfuse."""

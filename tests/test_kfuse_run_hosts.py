@@ -107,6 +107,34 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(meeting: list[str], t
     assert job.summary["params_sha256"] == alone.summary["params_sha256"]
 
 
+@pytest.mark.parametrize("in_time", [True, False])
+def test_an_agent_with_notice_has_its_workers_leave(in_time: bool, meeting: list[str], tmp_path: Path) -> None:
+    """Its host, which has a free slot, gets no worker any more. Those that do not leave in time are lost."""
+    job = Job(tmp_path / "run")
+    settings = ["--run-dir", str(job.directory), "--workers", "3", "--elastic-grace-s", "60" if in_time else "3"]
+    script = [str(tmp_path / "train.py"), str(tmp_path / "go-on")]
+    with (
+        started(tmp_path / "first.log", "--listen", *meeting, "1", *settings, *script) as first,
+        started(tmp_path / "other.log", "--join", *meeting, "3") as other,
+    ):
+        pids = wait_for_views(1, job, first, other)
+        parents = {pid: parent(pid) for pid in pids}
+        wait_until("step 9", lambda: len(job.metrics) == 9)  # they wait in step 10
+        other.send_signal(signal.SIGTERM)
+        wait_until("2 notices", lambda: len(job.of_kind("notice")) == 2)
+        if in_time:
+            (tmp_path / "go-on").touch()
+        assert other.wait(DEADLINE_S) == (0 if in_time else 143), (tmp_path / "other.log").read_text()
+        (tmp_path / "go-on").touch()
+        assert first.wait(DEADLINE_S) == 0, (tmp_path / "first.log").read_text()
+    assert len(job.of_kind("failure")) == (0 if in_time else 2)
+    last = [worker["pid"] for worker in job.views[-1]["workers"]]
+    assert len(pids) == 3 and last == [pid for pid in pids if parents[pid] == first.pid]
+    with started(tmp_path / "alone.log", "--run-dir", str(tmp_path / "alone"), *script) as process:
+        assert process.wait(DEADLINE_S) == 0
+    assert job.summary["params_sha256"] == Job(tmp_path / "alone").summary["params_sha256"]
+
+
 def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(meeting: list[str], tmp_path: Path) -> None:
     job = Job(tmp_path / "run")
     words = ["--run-dir", str(job.directory), "--workers", "2", str(tmp_path / "train.py"), str(tmp_path / "never")]

@@ -19,6 +19,7 @@ from kfuse.comm import devices
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.hosts import AgentError, offer
+from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.logs import set_up_logging
 from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
@@ -59,11 +60,13 @@ def main(argv: list[str] | None = None) -> int:
     recorder = Recorder(directory, Display(progress=settings["observe_progress"] is not False))
     set_up_logging(settings["observe_log_level"], "supervisor", recorder.line)
     command = [sys.executable, str(args.script), *args.arguments]
-    # A script that has called kf.init ignores SIGTERM: it ends when it notices that the supervisor is gone.
+    # A script that has called kf.init catches SIGTERM: it ends when it notices that the supervisor is gone.
     launcher: Launcher = LocalLauncher(command, parent_end_signal=signal.SIGTERM, share=settings["workers_max"])
     if args.listen is not None:
         host, port = args.listen
-        launcher = HostsLauncher(command, host, port, args.token, args.slots, settings["workers_max"])
+        grace_s, signals = settings["elastic_grace_s"], settings["elastic_notice_signals"]
+        most = settings["workers_max"]
+        launcher = HostsLauncher(command, host, port, args.token, args.slots, most, grace_s, signals)
     job = {"run_dir": str(run_dir.absolute()), "observe": {"log_level": settings["observe_log_level"]}}
     return supervise(launcher, job, recorder, Elasticity.of(settings, script=True))
 
@@ -76,12 +79,12 @@ def _refuse(message: str, status: int = 2) -> int:
 def _join(args: argparse.Namespace) -> int:
     host, port = args.join
     try:
-        asyncio.run(offer(host, port, args.token, args.slots))
+        left = asyncio.run(offer(host, port, args.token, args.slots, takes_notice=True))
     except AgentError as error:
         return _refuse(str(error), 1)
     except KeyboardInterrupt:
-        return 130
-    return 0
+        return STOP_STATUS["interrupted"]
+    return 0 if left else STOP_STATUS["terminated"]
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -59,7 +59,8 @@ def supervise(
     async def work() -> str | None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, supervisor.stop, "interrupted")
-        loop.add_signal_handler(signal.SIGTERM, supervisor.stop, "terminated")
+        for name in {"SIGTERM", *elasticity.notice_signals}:
+            loop.add_signal_handler(signal.Signals[name], supervisor.stop, "terminated")
         return await supervisor.run()
 
     return to_its_end(recorder, lambda: run_loop(work()), JobFailed)

@@ -46,7 +46,8 @@ from kfuse.data.sources import Stream
 _LOG = logging.getLogger("kfuse")
 
 _END_S = 1.0  # for a loader process to finish what it is fetching, when training is over
-_IGNORED = (signal.SIGINT, signal.SIGTERM)  # by loader processes: these are sent to a whole job
+# By loader processes: these are sent to a whole job (`elastic.notice_signals`).
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_S = 5.0  # where the kernel does not end a loader process with its parent
 

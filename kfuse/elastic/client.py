@@ -54,6 +54,7 @@ class ControlClient:
             raise ControlError(f"no supervisor at {host}:{port}: {error}") from error
         self.job: dict[str, Any] = welcome["job"]  # its settings, which the supervisor sends to every worker
         self.silence_s: float = welcome["silence_s"]  # without a heartbeat, after which it kills a worker
+        self.notice_signals: list[str] = welcome["notice_signals"]  # names: see `kfuse.elastic.notice`
         protocol.set_acknowledgement_timeout(self._socket, self.silence_s)
         threading.Thread(target=self._receive, name="kfuse-control", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="kfuse-heartbeat", daemon=True).start()

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED, OF_STEPS, Losses, View
@@ -37,6 +37,9 @@ class Elasticity:
     # with a host, count as one.
     max_failures: int = SETTINGS["elastic_max_failures"].default
     boot_timeout_s: float = SETTINGS["elastic_boot_timeout_s"].default
+    # Until a worker that was given notice, or a job that is to stop, is killed.
+    grace_s: float = SETTINGS["elastic_grace_s"].default
+    notice_signals: list[str] = field(default_factory=lambda: [*SETTINGS["elastic_notice_signals"].default])  # names
     # If all workers are lost: start new ones, which resume from the last checkpoint. A script says so as it begins.
     restart: bool = False
     # Workers run a user's script. It may end before a training does or go on after it, and may train more than once.

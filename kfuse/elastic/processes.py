@@ -49,6 +49,7 @@ class Worker:
     why: str = ""  # why the supervisor killed it, if it did
     joined: bool = False  # a view, this one or one before
     leaving: bool = False  # another worker is to take its place
+    noticed: bool = False  # its machine is about to be taken away: it leaves at once
     said_goodbye: bool = False  # its process is ending, and sends no heartbeats any more
     ended_loop: int = 0  # the newest training whose loop has ended on this worker, whether or not the training is over
     failed_at: int | None = None  # the step at which an exception ended its training loop
@@ -114,6 +115,10 @@ class Processes:
         workers = [self.workers[member.worker] for member in self._job.view.members]
         return [worker for worker in workers if worker.state not in (State.LEFT, State.ENDED)]
 
+    def newcomers(self) -> list[Worker]:
+        """Workers that are to join and are in no view yet."""
+        return [each for each in self.alive() if each.state in (State.BOOTING, State.READY) and not each.noticed]
+
     def leavers(self) -> list[Worker]:
         """Workers that the newest view is without, as planned, and that have not left yet."""
         return [worker for worker in self.alive() if worker.state is State.MEMBER and self.rank_of(worker) is None]
@@ -136,9 +141,8 @@ class Processes:
         """
         async with self._starting:
             self.awaits_gpu = False
-            newcomers = [worker for worker in self.alive() if worker.state in (State.BOOTING, State.READY)]
-            staying = [worker for worker in self.members() if not worker.leaving]
-            for _ in range(target - len(staying) - len(newcomers)):
+            staying = [worker for worker in self.members() if not (worker.leaving or worker.noticed)]
+            for _ in range(target - len(staying) - len(self.newcomers())):
                 number, gpu = len(self.workers), self.free_gpu()
                 if self.gpus and gpu is None:
                     self.awaits_gpu = True

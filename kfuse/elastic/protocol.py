@@ -69,7 +69,7 @@ class View:
     generation: int
     members: tuple[Member, ...]
     store: tuple[str, int]  # host and port; of one worker port 0, as it needs none
-    reason: str  # start, restart, grow, shrink, replace, failure, quit or stop
+    reason: str  # start, restart, grow, shrink, notice, replace, failure, quit or stop
     recovers: bool = False  # a worker was lost: leave the old view at once; else the leader announces when
 
     @property

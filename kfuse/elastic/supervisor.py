@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +24,8 @@ __all__ = ["Elasticity", "JobFailed", "Supervisor"]
 
 _log = logging.getLogger("kfuse")
 
-_STOP_GRACE_S = 20.0
 _SAME_SIGNAL_S = 1.0
-_CATCH_UP_S = 8.0  # of these: for workers that are behind to make their steps up to the furthest one (pair averaging)
+_CATCH_UP = 0.4  # of the grace: for workers that are behind to make their steps up to the furthest one (pair averaging)
 _BROKEN_GRACE_S = 0.1  # a lost connection mostly means a process that has ended, which is reported soon
 
 
@@ -39,7 +39,7 @@ class Supervisor:
         self._launcher, self._settings = launcher, settings
         self.job = Job(elasticity)
         self.records = Records(recorder, self.job)
-        self.processes = Processes(launcher, self.job, self.records, lambda *end: self.views.ended(*end))
+        self.processes = Processes(launcher, self.job, self.records, self._ended)
         self.views = Views(self.job, self.processes, self.records)
         self._meetings = Meetings(self.job, self.processes)
         self.token = secrets.token_hex(16)
@@ -130,14 +130,45 @@ class Supervisor:
         self.job.stopping = reason
         for worker in self.processes.alive():
             worker.send("stop", reason=reason)
-        loop.call_later(_CATCH_UP_S, self._end_catching_up)
-        loop.call_later(_STOP_GRACE_S, self.job.end)
+        loop.call_later(_CATCH_UP * self.job.elasticity.grace_s, self._end_catching_up)
+        loop.call_later(self.job.elasticity.grace_s, self.job.end)
 
     def _end_catching_up(self) -> None:
         """Workers that are to stop, and wait for others that are behind: these take the furthest one's state."""
         if self._meetings.under_way:
             _log.info("workers are too far behind to make their steps up to the furthest one: they take its state")
             self.views.recover("stop")
+
+    async def _ended(self, worker: Worker, was: State, status: int | None) -> None:
+        notices = [-signal.Signals[name] for name in self.job.elasticity.notice_signals]
+        if was is State.BOOTING and status in notices:  # it could not catch the signal yet
+            await self._take_notice(worker)
+        await self.views.ended(worker, was, status)
+
+    async def _take_notice(self, worker: Worker) -> None:
+        """A worker's machine is about to be taken away: it leaves at the next step boundary, and another is started."""
+        job = self.job
+        if worker.noticed or worker.said_goodbye:
+            return
+        worker.noticed = True
+        self.records.event("notice", worker=worker.number, pid=worker.pid, host=worker.host)
+        _log.info("worker %d on %s was given notice", worker.number, worker.host)
+        asyncio.get_running_loop().call_later(job.elasticity.grace_s, self._end_grace, worker)
+        if job.stopping or job.over.is_set():
+            return
+        if worker.state in (State.BOOTING, State.READY):  # it has nothing to hand over
+            worker.kill()
+        await self.views.refill()
+        members = self.processes.members()
+        coming = any(newcomer.process.running for newcomer in self.processes.newcomers())
+        if members and all(member.noticed for member in members) and not coming and not job.done:
+            self.stop("terminated")  # nobody can take over: a last checkpoint remains
+
+    def _end_grace(self, worker: Worker) -> None:
+        job = self.job
+        if not (worker.state is State.ENDED or worker.why or job.stopping or job.done):
+            worker.why = f"did not leave within {job.elasticity.grace_s:g} s of its notice"
+            worker.kill()
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One of a worker's two connections: see `protocol`."""
@@ -150,7 +181,9 @@ class Supervisor:
             protocol.send(writer, "welcome")
         else:
             worker.pid, worker.host = pid, host
-            worker.send("welcome", job=self._settings, silence_s=self.job.elasticity.heartbeat_timeout_s)
+            limits = self.job.elasticity
+            silence_s, signals = limits.heartbeat_timeout_s, limits.notice_signals
+            worker.send("welcome", job=self._settings, silence_s=silence_s, notice_signals=signals)
             self._meetings.connected(worker)
         rest = b""
         while more := await reader.read(protocol.MAX_LINE):  # of a batch many lines at once
@@ -210,6 +243,8 @@ class Supervisor:
                 self._meetings.stand(worker, message)
             case "alive":  # a heartbeat
                 self._meetings.moved(worker, message.get("step"))
+            case "notice":
+                await self._take_notice(worker)
             case "goodbye":  # nothing follows, and no heartbeat is due any more
                 worker.said_goodbye = True
 
@@ -249,4 +284,5 @@ class Supervisor:
             job.wanted = len(self.processes.members())
             if job.wanted < job.view.size:  # it took in newcomers too late
                 self.views.recover()
+            self.views.propose()  # without those that were given notice since the training before
         return True

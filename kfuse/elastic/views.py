@@ -70,12 +70,20 @@ class Views:
         """
         worker = next((member for member in self._processes.members() if member.number == number), None)
         no_gpu = self._processes.gpus and self._processes.free_gpu() is None
-        if worker is None or worker.leaving or no_gpu or not self._job.takes_newcomers:
+        if worker is None or worker.leaving or worker.noticed or no_gpu or not self._job.takes_newcomers:
             return
         worker.leaving = True
         _log.info("replacement asked for worker %d", number)
         self._records.event("decision", replace=number)
         await self.add_up_to(self._job.wanted)
+        self.propose()
+
+    async def refill(self) -> None:
+        """Starts others in the place of those that are lost or about to be, as `elastic.replace` says."""
+        job, limits = self._job, self._job.elasticity
+        if job.takes_newcomers:
+            all_of_them = limits.replace or not self._processes.members()
+            await self.add_up_to(job.wanted if all_of_them else min(job.wanted, limits.min))
         self.propose()
 
     async def add_up_to(self, target: int) -> None:
@@ -114,20 +122,24 @@ class Views:
 
     def propose(self) -> None:
         """Proposes the next planned view, once its workers are ready and the view before it is active."""
-        job, alive, members = self._job, self._processes.alive(), self._processes.members()
+        job, newcomers, members = self._job, self._processes.newcomers(), self._processes.members()
         if job.stopping or job.done or any(worker.state is State.PROPOSED for worker in members):
             return
-        ready = [worker for worker in alive if worker.state is State.READY]
-        booting = any(worker.state is State.BOOTING and worker.process.running for worker in alive)
+        ready = [worker for worker in newcomers if worker.state is State.READY]
+        booting = any(worker.state is State.BOOTING and worker.process.running for worker in newcomers)
         staying, leaving = [m for m in members if not m.leaving], [m for m in members if m.leaving]
         missing = job.wanted - len(staying)
         if not members:
             if len(ready) >= max(1, job.wanted):
                 self._announce(ready[: job.wanted], "restart" if job.view.generation else "start")
+        elif any(member.noticed for member in members):
+            unnoticed = [member for member in members if not member.noticed]
+            if unnoticed or ready:  # where all are to leave, newcomers take over the state first
+                self._announce(unnoticed or members + ready, "notice" if unnoticed else "grow")
         elif len(members) > job.wanted:
             self._announce((staying + leaving)[: job.wanted], "shrink")
         elif ready and missing > 0 and not (booting and len(ready) < missing):
-            still_needed = leaving[: max(0, missing - len(ready))]
+            still_needed = leaving[: max(not staying, missing - len(ready))]  # newcomers alone have no state
             reason = "replace" if len(members) == job.wanted else "grow"
             self._announce(staying + still_needed + ready[:missing], reason)
 
@@ -191,6 +203,8 @@ class Views:
     async def ended(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker's process has ended. was: its state before that; status: None if its end was not reported."""
         job = self._job
+        if worker.noticed and not worker.joined and self._processes.rank_of(worker) is None:
+            return  # it had nothing to hand over
         if status == 0:
             self._quit(worker)
         elif not job.done and not self._all_out_of_loop(worker):
@@ -303,9 +317,7 @@ class Views:
         else:
             if rank is not None or leaving:
                 self.recover()
-            if job.takes_newcomers:
-                await self.add_up_to(job.wanted if limits.replace or last else min(job.wanted, limits.min))
-            self.propose()
+            await self.refill()
 
     async def _boot_failed(self, worker: Worker, how: str) -> None:
         """A new worker ended before it joined: another is tried; if it fails too, the others continue without it."""

@@ -62,6 +62,24 @@ class JobSettings(ShownSettings, total=False):
     elastic_max_failures: Annotated[
         int, Setting(5, "workers lost with no step completed in between, after which the job ends", at_least=1)
     ]
+    elastic_grace_s: Annotated[
+        float,
+        Setting(
+            20.0,
+            "seconds that a worker has to leave after a notice, and a job to stop after SIGTERM; then it is killed",
+            above=0,
+            at_most=10**6,
+        ),
+    ]
+    elastic_notice_signals: Annotated[
+        list[str],
+        Setting(
+            ["SIGTERM"],
+            "signals that tell a worker, or an agent of `kfuse-run --join`, that its machine is about to be taken "
+            "away: it leaves as planned; sent to the supervisor, they stop the job",
+            choices=("SIGTERM", "SIGUSR1", "SIGUSR2"),
+        ),
+    ]
     observe_log_level: Annotated[
         str, Setting("warning", "lowest level of log lines", choices=("debug", "info", "warning", "error", "off"))
     ]

@@ -1,7 +1,8 @@
 """Workers on several machines without a cluster manager: each host's agent offers slots and starts workers in them.
 
-agent -> launcher: hello (token, slots, host, only), line (worker, text), ended (worker, status), alive.
-launcher -> agent: welcome (command, folder, share), start (worker, env), kill (worker), alive, over.
+agent -> launcher: hello (token, slots, host, only), line (worker, text), ended (worker, status), leaving, alive.
+launcher -> agent: welcome (command, folder, share, grace_s, notice_signals), start (worker, env), kill (worker), left
+(no "start" comes any more), alive, over.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,6 @@ from kfuse.elastic.server import Server
 
 _CONNECT_S = 60.0
 _SILENCE_S = 10.0  # without acknowledgements, after which a connection counts as lost
-_SUPERVISOR_LOST_S = 20.0  # time for workers to write a checkpoint after the supervisor is lost
 _LAST_OUTPUT_S = 1.0
 
 
@@ -30,37 +30,43 @@ class AgentError(RuntimeError):
 
 
 async def offer(
-    host: str, port: int, token: str, slots: int, kill_with_agent: bool = True, only: int | None = None
-) -> None:
+    host: str,
+    port: int,
+    token: str,
+    slots: int,
+    kill_with_agent: bool = True,
+    only: int | None = None,
+    takes_notice: bool = False,
+) -> bool:
     """Runs workers for the supervisor at host:port, at most `slots` at a time, until the job is over.
 
     kill_with_agent: if this process ends, the kernel sends its workers SIGKILL; else SIGTERM. only: number of the one
-    process that this agent is for; None: it is for any. Raises AgentError; then all of its workers have ended.
+    process that this agent is for; None: it is for any. takes_notice: the job's notice signals, sent to this process,
+    go on to its workers; once these have left this function returns. Returns False where some had to be killed, as
+    they did not leave in time. Raises AgentError. In any case all of its workers have ended.
     """
     hello = {"token": token, "slots": slots, "host": socket.gethostname(), "only": only}
     reader, writer, job = await _connect(host, port, hello)
     folder = job["folder"] if os.path.isdir(job["folder"]) else None
     end_signal = signal.SIGKILL if kill_with_agent else signal.SIGTERM
     launcher = LocalLauncher(job["command"], parent_end_signal=end_signal, share=job["share"], folder=folder)
-    agent, why = _Agent(writer, launcher), ""
+    agent = _Agent(writer, launcher, job["grace_s"])
+    serving, leaving = asyncio.create_task(agent.serve(reader)), asyncio.create_task(agent.leave())
     heartbeats = asyncio.create_task(_send_heartbeats(writer))
+    for name in job["notice_signals"] if takes_notice else ():
+        number = signal.Signals[name]
+        asyncio.get_running_loop().add_signal_handler(number, agent.take_notice, number)
     try:
-        try:
-            while line := await reader.readline():
-                message = decode(line)
-                match message["type"]:
-                    case "over":
-                        return
-                    case "start":
-                        await agent.start(message["worker"], message["env"])
-                    case "kill" if message["worker"] in agent.processes:
-                        agent.processes[message["worker"]].kill()
-        except (OSError, ValueError) as error:
-            why = f": {error}"
+        await asyncio.wait([serving, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if leaving.done():
+            return leaving.result()
+        if (why := serving.result()) is None:
+            return True
         if agent.watching:
-            await asyncio.wait(agent.watching, timeout=_SUPERVISOR_LOST_S)
+            await asyncio.wait(agent.watching, timeout=job["grace_s"])
     finally:
-        heartbeats.cancel()
+        for task in (serving, leaving, heartbeats):
+            task.cancel()
         for process in agent.processes.values():
             process.kill()
         writer.close()
@@ -96,10 +102,49 @@ async def _send_heartbeats(writer: asyncio.StreamWriter) -> None:
 
 
 class _Agent:
-    def __init__(self, writer: asyncio.StreamWriter, launcher: LocalLauncher) -> None:
-        self._writer, self._launcher = writer, launcher
+    def __init__(self, writer: asyncio.StreamWriter, launcher: LocalLauncher, grace_s: float) -> None:
+        self._writer, self._launcher, self._grace_s = writer, launcher, grace_s
         self.processes: dict[int, LocalProcess] = {}
         self.watching: set[asyncio.Task[None]] = set()
+        self._notice: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # the signal that gave it
+        self._left = asyncio.Event()  # the supervisor starts no worker here any more
+
+    async def serve(self, reader: asyncio.StreamReader) -> str | None:
+        """Does what the supervisor says, until the job is over: None. If the connection ends before: why, or ""."""
+        try:
+            while line := await reader.readline():
+                message = decode(line)
+                match message["type"]:
+                    case "over":
+                        return None
+                    case "start":
+                        await self.start(message["worker"], message["env"])
+                    case "kill" if message["worker"] in self.processes:
+                        self.processes[message["worker"]].kill()
+                    case "left":
+                        self._left.set()
+        except (OSError, ValueError) as error:
+            return f": {error}"
+        return ""
+
+    def take_notice(self, number: int) -> None:
+        if not self._notice.done():
+            self._notice.set_result(number)
+
+    async def leave(self) -> bool:
+        """Waits for a notice, and until all workers have left. Returns False after the grace."""
+        number = await self._notice
+        send(self._writer, "leaving")
+        try:
+            async with asyncio.timeout(self._grace_s):
+                await self._left.wait()  # a worker that is told before could be replaced by one here
+                for process in self.processes.values():
+                    process.send_signal(number)
+                while self.watching:
+                    await asyncio.wait(self.watching)
+        except TimeoutError:
+            return False
+        return True
 
     async def start(self, number: int, env: dict[str, str]) -> None:
         try:
@@ -175,11 +220,12 @@ class _Host:
     agent: asyncio.StreamWriter
     slots: int
     only: int | None  # the one process that it is for; None: it is for any
+    leaving: bool = False  # it is about to be taken away
     processes: dict[int, HostProcess] = field(default_factory=dict)
 
     @property
     def free(self) -> int:
-        return self.slots - len(self.processes)
+        return 0 if self.leaving else self.slots - len(self.processes)
 
 
 class HostsLauncher:
@@ -188,18 +234,29 @@ class HostsLauncher:
     A worker for which there is no slot waits for one, as long as it takes.
     """
 
-    def __init__(self, command: list[str] | None, host: str, port: int, token: str, slots: int, most: int) -> None:
+    def __init__(
+        self,
+        command: list[str] | None,
+        host: str,
+        port: int,
+        token: str,
+        slots: int,
+        most: int,
+        grace_s: float,
+        notice_signals: Sequence[str] = (),
+    ) -> None:
         """host: this machine's address, as the other hosts reach it. slots: how many workers this machine takes.
 
-        most: how many workers the job has at most. As many as a host may get of them share its cores.
+        most: how many workers the job has at most. As many as a host may get of them share its cores. grace_s: until an
+        agent kills workers that are to end. notice_signals: names of those that an agent passes on to its workers.
         """
         self._command, self._host, self._port, self._token = command, host, port, token
-        self._slots, self._most = slots, most
+        self._slots, self._most, self._grace_s, self._notice_signals = slots, most, grace_s, notice_signals
         self._server = Server(token, self._serve)
         self._hosts: list[_Host] = []
         self._waiting: list[HostProcess] = []
         self._started = 0
-        self._own: asyncio.Task[None] | None = None
+        self._own: asyncio.Task[bool] | None = None
 
     async def open(self) -> str:
         """Waits for hosts from now on, and offers this one's slots. Raises OSError."""
@@ -243,7 +300,9 @@ class HostsLauncher:
         """Serves one agent's connection. When it ends, the host is lost."""
         host = _Host(str(hello["host"]), writer, int(hello["slots"]), hello.get("only"))
         set_acknowledgement_timeout(writer.get_extra_info("socket"), _SILENCE_S)
-        send(writer, "welcome", command=self._command, folder=os.getcwd(), share=min(host.slots, self._most))
+        limits = {"grace_s": self._grace_s, "notice_signals": [*self._notice_signals]}
+        share = min(host.slots, self._most)
+        send(writer, "welcome", command=self._command, folder=os.getcwd(), share=share, **limits)
         beating = asyncio.create_task(_send_heartbeats(writer))
         self._hosts.append(host)
         self._place()
@@ -257,6 +316,9 @@ class HostsLauncher:
                     del host.processes[process.number]
                     process.end(int(message["status"]))
                     self._place()
+                elif message["type"] == "leaving":
+                    host.leaving = True
+                    send(writer, "left")
         finally:
             beating.cancel()
             self._hosts.remove(host)

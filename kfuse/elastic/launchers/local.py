@@ -69,6 +69,11 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
         if not self.ended:
             self._kill_group()
 
+    def send_signal(self, number: int) -> None:
+        """Sends it to the process alone, unless that has ended."""
+        if not self.ended:
+            self._process.send_signal(number)
+
     async def end(self) -> None:
         """Kills it; returns when nothing of it is left in the event loop."""
         self.kill()

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from kfuse.elastic import protocol
 from kfuse.elastic.launchers import hosts, local
 from kfuse.elastic.launchers.hosts import HostProcess, HostsLauncher, offer
+from kfuse.settings.tree import SETTINGS
 
 _log = logging.getLogger("kfuse")
 
@@ -54,7 +55,8 @@ class RayLauncher(HostsLauncher):
             raise ValueError(f"gpus={gpus}: must be a whole number, as NCCL needs a GPU for each worker")
         if importlib.util.find_spec("ray") is None:
             raise ValueError("launcher=ray: Ray is not installed; needed is pip install 'kfuse[ray]'")
-        super().__init__(None, host or "", 0, secrets.token_hex(16), slots=0, most=1)
+        grace_s = SETTINGS["elastic_grace_s"].default
+        super().__init__(None, host or "", 0, secrets.token_hex(16), slots=0, most=1, grace_s=grace_s)
         self._address, self._cpus, self._needed_gpus = address, cpus, gpus
         self._keeping: set[asyncio.Task[None]] = set()
         self._closing = threading.Event()

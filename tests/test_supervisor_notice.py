@@ -1,0 +1,92 @@
+"""What the supervisor does where workers are given notice, without waiting for it: see `supervised`."""
+
+from __future__ import annotations
+
+import pytest
+from supervised import Stage
+from test_supervisor import job
+
+from kfuse.elastic.supervisor import Elasticity
+
+THREE = Elasticity(3, 1, 3)
+
+
+@pytest.mark.parametrize("leavers", [(0,), (1, 2)])
+@job(THREE, failure=0)
+async def test_those_with_notice_leave_by_a_planned_view_and_others_are_started(
+    stage: Stage, leavers: tuple[int, ...]
+) -> None:
+    await stage.train(0, 1, 2)
+    for number in leavers:
+        await stage.says(number, "notice")
+        await stage.says(number, "notice")
+    rest = [number for number in range(3) if number not in leavers]
+    while stage.workers[rest[0]].view != rest:
+        await stage.join(*stage.workers[rest[0]].view)
+    assert not any(view["view"]["recovers"] for view in stage.workers[rest[0]].of_kind("view"))
+    for number in leavers:
+        await stage.says(number, "left")
+        stage.workers[number].end(0)
+    await stage.join(*rest)
+    newcomers = [3 + index for index in range(len(leavers))]
+    await stage.boot(*newcomers)
+    assert stage.workers[rest[0]].view == [*rest, *newcomers]
+    assert [event["worker"] for event in stage.events("notice")] == [*leavers]
+    assert len(stage.workers) == 3 + len(leavers)
+    await stage.end_well(*rest, *newcomers)
+
+
+@job(Elasticity(2, 1, 2, replace=False), failure=1, notice=1)
+async def test_after_the_grace_it_is_lost(stage: Stage) -> None:
+    await stage.train(0, 1)
+    await stage.says(1, "notice")
+    for second in range(25):
+        await stage.says(0, "alive")
+        if not stage.workers[1].killed:
+            await stage.says(1, "alive")
+        assert stage.workers[1].killed == (second >= 20)
+        await stage.settle(1)
+    assert stage.events("failure")[0]["how"] == "did not leave within 20 s of its notice and was killed"
+    await stage.join(0)
+    assert stage.workers[0].view == [0] and len(stage.workers) == 2
+    await stage.end_well(0)
+
+
+@job(Elasticity(1, 1, 1), failure=0)
+async def test_the_only_worker_hands_over_to_another_before_it_leaves(stage: Stage) -> None:
+    await stage.train(0)
+    await stage.says(0, "notice")
+    await stage.boot(1)
+    assert stage.workers[1].view == [0, 1]
+    await stage.join(0, 1)
+    assert stage.workers[1].view == [1]
+    await stage.says(0, "left")
+    stage.workers[0].end(0)
+    await stage.join(1)
+    await stage.end_well(1)
+
+
+@job(Elasticity(2, 1, 2))
+async def test_where_nobody_can_take_over_the_job_stops_with_a_last_checkpoint(stage: Stage) -> None:
+    stage.starts_fail = True
+    await stage.train(0, 1)
+    await stage.says(0, "notice")
+    await stage.says(1, "notice")
+    assert [message["reason"] for message in stage.workers[0].of_kind("stop")] == ["terminated"]
+    await stage.end_well(0, 1)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+@job(Elasticity(2, 1, 2), failure=0, notice=1)
+async def test_one_that_boots_is_replaced(stage: Stage, connected: bool) -> None:
+    """Before it can catch the signal that ends it; or after, when it is ended, as it has nothing to hand over."""
+    await stage.boot(0)
+    if connected:
+        await stage.says(1, "notice")
+    else:
+        stage.workers[1].end(-15)
+    await stage.settle()
+    await stage.boot(2)
+    assert stage.workers[2].view == [0, 2]
+    await stage.join(0, 2)
+    await stage.end_well(0, 2)
