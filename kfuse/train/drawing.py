@@ -61,7 +61,9 @@ def _draws_nothing(module: nn.Module) -> bool:
 
 
 def _has_hooks(thing: object) -> bool:
-    return any(hooks for name, hooks in vars(thing).items() if name.endswith("_hooks"))
+    """Whether it has a hook that is not kfuse's own."""
+    every = (hook for name, hooks in vars(thing).items() if name.endswith("_hooks") for hook in (hooks or {}).values())
+    return any(not getattr(hook, "__module__", "").startswith("kfuse.optim.") for hook in every)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
