@@ -46,6 +46,7 @@ def undisturbed() -> str:
     return params_sha256(nets)
 
 
+@pytest.mark.full
 def test_workers_are_lost_in_either_pass_with_the_same_bits(tmp_path: Path) -> None:
     elasticity = Elasticity(2, 1, 3, script=True)
     job = run_script(tmp_path / "run", elasticity, gan_loop.__file__, str(tmp_path))

@@ -30,6 +30,7 @@ def sent_and_received() -> tuple[list[object], str]:
     return found, why
 
 
+@pytest.mark.full
 def test_it_arrives_exactly_and_what_does_not_arrive_is_named() -> None:
     (first, _), (second, why) = run_workers(2, sent_and_received)
     assert first == second == [{**CONTENT, "stop": 68}, {**CONTENT, "stop": 69}]

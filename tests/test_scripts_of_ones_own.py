@@ -87,7 +87,8 @@ def undisturbed(example: str) -> str:
     return params_sha256(struck_example.run(example, *SETTINGS[example]))
 
 
-@pytest.mark.parametrize("example", [BPTT, pytest.param(REINFORCE, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("example", [BPTT, REINFORCE])
 def test_workers_are_lost_and_join_with_the_same_bits(example: str, tmp_path: Path) -> None:
     """One of the lost workers had the state of half of the streams."""
     script = (struck_example.__file__, str(tmp_path), example, *SETTINGS[example])

@@ -244,6 +244,7 @@ def alone() -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.full
 def test_a_worker_that_is_never_started_is_an_error_in_time() -> None:
     assert run_workers(1, alone, env={"WORLD_SIZE": "2"})[0] < 30
 
