@@ -217,7 +217,12 @@ def test_the_choice_is_what_the_constants_say() -> None:
 @pytest.mark.parametrize(
     ("settings", "status", "said"),
     [
-        ("comm.state=sharded workers.count=7 workers.max=7", 0, "mirror shard messages 6 0.006"),
+        pytest.param(
+            "comm.state=sharded workers.count=7 workers.max=7",
+            0,
+            "mirror shard messages 6 0.006",
+            marks=pytest.mark.full,
+        ),
         ("comm.schedule=kfuse.comm.transports.AllReduce", 1, "transport, are not known"),
         ("comm.sync=local:5", 1, "comm.sync=local:5: no gradients are sent"),
     ],

@@ -277,6 +277,7 @@ def assert_trained(cases: list[Case], counts: tuple[int, ...]) -> None:
 FIXED = [case for case in SUPPORTED if case.workers == "fixed"]
 
 
+@pytest.mark.full
 def test_each_two_values_train() -> None:
     chosen = covering(FIXED)
     assert_trained(chosen, (2,))
