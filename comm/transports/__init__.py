@@ -131,8 +131,9 @@ class AllReduce:
 
     _name = "allreduce"
 
-    def __init__(self, group: Group, cuts: Cuts) -> None:
-        self._group, self._cuts = group, cuts
+    def __init__(self, group: Group, cuts: Cuts | None = None) -> None:
+        """cuts: None, as for classes of users that are derived from this one: equal shards."""
+        self._group, self._cuts = group, cuts or (lambda key, numel: group.shards(numel))
         self._pending: dict[int, Pending] = {}
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:

@@ -35,8 +35,8 @@ class _Message:
 class AllToAll:
     """The transport `all_to_all`: every rank reduces one shard of each bucket, in an order that the plan gives."""
 
-    def __init__(self, group: Group, cuts: Cuts) -> None:
-        self._group, self._cuts = group, cuts
+    def __init__(self, group: Group, cuts: Cuts | None = None) -> None:
+        self._group, self._cuts = group, cuts or (lambda key, numel: group.shards(numel))
         self._free: list[Tensor] = []  # receive buffers that no message uses
         self._messages: dict[int, _Message] = {}
         self._device = devices.of(group.device)
@@ -115,8 +115,8 @@ class _Part:
 class TwoWorkers:
     """The transport `all_to_all` in a group of two over gloo."""
 
-    def __init__(self, group: Group, cuts: Cuts) -> None:
-        self._group, self._cuts = group, cuts
+    def __init__(self, group: Group, cuts: Cuts | None = None) -> None:
+        self._group, self._cuts = group, cuts or (lambda key, numel: group.shards(numel))
         self._messages: dict[int, list[_Part]] = {}
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
