@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -174,8 +175,11 @@ class OfLayers(torch.optim.SGD):
 
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", [None, "OfLayers"])
-def test_a_resumed_run_of_the_command_line_has_the_configured_rate(tmp_path: Path, optimizer: str | None) -> None:
+def test_a_resumed_run_of_the_command_line_has_the_configured_rate(
+    tmp_path: Path, optimizer: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """lr.base on the command line wins over the checkpoint's."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     common = ["model.hidden=[8]", "batch.size=64", "policy=none", "checkpoint.every_steps=5", "checkpoint.resume=auto"]
     if optimizer is not None:
         common.append(f"optimizer._target_={__name__}.{optimizer}")
