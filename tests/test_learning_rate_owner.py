@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,7 @@ def test_a_resumed_run_of_the_command_line_has_the_configured_rate(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     common = ["model.hidden=[8]", "batch.size=64", "policy=none", "checkpoint.every_steps=5", "checkpoint.resume=auto"]
     if optimizer is not None:
-        common.append(f"optimizer._target_={__name__}.{optimizer}")
+        common.append(f"optimizer._target_={Path(__file__).stem}.{optimizer}")
     for rate, steps in ((0.001, 10), (0.01, 20)):
         with command_line(tmp_path / "run", [*common, f"lr.base={rate}", f"train.steps={steps}"]) as (process, job):
             assert process.wait(240) == 0
