@@ -150,8 +150,9 @@ class Engine:
         self.measurement.set_group(group.rank, group.size, self.figures)
         if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
             self.buckets[-1].renew(numel)
-        kinds = transports.make_programs(options, self.transport_name, self.group.adds_up, self.mirrors)
-        whole, matrices, apart = kinds
+        whole, matrices, apart = transports.make_programs(
+            options, self.transport_name, self.group.adds_up, self.mirrors
+        )
         programs = [matrices if bucket.layout.costs else whole for bucket in self.gradient_buckets]
         programs += [apart] * (len(self.buckets) - len(programs))
         self.executor = Executor(self.buckets, self.group, programs, options.dtype, self.tree or options.tree)

@@ -21,6 +21,7 @@ from kfuse.optim.layout import (
     Part,
     fill,
     refuse_overlaps,
+    take_changed,
     with_own_storage,
 )
 from kfuse.optim.rules import Rule
@@ -171,8 +172,7 @@ class FlatState(Updates):
         masters: dict[int, Tensor] = {}
         for bucket, state in self.pairs():
             if (master := state.own.master) is not None:
-                same = master.to(state.param.dtype) == state.param  # the host does not look: it would wait for a GPU
-                torch.where(same, master, state.param, out=master)
+                take_changed(state.param, master)
                 masters.update(zip(bucket.layout.params, bucket.view(master), strict=True))
         return [masters.get(index, p.detach()) for index, p in enumerate(self.engine.params)]
 

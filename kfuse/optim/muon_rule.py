@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kfuse.comm.buckets import Bucket
 from kfuse.kernels.orthogonal import orthogonalise
-from kfuse.optim.layout import Piece
+from kfuse.optim.layout import Piece, take_changed
 from kfuse.optim.rules import AdamWRule, Options, Rule, known_to_skip
 from kfuse.optim.updates import Update
 
@@ -123,8 +123,8 @@ def _weights(piece: Piece) -> Tensor:
     """What is updated. Parameters that were changed since the last update replace their masters."""
     if piece.master is None:
         return piece.param
-    same = piece.master.to(piece.param.dtype) == piece.param
-    return torch.where(same, piece.master, piece.param.float(), out=piece.master)
+    take_changed(piece.param, piece.master)
+    return piece.master
 
 
 def _type(options: Options) -> torch.dtype:
