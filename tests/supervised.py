@@ -174,6 +174,17 @@ class Stage:
         await self.says(numbers[0], "record", kind="start", data=start)
         await self.steps(numbers[0], 0)
 
+    async def hand_over(self, old: int, new: int) -> None:
+        """The only worker stays until the new one, which boots, has its state. The new one trains to the end."""
+        await self.boot(new)
+        assert self.workers[new].view == [old, new]
+        await self.join(old, new)
+        assert self.workers[new].view == [new]
+        await self.says(old, "left")
+        self.workers[old].end(0)
+        await self.join(new)
+        await self.end_well(new)
+
     async def end_well(self, *numbers: int) -> None:
         """The training's results arrive, and these workers end."""
         await self.says(numbers[0], "record", kind="summary", data={})

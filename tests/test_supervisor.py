@@ -272,14 +272,7 @@ async def test_one_that_has_left_is_in_no_view(stage: Stage) -> None:
 async def test_the_only_worker_stays_until_its_replacement_has_its_state(stage: Stage) -> None:
     await stage.train(0)
     await stage.supervisor.views.replace(0)
-    await stage.boot(1)
-    assert stage.workers[1].view == [0, 1]
-    await stage.join(0, 1)
-    assert stage.workers[1].view == [1]
-    await stage.says(0, "left")
-    stage.workers[0].end(0)
-    await stage.join(1)
-    await stage.end_well(1)
+    await stage.hand_over(0, 1)
 
 
 # -- scripts that end early or badly ----------------------------------------------------------------------------------

@@ -56,14 +56,7 @@ async def test_after_the_grace_it_is_lost(stage: Stage) -> None:
 async def test_the_only_worker_hands_over_to_another_before_it_leaves(stage: Stage) -> None:
     await stage.train(0)
     await stage.says(0, "notice")
-    await stage.boot(1)
-    assert stage.workers[1].view == [0, 1]
-    await stage.join(0, 1)
-    assert stage.workers[1].view == [1]
-    await stage.says(0, "left")
-    stage.workers[0].end(0)
-    await stage.join(1)
-    await stage.end_well(1)
+    await stage.hand_over(0, 1)
 
 
 @job(Elasticity(2, 1, 2))
