@@ -209,7 +209,7 @@ class Session:
             raise CommError("a worker was lost: the supervisor has formed another view")
 
     def meet(self, step: int, applied: int) -> Met:
-        """Stands still after `step` steps until all workers of the view do (see `kfuse.elastic.views.Meetings`).
+        """Stands still after `step` steps until all workers of the view do (see `kfuse.elastic.meetings`).
 
         applied: number of the newest announcement that this worker has applied.
         Raises CommError if one of them is lost meanwhile, or none of the others makes a step for long,

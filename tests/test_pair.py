@@ -25,7 +25,7 @@ import kfuse as kf
 from kfuse.comm import devices
 from kfuse.comm.sync import pair as pair_module
 from kfuse.comm.sync.pair import Pair, PairError, Peer, Snapshots, SnapshotServer, pull, random_peer
-from kfuse.elastic.views import Meetings
+from kfuse.elastic.meetings import Meetings
 from kfuse.observe.run_dir import RunDirectory
 
 CPU = devices.of(torch.device("cpu"))

@@ -40,7 +40,7 @@ class ControlError(RuntimeError):
 
 
 class Met(NamedTuple):
-    """The supervisor's answer where all workers of a view stand still: see `kfuse.elastic.views.Meetings`."""
+    """The supervisor's answer where all workers of a view stand still: see `kfuse.elastic.meetings`."""
 
     view: int  # its generation
     low: int  # the fewest steps that one of them has made

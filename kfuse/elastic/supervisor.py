@@ -16,9 +16,10 @@ from typing import Any
 from kfuse.elastic import protocol
 from kfuse.elastic.job import Elasticity, Job, JobFailed, Recorder, Records
 from kfuse.elastic.launchers import Launcher
+from kfuse.elastic.meetings import Meetings
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker
 from kfuse.elastic.server import Server
-from kfuse.elastic.views import Meetings, Views
+from kfuse.elastic.views import Views
 
 __all__ = ["Elasticity", "JobFailed", "Supervisor"]
 

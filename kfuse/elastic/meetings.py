@@ -1,0 +1,71 @@
+"""Where the workers of a view meet, while each is at a step of its own (pair averaging).
+
+A worker that is to meet the others stands still, and tells its step. Once all of its view have, each gets the same
+answer (`protocol.Met`): where their steps differ, those behind go on to the highest and tell it again. What the answer
+says of views, stopping and announcements is the same for all. A lost worker ends a meeting by the view without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kfuse.elastic.job import Job
+from kfuse.elastic.processes import Processes, Worker
+
+
+class Meetings:
+    def __init__(self, job: Job, processes: Processes) -> None:
+        self._job, self._processes = job, processes
+        self._waiting: dict[int, dict[str, Any]] = {}  # the message of each worker that stands still, by its number
+        self._steps: dict[int, int] = {}  # by worker: the newest step that its heartbeats have told of
+        self._announced = 0
+        # By number: announcements that some worker may still have to apply.
+        self._unapplied: dict[int, dict[str, Any]] = {}
+
+    def announce(self, announcement: dict[str, Any]) -> None:
+        """Passes on what the leader announces, numbered from 1, to all workers in the same order."""
+        self._announced += 1
+        self._unapplied[self._announced] = announcement
+        for worker in self._processes.alive():
+            worker.send("announce", number=self._announced, announcement=announcement)
+
+    def connected(self, worker: Worker) -> None:
+        """A new worker gets the announcements of before: after a loss it may be with the others before they meet."""
+        if not self._processes.members():  # those that were to apply them are lost
+            self._unapplied.clear()
+        for number, announcement in self._unapplied.items():
+            worker.send("announce", number=number, announcement=announcement)
+
+    def stand(self, worker: Worker, message: dict[str, Any]) -> None:
+        """A worker stands still. Where it is the last of its view's members, all get the answer."""
+        self._waiting[worker.number] = message
+        members, generation = message["members"], message["generation"]
+        found = [each for number in members if (each := self._waiting.get(number)) and each["generation"] == generation]
+        if len(found) < len(members):
+            return
+        steps, by_all = [each["step"] for each in found], min(each["applied"] for each in found)
+        self._unapplied = {number: each for number, each in self._unapplied.items() if number > by_all}
+        answer: dict[str, Any] = {
+            "view": generation,
+            "low": min(steps),
+            "high": max(steps),
+            "generation": self._job.view.generation,
+            "stop": self._job.stopping or "",
+            "announced": self._announced,
+        }
+        for number in members:
+            del self._waiting[number]
+            self._processes.workers[number].send("met", **answer)
+
+    @property
+    def under_way(self) -> bool:
+        return any(each["generation"] == self._job.view.generation for each in self._waiting.values())
+
+    def moved(self, worker: Worker, step: int | None) -> None:
+        """A heartbeat tells how many steps a worker has made. Those that stand still learn that another one moves."""
+        if step is None or step == self._steps.get(worker.number):
+            return
+        self._steps[worker.number] = step
+        for number, each in self._waiting.items():
+            if worker.number in each["members"] and number != worker.number:
+                self._processes.workers[number].send("moving")
