@@ -37,8 +37,8 @@ def blobs(samples: int = 1500, classes: int = 10) -> DataSplit:
 class Obedient(BasePolicy):
     """Batch size by the noise scale; workers and topology as the file `requests` says: {workers, topology, asked}.
 
-    asked: how often a topology was asked for. pace_s: a step takes at least so long. marks: a folder in which each worker
-    writes when its steps begin (the machine's monotonic clock, seconds), in a file that has its process number as name.
+    asked: how often a topology was asked for. pace_s: a step takes at least so long. marks: a folder in which each
+    worker writes when its steps begin (the machine's monotonic clock, seconds), in a file named by its process number.
     """
 
     def __init__(self, requests: str | None = None, pace_s: float = 0.0, marks: str | None = None) -> None:

@@ -92,7 +92,7 @@ class Supervisor:
             await self._launcher.close()
 
     async def _watch(self) -> None:
-        """Looks after heartbeats, after notices that the launcher knows of, and for a GPU that a new worker waits for."""
+        """Looks after heartbeats, notices that the launcher knows of, and for a GPU that a new worker waits for."""
         job, time = self.job, asyncio.get_running_loop().time
         while True:
             asleep = time()
