@@ -104,7 +104,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
     parser.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
     gpus, cores = devices.count(), os.cpu_count() or 1
-    slots = "workers that this host takes (default: its GPUs, or its cores where it has none)"
+    slots = "workers that this host takes (default: its GPUs, or its cores where it has none; with --listen also 0)"
     parser.add_argument("--slots", type=int, default=gpus or cores, help=slots)
     parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
     parser.add_argument("script", type=_path, nargs="?", help="a Python file")
@@ -114,8 +114,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         args.settings = _settings(args)
     except ConfigError as error:
         parser.error(str(error))
-    if args.slots < 1:
-        parser.error(f"--slots {args.slots}: must be at least 1")
+    least = 0 if args.listen is not None else 1
+    if args.slots < least:
+        parser.error(f"--slots {args.slots}: must be at least {least}")
     several_hosts = args.listen is not None or args.join is not None
     option, here = ("--slots", args.slots) if several_hosts else ("--workers", args.settings["workers_count"])
     if 0 < gpus < here:
