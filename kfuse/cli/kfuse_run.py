@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     if RunDirectory.is_used(run_dir):
         return _refuse(f"--run-dir {run_dir}: holds a run already; must be a new directory")
     try:
-        directory = RunDirectory(run_dir, args.settings["observe_sinks"], settings=by_key(args.settings))
+        shown = args.settings["observe_sinks"], args.settings["observe_ledger"]
+        directory = RunDirectory(run_dir, *shown, settings=by_key(args.settings))
     except OSError as error:
         return _refuse(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}")
     settings = args.settings
@@ -67,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         grace_s, signals = settings["elastic_grace_s"], settings["elastic_notice_signals"]
         most = settings["workers_max"]
         launcher = HostsLauncher(command, host, port, args.token, args.slots, most, grace_s, signals)
-    job = {"run_dir": str(run_dir.absolute()), "observe": {"log_level": settings["observe_log_level"]}}
+    told = {"log_level": settings["observe_log_level"], "ledger": settings["observe_ledger"]}
+    job = {"run_dir": str(run_dir.absolute()), "observe": told}
     return supervise(launcher, job, recorder, Elasticity.of(settings, script=True))
 
 

@@ -117,7 +117,7 @@ class RayLauncher(HostsLauncher):
     async def _watch_nodes(self) -> None:
         """A node that is drained is about to be taken away: by the autoscaler, or as `ray drain-node` has asked."""
         import ray
-        from ray._raylet import GcsClient
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
         client = GcsClient(address=ray.get_runtime_context().gcs_address)
         while True:
