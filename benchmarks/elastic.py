@@ -1,100 +1,68 @@
-"""What deaths and resizes cost: kfuse beside torchrun's restart and torchft, the same model, data and step.
+"""What deaths, notices and resizes cost each system that keeps training: the same model, data and steps for all.
 
     python benchmarks/elastic.py --json benchmarks/results/elastic.json
 
-Two workers on this machine (gloo, one thread each) train an MLP on digits. A worker of random rank is killed (SIGKILL)
-every few seconds, once all are back; each worker writes a line to a log as it completes a step, and everything is read
-off that log. The systems take turns: a few kills each, round after round. torchft is measured where it is installed
-(pip install torchft-nightly; in 0.2.0 survivors often die in a hook of its own). README.md says what the figures mean.
+Two workers on this machine (gloo, one thread each) train for a fixed number of steps. Every few seconds, once all are
+back, one of random rank gets SIGKILL, or SIGTERM and SIGKILL 5 s later; kfuse is also resized. The systems take turns.
+Everything is read off the lines that workers write and the final models. docs/elastic_benchmark.md says what the
+figures mean, how to install the systems, and how to add one: those that are not installed are left out.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import torch
+from elastic_log import Line, Reader, contents, longest_gap, made_again
 from elastic_report import Episode, Result, report
-from elastic_systems import SYSTEMS, WORKERS, System
+from elastic_systems import BATCH, WORKERS, System, Task, is_installed, systems
 from machine import parser_of, warn_if_busy
 from rich.progress import Progress
 
-BACK_S = 60.0  # for all workers to be back after a kill, or up at the start
-_STEADY_LINES = 50  # of each worker, before anything is done to it
-
-
-@dataclass(frozen=True)
-class Line:
-    time: float
-    """Seconds since the epoch."""
-    step: int
-    pid: int
-    workers: int
-    rank: int
-    samples: int
-    """Of the step, on all workers."""
+BACK_S = 120.0  # for all workers to be back after a kill, or up at the start; and without any step
+NOTICE_S = 5.0
+_STEADY_LINES = 20  # of each worker, before anything is done to it
 
 
 class NotBackError(RuntimeError):
     """A system ended, or is not where it should be in the time it has."""
 
 
-@dataclass
-class Log:
-    """The lines so far, oldest first."""
-
-    path: Path
-    lines: list[Line] = field(default_factory=list)
-    _read: int = 0
-
-    def update(self) -> None:
-        if not self.path.exists():
-            return
-        with self.path.open() as file:
-            file.seek(self._read)
-            text = file.read()
-        complete = text[: text.rfind("\n") + 1]
-        self._read += len(complete)
-        for line in complete.splitlines():
-            nanoseconds, *numbers = map(int, line.split())
-            self.lines.append(Line(nanoseconds / 1e9, *numbers))
-
-    def since(self, moment: float) -> list[Line]:
-        recent = []
-        for line in reversed(self.lines):
-            if line.time < moment - 1:  # lines of different processes may be a little out of order
-                break
-            recent.append(line)
-        return sorted((line for line in recent if line.time >= moment), key=lambda line: line.time)
-
-
 class Job:
     """A system under way, and its log."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, epochs: int) -> None:
         directory.mkdir()
-        self.system: System = SYSTEMS[name](name, directory)
-        self.log = Log(directory / "log")
-        self.directory = directory
+        self.task = Task(directory, epochs)
+        self.log = Reader(directory / "log")
         self.started = time.time()
+        self.system: System = systems()[name](name, self.task)
 
-    def await_(self, what: str, true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + BACK_S
-        while not true():
+    @property
+    def is_over(self) -> bool:
+        return self.task.final.exists()
+
+    def await_(self, what: str, true: Callable[[], bool], limit_s: float = BACK_S) -> None:
+        """Until it is true, or the job is over. Raises NotBackError."""
+        deadline = time.monotonic() + limit_s
+        while not self.is_over and not true():
             if time.monotonic() > deadline:
-                raise NotBackError(f"{self.system.name}: waited {BACK_S:.0f} s for {what}")
+                raise NotBackError(f"{self.system.name}: waited {limit_s:.0f} s for {what}")
             time.sleep(0.005)
-            if (ended := self.system.tend()) is not None:
+            if not self.is_over and (ended := self.system.tend()) is not None:
                 raise NotBackError(ended)
             self.log.update()
+        self.log.update()
 
     def await_all(self, since: float, workers: int = WORKERS, without: int = 0) -> None:
         """Until this many workers (and not the one `without`) have made steps together for a while."""
@@ -108,120 +76,156 @@ class Job:
 
         self.await_(f"{workers} workers", all_there)
 
-    def samples_per_second(self, seconds: float) -> float:
-        """Undisturbed."""
+    def pass_time(self, seconds: float) -> list[Line]:
+        """The lines of so many seconds, or up to the job's end."""
         began = time.time()
-        self.await_("time to pass", lambda: time.time() > began + seconds)
-        lines = self.log.since(began)
-        return _samples(lines, lines[0].step) / (lines[-1].time - lines[0].time)
+        self.await_("time to pass", lambda: time.time() > began + seconds, seconds + BACK_S)
+        return self.log.since(began)
 
-    def kill_one(self, chance: random.Random, every_s: float) -> Episode:
-        """Kills a worker, and waits until all are back and `every_s` seconds have passed."""
-        self.log.update()
-        now = time.time()
-        ranks = {line.pid: line.rank for line in self.log.since(now - 1.0)}
-        pids = sorted(ranks)
-        victim = chance.choice(pids)
-        before = max(line.step for line in self.log.since(now - 5.0))
-        killed = time.time()
-        os.kill(victim, signal.SIGKILL)
-        self.await_all(killed, without=victim)
-        self.await_("the next kill's time", lambda: time.time() > killed + every_s)
-        lines = self.log.since(killed)
+    def finish(self) -> None:
+        """To the job's last step, as long as it makes steps."""
+        while not self.is_over:
+            seen = len(self.log.done)
+            self.await_("a step", lambda: len(self.log.done) > seen)
+
+    def strike(self, kind: str, chance: random.Random) -> Episode | None:
+        """Kills a worker, and waits until all are back or the job is over. None where it was over at once."""
+        ranks = {line.pid: line.rank for line in self.log.since(self.log.done[-1].time - 1.0)}
+        victim = chance.choice(sorted(ranks))
+        time.sleep(chance.uniform(0, 0.05))  # anywhere in a step
+        struck = time.time()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL if kind == "kill" else signal.SIGTERM)
+        if kind == "notice":
+            after = threading.Timer(NOTICE_S, _kill_if_alive, (victim,))
+            after.start()
+        self.await_all(struck, without=victim)
+        if kind == "notice":
+            self.pass_time(struck + NOTICE_S - time.time())
+            after.cancel()
+        lines = self.log.since(struck - 3.0)
         # What the survivor completes with the dead one's gradients is no recovery: the next step, with fewer, is.
-        going_on = next(line for line in lines if line.workers < WORKERS or line.pid not in pids)
-        after = [line for line in lines if line.time >= going_on.time]
-        survivors = [pid for pid in pids if pid != victim and any(line.pid == pid for line in after)]
-        gaps = [_longest_gap([line for line in after if line.pid == pid]) for pid in survivors]
-        made = _samples(lines, before)
-        return Episode(ranks[victim], going_on.time - killed, max(gaps, default=None), made, lines[-1].time - killed)
+        going_on = next((i for i in lines if i.time >= struck and (i.workers < WORKERS or i.pid not in ranks)), None)
+        if going_on is None:
+            return None
+        before = [line for line in lines if line.time < struck][-1:]
+        after_it = [line for line in lines if line.time >= going_on.time]
+        own = [[line for line in after_it if line.pid == pid] for pid in ranks if pid != victim]
+        gaps = [longest_gap(mine) for mine in own if len(mine) > 1]
+        standstill = longest_gap(before + [line for line in lines if line.time >= struck])
+        again = made_again([line for line in self.log.done if line.pid in ranks or line.time >= struck], going_on)
+        return Episode(kind, ranks[victim], going_on.time - struck, max(gaps, default=None), standstill, again)
 
-    def resize(self, workers: int) -> float:
+    def resize(self, workers: int) -> float | None:
         """Asks for so many workers; the survivors' longest time between two steps until they are there."""
         asked = time.time()
-        self.log.update()
-        before = {line.pid for line in self.log.since(asked - 1.0)}
-        (self.directory / "wish").write_text(str(workers))
-        os.replace(self.directory / "wish", self.directory / "workers")  # it is read at every step
+        before = {line.pid for line in self.log.since(self.log.done[-1].time - 1.0)}
+        self.system.resize(workers)
         self.await_all(asked, workers)
         lines = self.log.since(asked)
-        stayed = [pid for pid in before if sum(line.pid == pid for line in lines) > 1 and lines[-1].workers == workers]
-        return max(_longest_gap([line for line in lines if line.pid == pid]) for pid in stayed)
+        if self.is_over:
+            return None
+        stayed = [pid for pid in before if sum(line.pid == pid for line in lines[-4 * WORKERS :]) > 1]
+        return max(longest_gap([line for line in lines if line.pid == pid]) for pid in stayed)
 
 
-def _samples(lines: list[Line], after_step: int) -> int:
-    """Of the steps after that one; a step that was done again counts once."""
-    return sum({line.step: line.samples for line in lines if line.step > after_step}.values())
+def _kill_if_alive(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
-def _longest_gap(lines: list[Line]) -> float:
-    return max((b.time - a.time for a, b in pairwise(lines)), default=0.0)
-
-
-def measure(name: str, directory: Path, kills: int, every_s: float, result: Result, chance: random.Random) -> None:
-    """One turn of a system: undisturbed, then the kills; kfuse also grows and shrinks as planned."""
-    until, tries = len(result.episodes) + len(result.not_back) + kills, 0
-    while (left := until - len(result.episodes) - len(result.not_back)) > 0:
-        tries += 1
-        _job(name, directory.with_name(f"{directory.name}-{tries}"), left, every_s, result, chance)
-
-
-def _job(name: str, directory: Path, kills: int, every_s: float, result: Result, chance: random.Random) -> None:
-    job = Job(name, directory)
+def undisturbed(job: Job, result: Result) -> dict[str, Any]:
+    """The model of a job to which nothing is done. Raises AssertionError where its log does not show all samples."""
     try:
         job.await_all(0.0)
-        result.start_s.append(time.time() - job.started)
-        result.samples_per_second.append(job.samples_per_second(5.0))
-        try:
-            for _ in range(kills):
-                result.episodes.append(job.kill_one(chance, every_s))
-        except NotBackError as error:
-            result.not_back.append(str(error))
-            return
-        if name.startswith("kfuse"):
-            for _ in range(max(1, kills // 2)):
-                result.shrink_s.append(job.resize(WORKERS - 1))
-                result.growth_s.append(job.resize(WORKERS))
+        job.finish()
+        _add_rate(result, job.log.done)
+        found = contents(job.log, job.task.epochs)
+        assert not found.lost and not found.twice and not found.drifted, f"{job.system.name}: {found}"
+        return _model(job)
     finally:
         job.system.stop()
-    if name.startswith("kfuse"):
-        result.splits += _splits(directory / "run" / "events.jsonl")
 
 
-def _splits(events: Path) -> list[dict[str, float]]:
-    """Where the time of each growth went, from the run's own events."""
-    found, ready = [], {}
-    for event in map(json.loads, events.read_text().splitlines()):
-        if event["kind"] == "ready":
-            ready[event["worker"]] = event
-        elif event["kind"] == "view" and event["reason"] == "grow" and ready:
-            newest = ready[max(ready)]
-            join = event["time"] - newest["time"] - event["pause_s"]
-            split = {"boot": newest["boot_s"], "join": max(0.0, join)}
-            found.append(split | {part: event[f"{part}_s"] for part in ("regroup", "transfer")})
-    return found
+def struck(job: Job, reference: dict[str, Any], left: list[str], every_s: float, result: Result, seed: int) -> None:
+    """One job, from whose plan `left` is taken what was done to it."""
+    chance = random.Random(seed)
+    try:
+        job.await_all(0.0)
+        result.start_s.append(job.log.done[0].time - job.started)
+        while left and not job.is_over:
+            _add_rate(result, job.pass_time(every_s * chance.uniform(0.5, 1.5)))
+            if job.log.done[-1].step > job.task.steps - 4 * _STEADY_LINES:
+                break
+            if left[0] == "resize":
+                shrunk, grown = job.resize(WORKERS - 1), job.resize(WORKERS)
+                if shrunk is not None and grown is not None:
+                    result.shrink_s.append(shrunk)
+                    result.growth_s.append(grown)
+                    left.pop(0)
+            elif (episode := job.strike(left[0], chance)) is not None:
+                result.episodes.append(episode)
+                left.pop(0)
+        job.finish()
+        result.contents.append(contents(job.log, job.task.epochs))
+        differences = [(value - reference[name]).abs().max().item() for name, value in _model(job).items()]
+        result.difference.append(max(differences))
+        result.equal.append(all(torch.equal(value, reference[name]) for name, value in _model(job).items()))
+    except NotBackError as error:
+        result.not_back.append(str(error))
+        del left[:1]
+    finally:
+        job.system.stop()
+    result.growths += job.system.growths()
+
+
+def _add_rate(result: Result, lines: list[Line]) -> None:
+    if len(lines) > 4 * WORKERS:
+        made = lines[-1].step - lines[0].step
+        result.samples_per_second.append(made * BATCH / (lines[-1].time - lines[0].time))
+
+
+def _model(job: Job) -> dict[str, Any]:
+    model: dict[str, Any] = torch.load(job.task.final)
+    return model
 
 
 def main() -> int:
+    known = systems()
+    found = [name for name, kind in known.items() if is_installed(kind)]
     parser = parser_of(__doc__)
-    parser.add_argument("--kills", type=int, default=20, help="of each system (default 20)")
     parser.add_argument("--rounds", type=int, default=4, help="turns that each system has (default 4)")
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between kills at least (default 5)")
-    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--kills", type=int, default=3, help="of each system in each round (default 3)")
+    parser.add_argument("--notices", type=int, default=1, help="of each system in each round (default 1)")
+    parser.add_argument("--every", type=float, default=3.0, help="mean seconds from all being back to the next")
+    parser.add_argument("--epochs", type=int, default=40, help="of 28 steps, in each job (default 40)")
+    parser.add_argument("--systems", nargs="+", choices=list(known), default=found)
     args = parser.parse_args()
+    for number in ("rounds", "kills", "epochs"):
+        if getattr(args, number) < 1:
+            parser.error(f"--{number} {getattr(args, number)}: allowed is 1 or more")
+    if missing := [name for name in args.systems if name not in found]:
+        parser.error(f"--systems {' '.join(missing)}: not installed; allowed are {' '.join(found)}")
     warn_if_busy()
-    if args.rounds < 1 or args.kills < args.rounds or args.kills % args.rounds:
-        parser.error(f"--kills {args.kills}: allowed is a multiple of --rounds {args.rounds}")
-    chance, results = random.Random(0), {name: Result() for name in args.systems}
+    order, results = random.Random(0), {name: Result() for name in args.systems}
+    references: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as bar:
         task = bar.add_task("", total=args.rounds * len(args.systems))
         for turn in range(args.rounds):
-            for name in chance.sample(args.systems, len(args.systems)):
+            for name in order.sample(args.systems, len(args.systems)):
                 bar.update(task, description=f"round {turn + 1} of {args.rounds}: {name}")
-                directory = Path(folder, f"{name}-{turn}")
-                measure(name, directory, args.kills // args.rounds, args.every, results[name], chance)
+                if name not in references:
+                    references[name] = undisturbed(Job(name, Path(folder, f"{name}-0"), args.epochs), results[name])
+                left = ["kill"] * args.kills + ["notice"] * args.notices
+                random.Random(turn).shuffle(left)  # the same for all systems
+                left += ["resize"] if known[name].resizes else []
+                tries = 0
+                while left:
+                    job = Job(name, Path(folder, f"{name}-{turn + 1}-{tries}"), args.epochs)
+                    struck(job, references[name], left, args.every, results[name], 1000 * turn + tries)
+                    tries += 1
                 bar.advance(task)
-    report(results, args.every, BACK_S, args.json)
+    report(results, BACK_S, args.json)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""elastic.py's table, result file and picture."""
+"""elastic.py's table and result file."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elastic_log import Contents
 from machine import write
 from rich.console import Console
 from rich.table import Table
 
+_PARTS = ("boot", "join", "regroup", "transfer")
+
 
 @dataclass(frozen=True)
 class Episode:
-    """One kill."""
+    """One kill, or one notice."""
 
+    kind: str
     rank: int
     """Of the worker that was killed."""
     recovery_s: float
-    """From the kill to the next completed step."""
+    """From the signal to the next step completed by fewer workers, or by a new one."""
     rejoin_s: float | None
     """The survivors' longest time between two steps as the new worker comes in; None where nobody survives."""
-    samples: int
-    """Progress: how much farther training was at the end than before the kill."""
-    seconds: float
+    standstill_s: float
+    """The longest time in which no worker completed a step, until all are back."""
+    again: int
+    """Steps made again."""
 
 
 @dataclass
@@ -37,11 +42,14 @@ class Result:
     samples_per_second: list[float] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
     not_back: list[str] = field(default_factory=list)
-    """What was seen where a kill was the job's end; it was then started anew."""
+    """What was seen where a kill was the job's end; another was then started."""
+    contents: list[Contents] = field(default_factory=list)
+    equal: list[bool] = field(default_factory=list)
+    """By job: whether its final model has the bits of the undisturbed job's."""
+    difference: list[float] = field(default_factory=list)
     growth_s: list[float] = field(default_factory=list)
     shrink_s: list[float] = field(default_factory=list)
-    splits: list[dict[str, float]] = field(default_factory=list)
-    """Of kfuse's planned growth: boot, join, regroup and transfer, seconds."""
+    growths: list[dict[str, float]] = field(default_factory=list)
 
 
 def percentiles(values: Sequence[float | None]) -> dict[str, float | int | None]:
@@ -53,45 +61,55 @@ def percentiles(values: Sequence[float | None]) -> dict[str, float | int | None]
     return {"n": len(ordered), "median": statistics.median(ordered), "p95": p95, "max": ordered[-1]}
 
 
-def summarize(result: Result, back_s: float) -> dict[str, Any]:
-    """`back_s`: how long each job that did not come back was waited for."""
-    made = sum(e.samples for e in result.episodes)
-    spent = sum(e.seconds for e in result.episodes) + back_s * len(result.not_back)
-    rate = statistics.median(result.samples_per_second)
-    ranks = {f"kill of rank {r}": [e.recovery_s for e in result.episodes if e.rank == r] for r in (0, 1)}
+def summarize(result: Result) -> dict[str, Any]:
+    kills = [each for each in result.episodes if each.kind == "kill"]
+    notices = [each for each in result.episodes if each.kind == "notice"]
+    done, struck = result.contents, len(result.episodes) + len(result.shrink_s) + len(result.growth_s)
+    planned, steps = sum(each.planned for each in done), sum(each.steps for each in done)
     return {
-        "kills": len(result.episodes) + len(result.not_back),
-        "kills after which it did not come back": len(result.not_back),
-        "kill to next step, s": percentiles([e.recovery_s for e in result.episodes]),
-        **{f"{kill} to next step, s": percentiles(seconds) for kill, seconds in ranks.items()},
-        "survivors' gap as a new worker comes in, s": percentiles([e.rejoin_s for e in result.episodes]),
-        "survivors' gap at planned growth, s": percentiles(result.growth_s),
-        "survivors' gap at planned shrink, s": percentiles(result.shrink_s),
-        **{f"growth: {part}, s": percentiles([split[part] for split in result.splits]) for part in _PARTS},
-        "samples a second, undisturbed": rate,
-        "samples a second, under kills": made / spent,
+        "kills": len(kills),
+        "notices of 5 s": len(notices),
+        "jobs that a kill or notice ended": len(result.not_back),
+        "kill: to next step, s": percentiles([each.recovery_s for each in kills]),
+        "kill: steps made again": percentiles([each.again for each in kills]),
+        "kill: survivors' gap at the join, s": percentiles([each.rejoin_s for each in kills]),
+        "notice: longest time without a step, s": percentiles([each.standstill_s for each in notices]),
+        "notice: steps made again": percentiles([each.again for each in notices]),
+        "jobs with the bits of the undisturbed": f"{sum(result.equal)} of {len(result.equal)}",
+        "largest difference of a parameter": max(result.difference, default=None),
+        "samples lost, a kill, notice or resize": sum(each.lost for each in done) / struck if struck else None,
+        "samples done twice, the same": sum(each.twice for each in done) / struck if struck else None,
+        "samples lost, %": 100 * sum(each.lost for each in done) / planned if planned else None,
+        "samples done twice, %": 100 * sum(each.twice for each in done) / planned if planned else None,
+        "steps with another batch, %": 100 * sum(each.drifted for each in done) / steps if steps else None,
+        "samples a second, undisturbed": percentiles(result.samples_per_second)["median"],
+        "start to first step, s": percentiles(result.start_s),
+        "planned shrink: the other's gap, s": percentiles(result.shrink_s),
+        "planned growth: the other's gap, s": percentiles(result.growth_s),
+        **{f"growth: {part}, s": percentiles([each[part] for each in result.growths]) for part in _PARTS},
     }
 
 
-_PARTS = ("boot", "join", "regroup", "transfer")
-
-
-def report(results: Mapping[str, Result], every_s: float, back_s: float, file: Path | None) -> None:
-    figures = {name: summarize(result, back_s) for name, result in results.items()}
-    table = Table(title=f"A worker of two killed every {every_s:g} s; median (p95) over the kills")
+def report(results: Mapping[str, Result], back_s: float, file: Path | None) -> None:
+    figures = {name: summarize(result) for name, result in results.items()}
+    table = Table(title=f"One worker of two is killed or gets notice; median (p95). Back within {back_s:.0f} s, or ended")
     table.add_column("", no_wrap=True)
     for name in figures:
         table.add_column(name, justify="right")
     for row in next(iter(figures.values())):
         table.add_row(row, *(_cell(figures[name][row]) for name in figures))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
     measured = {name: asdict(result) for name, result in results.items()}
-    write(file, ["torch", "torchft-nightly"], figures=figures, measured=measured)
+    write(file, ["torch", "torchft-nightly", "ray"], figures=figures, measured=measured)
 
 
 def _cell(value: Any) -> str:
+    if value is None or (isinstance(value, dict) and value["n"] == 0):
+        return "-"
+    if isinstance(value, str):
+        return value
     if isinstance(value, int | float):
         return f"{value:.3g}"
-    if value is None or value["n"] == 0:
-        return "-"
+    if all(isinstance(value[key], int) or value[key] == int(value[key]) for key in ("median", "p95")):
+        return f"{value['median']:.0f} ({value['p95']:.0f})"
     return f"{value['median']:.3f} ({value['p95']:.3f})"
