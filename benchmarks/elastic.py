@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from elastic_log import Line, Reader, contents, longest_gap, made_again
-from elastic_report import Episode, Result, report
+from elastic_report import Episode, Result, save, show
 from elastic_systems import BATCH, WORKERS, System, Task, is_installed, systems
 from machine import parser_of, warn_if_busy
 from rich.progress import Progress
@@ -85,8 +85,10 @@ class Job:
     def finish(self) -> None:
         """To the job's last step, as long as it makes steps."""
         while not self.is_over:
-            seen = len(self.log.done)
-            self.await_("a step", lambda: len(self.log.done) > seen)
+            self.await_step(len(self.log.done))
+
+    def await_step(self, seen: int) -> None:
+        self.await_("a step", lambda: len(self.log.done) > seen)
 
     def strike(self, kind: str, chance: random.Random) -> Episode | None:
         """Kills a worker, and waits until all are back or the job is over. None where it was over at once."""
@@ -135,21 +137,21 @@ def _kill_if_alive(pid: int) -> None:
 
 
 def undisturbed(job: Job, result: Result) -> dict[str, Any]:
-    """The model of a job to which nothing is done. Raises AssertionError where its log does not show all samples."""
+    """The model of a job to which nothing is done. Raises NotBackError."""
     try:
         job.await_all(0.0)
         job.finish()
         _add_rate(result, job.log.done)
-        found = contents(job.log, job.task.epochs)
-        assert not found.lost and not found.twice and not found.drifted, f"{job.system.name}: {found}"
+        result.undisturbed.append(contents(job.log, job.task.epochs))
         return _model(job)
     finally:
         job.system.stop()
 
 
-def struck(job: Job, reference: dict[str, Any], left: list[str], every_s: float, result: Result, seed: int) -> None:
+def struck(
+    job: Job, reference: dict[str, Any], left: list[str], every_s: float, result: Result, chance: random.Random
+) -> None:
     """One job, from whose plan `left` is taken what was done to it."""
-    chance = random.Random(seed)
     try:
         job.await_all(0.0)
         result.start_s.append(job.log.done[0].time - job.started)
@@ -177,6 +179,31 @@ def struck(job: Job, reference: dict[str, Any], left: list[str], every_s: float,
     finally:
         job.system.stop()
     result.growths += job.system.growths()
+
+
+def take_turn(
+    name: str,
+    directory: Path,
+    epochs: int,
+    plan: list[str],
+    every_s: float,
+    result: Result,
+    references: dict[str, dict[str, Any]],
+    chance: random.Random,
+) -> None:
+    """As many jobs as the plan takes; before the first of a system's one to compare them with."""
+    directory.mkdir()
+    if name not in references:
+        try:
+            references[name] = undisturbed(Job(name, directory / "undisturbed", epochs), result)
+        except NotBackError as error:
+            result.not_back.append(str(error))
+            return
+    tries = 0
+    while plan:
+        job = Job(name, directory / str(tries), epochs)
+        struck(job, references[name], plan, every_s, result, chance)
+        tries += 1
 
 
 def _add_rate(result: Result, lines: list[Line]) -> None:
@@ -214,18 +241,15 @@ def main() -> int:
         for turn in range(args.rounds):
             for name in order.sample(args.systems, len(args.systems)):
                 bar.update(task, description=f"round {turn + 1} of {args.rounds}: {name}")
-                if name not in references:
-                    references[name] = undisturbed(Job(name, Path(folder, f"{name}-0"), args.epochs), results[name])
-                left = ["kill"] * args.kills + ["notice"] * args.notices
-                random.Random(turn).shuffle(left)  # the same for all systems
-                left += ["resize"] if known[name].resizes else []
-                tries = 0
-                while left:
-                    job = Job(name, Path(folder, f"{name}-{turn + 1}-{tries}"), args.epochs)
-                    struck(job, references[name], left, args.every, results[name], 1000 * turn + tries)
-                    tries += 1
+                folder_of = Path(folder, f"{name}-{turn}")
+                plan = ["kill"] * args.kills + ["notice"] * args.notices
+                chance = random.Random(turn)  # the same for all systems
+                chance.shuffle(plan)
+                plan += ["resize"] if known[name].resizes else []
+                take_turn(name, folder_of, args.epochs, plan, args.every, results[name], references, chance)
                 bar.advance(task)
-    report(results, BACK_S, args.json)
+            save(results, args.json)
+    show(results, BACK_S)
     return 0
 
 

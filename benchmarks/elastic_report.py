@@ -43,6 +43,8 @@ class Result:
     episodes: list[Episode] = field(default_factory=list)
     not_back: list[str] = field(default_factory=list)
     """What was seen where a kill was the job's end; another was then started."""
+    undisturbed: list[Contents] = field(default_factory=list)
+    """Of the job to which nothing was done."""
     contents: list[Contents] = field(default_factory=list)
     equal: list[bool] = field(default_factory=list)
     """By job: whether its final model has the bits of the undisturbed job's."""
@@ -82,6 +84,7 @@ def summarize(result: Result) -> dict[str, Any]:
         "samples lost, %": 100 * sum(each.lost for each in done) / planned if planned else None,
         "samples done twice, %": 100 * sum(each.twice for each in done) / planned if planned else None,
         "steps with another batch, %": 100 * sum(each.drifted for each in done) / steps if steps else None,
+        "samples lost or done twice, undisturbed": sum(each.lost + each.twice for each in result.undisturbed),
         "samples a second, undisturbed": percentiles(result.samples_per_second)["median"],
         "start to first step, s": percentiles(result.start_s),
         "planned shrink: the other's gap, s": percentiles(result.shrink_s),
@@ -90,17 +93,23 @@ def summarize(result: Result) -> dict[str, Any]:
     }
 
 
-def report(results: Mapping[str, Result], back_s: float, file: Path | None) -> None:
+def save(results: Mapping[str, Result], file: Path | None) -> None:
     figures = {name: summarize(result) for name, result in results.items()}
-    table = Table(title=f"One worker of two is killed or gets notice; median (p95). Back within {back_s:.0f} s, or ended")
+    measured = {name: asdict(result) for name, result in results.items()}
+    write(file, ["torch", "torchft-nightly", "ray"], figures=figures, measured=measured)
+
+
+def show(results: Mapping[str, Result], back_s: float) -> None:
+    figures = {name: summarize(result) for name, result in results.items()}
+    table = Table(
+        title=f"One worker of two is killed or gets notice; median (p95). Back within {back_s:.0f} s, or ended"
+    )
     table.add_column("", no_wrap=True)
     for name in figures:
         table.add_column(name, justify="right")
     for row in next(iter(figures.values())):
         table.add_row(row, *(_cell(figures[name][row]) for name in figures))
     Console(width=None if sys.stdout.isatty() else 150).print(table)
-    measured = {name: asdict(result) for name, result in results.items()}
-    write(file, ["torch", "torchft-nightly", "ray"], figures=figures, measured=measured)
 
 
 def _cell(value: Any) -> str:

@@ -170,7 +170,9 @@ class System(ABC):
 def systems() -> dict[str, type[System]]:
     """All adapters in this folder, installed or not, in the order of their files' names."""
     names = sorted(found.name for found in pkgutil.iter_modules(__path__))
-    return {name: kind for file in names for name, kind in importlib.import_module(f"{__name__}.{file}").SYSTEMS.items()}
+    return {
+        name: kind for file in names for name, kind in importlib.import_module(f"{__name__}.{file}").SYSTEMS.items()
+    }
 
 
 def is_installed(kind: type[System]) -> bool:

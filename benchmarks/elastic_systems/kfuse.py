@@ -50,6 +50,7 @@ class Kfuse(System):
         )
         for step in loader:
             used: list[int] = []
+            log.begin(step.number + 1, step.epoch, used)  # a slow worker may get no micro-batch
             for batch in step:
                 used += batch["number"].tolist()
                 log.begin(step.number + 1, step.epoch, used)

@@ -2,11 +2,13 @@
 
 The lighthouse has short timeouts, and a dead replica is started again at once. Each replica group keeps its place in
 its own share of the data after each step, as the example advises; a batch whose step was not committed is drawn again.
+The first replicas wait for each other before the first step.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -69,6 +71,7 @@ class Torchft(System):
             load_state_dict=load,
             state_dict=state,
             min_replica_size=1,
+            init_sync=False,  # all begin with the same weights
             timeout=wait,
             quorum_timeout=wait,
             connect_timeout=wait,
@@ -80,8 +83,11 @@ class Torchft(System):
             replica_id=f"group_{group}",
             hostname="127.0.0.1",
         )
+        (task.directory / f"up-{group}").touch()
+        while len(list(task.directory.glob("up-*"))) < groups:  # none goes ahead alone at the job's start
+            time.sleep(0.01)
         ddp, managed, log = DistributedDataParallel(manager, model), Optimizer(manager, opt), Log(task)
-        sampler = DistributedSampler(x, replica_group_id=group, num_replica_groups=groups, seed=0)
+        sampler = DistributedSampler(x, group, groups, group_rank=0, num_replicas=1, seed=0)
         place = task.directory / f"place-{group}"
         drawn = int(place.read_text()) if place.exists() else 0
         while manager.current_step() < task.steps:
