@@ -19,8 +19,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from elastic_log import Line, Reader, contents, longest_gap, made_again
@@ -113,22 +113,32 @@ class Job:
         before = [line for line in lines if line.time < struck][-1:]
         after_it = [line for line in lines if line.time >= going_on.time]
         own = [[line for line in after_it if line.pid == pid] for pid in ranks if pid != victim]
-        gaps = [longest_gap(mine) for mine in own if len(mine) > 1]
+        gaps = [longest_gap(mine) for mine in own if len(mine) > 1 and not self.is_over]  # else none came in
         standstill = longest_gap(before + [line for line in lines if line.time >= struck])
         again = made_again([line for line in self.log.done if line.pid in ranks or line.time >= struck], going_on)
         return Episode(kind, ranks[victim], going_on.time - struck, max(gaps, default=None), standstill, again)
 
-    def resize(self, workers: int) -> float | None:
-        """Asks for so many workers; the survivors' longest time between two steps until they are there."""
+    def resize_and_back(self, result: Result) -> bool:
+        """One worker fewer, then as many as before. Whether both were made before the job was over."""
+        shrunk = self._resize(WORKERS - 1)
+        grown = self._resize(WORKERS)
+        if self.is_over:
+            return False
+        result.shrink_s.append(shrunk)
+        result.growth_s.append(grown)
+        return True
+
+    def _resize(self, workers: int) -> float:
+        """The longest time between two steps of those that stay, until there are so many workers."""
         asked = time.time()
         before = {line.pid for line in self.log.since(self.log.done[-1].time - 1.0)}
         self.system.resize(workers)
         self.await_all(asked, workers)
-        lines = self.log.since(asked)
-        if self.is_over:
-            return None
-        stayed = [pid for pid in before if sum(line.pid == pid for line in lines[-4 * WORKERS :]) > 1]
-        return max(longest_gap([line for line in lines if line.pid == pid]) for pid in stayed)
+        return max(longest_gap([line for line in self.log.since(asked) if line.pid == pid]) for pid in before)
+
+    def model(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = torch.load(self.task.final)
+        return found
 
 
 def _kill_if_alive(pid: int) -> None:
@@ -136,85 +146,75 @@ def _kill_if_alive(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def undisturbed(job: Job, result: Result) -> dict[str, Any]:
-    """The model of a job to which nothing is done. Raises NotBackError."""
-    try:
-        job.await_all(0.0)
-        job.finish()
-        _add_rate(result, job.log.done)
-        result.undisturbed.append(contents(job.log, job.task.epochs))
-        return _model(job)
-    finally:
-        job.system.stop()
+@dataclass
+class Series:
+    """A system's jobs."""
 
+    name: str
+    epochs: int
+    every_s: float
+    result: Result = field(default_factory=Result)
+    model: dict[str, torch.Tensor] | None = None
+    """Of the job to which nothing was done."""
 
-def struck(
-    job: Job, reference: dict[str, Any], left: list[str], every_s: float, result: Result, chance: random.Random
-) -> None:
-    """One job, from whose plan `left` is taken what was done to it."""
-    try:
-        job.await_all(0.0)
-        result.start_s.append(job.log.done[0].time - job.started)
-        while left and not job.is_over:
-            _add_rate(result, job.pass_time(every_s * chance.uniform(0.5, 1.5)))
-            if job.log.done[-1].step > job.task.steps - 4 * _STEADY_LINES:
-                break
-            if left[0] == "resize":
-                shrunk, grown = job.resize(WORKERS - 1), job.resize(WORKERS)
-                if shrunk is not None and grown is not None:
-                    result.shrink_s.append(shrunk)
-                    result.growth_s.append(grown)
-                    left.pop(0)
-            elif (episode := job.strike(left[0], chance)) is not None:
-                result.episodes.append(episode)
-                left.pop(0)
-        job.finish()
-        result.contents.append(contents(job.log, job.task.epochs))
-        differences = [(value - reference[name]).abs().max().item() for name, value in _model(job).items()]
-        result.difference.append(max(differences))
-        result.equal.append(all(torch.equal(value, reference[name]) for name, value in _model(job).items()))
-    except NotBackError as error:
-        result.not_back.append(str(error))
-        del left[:1]
-    finally:
-        job.system.stop()
-    result.growths += job.system.growths()
-
-
-def take_turn(
-    name: str,
-    directory: Path,
-    epochs: int,
-    plan: list[str],
-    every_s: float,
-    result: Result,
-    references: dict[str, dict[str, Any]],
-    chance: random.Random,
-) -> None:
-    """As many jobs as the plan takes; before the first of a system's one to compare them with."""
-    directory.mkdir()
-    if name not in references:
+    def turn(self, directory: Path, plan: list[str], chance: random.Random) -> None:
+        """As many jobs as it takes to do to them what is planned; before the first, one to compare them with."""
+        directory.mkdir()
         try:
-            references[name] = undisturbed(Job(name, directory / "undisturbed", epochs), result)
+            if self.model is None:
+                self.model = self._undisturbed(Job(self.name, directory / "undisturbed", self.epochs))
+        except NotBackError as error:
+            self.result.not_back.append(str(error))
+            return
+        tries = 0
+        while plan:
+            self._struck(Job(self.name, directory / str(tries), self.epochs), plan, chance)
+            tries += 1
+
+    def _undisturbed(self, job: Job) -> dict[str, torch.Tensor]:
+        try:
+            job.await_all(0.0)
+            job.finish()
+            self._add_rate(job.log.done)
+            self.result.undisturbed.append(contents(job.log, self.epochs))
+            return job.model()
+        finally:
+            job.system.stop()
+
+    def _struck(self, job: Job, plan: list[str], chance: random.Random) -> None:
+        """What is done to the job is taken from the plan."""
+        result = self.result
+        try:
+            job.await_all(0.0)
+            result.start_s.append(job.log.done[0].time - job.started)
+            while plan and not job.is_over:
+                self._add_rate(job.pass_time(self.every_s * chance.uniform(0.5, 1.5)))
+                if job.log.done[-1].step > job.task.steps - 4 * _STEADY_LINES:
+                    break
+                if plan[0] == "resize":
+                    done = job.resize_and_back(result)
+                else:
+                    episode = job.strike(plan[0], chance)
+                    result.episodes += [episode] if episode else []
+                    done = episode is not None
+                if done:
+                    plan.pop(0)
+            job.finish()
+            result.contents.append(contents(job.log, self.epochs))
+            pairs = [(value, self.model[name]) for name, value in job.model().items()] if self.model else []
+            result.equal.append(all(torch.equal(*pair) for pair in pairs))
+            result.difference.append(max((a - b).abs().max().item() for a, b in pairs))
         except NotBackError as error:
             result.not_back.append(str(error))
-            return
-    tries = 0
-    while plan:
-        job = Job(name, directory / str(tries), epochs)
-        struck(job, references[name], plan, every_s, result, chance)
-        tries += 1
+            del plan[:1]
+        finally:
+            job.system.stop()
+        result.growths += job.system.growths()
 
-
-def _add_rate(result: Result, lines: list[Line]) -> None:
-    if len(lines) > 4 * WORKERS:
-        made = lines[-1].step - lines[0].step
-        result.samples_per_second.append(made * BATCH / (lines[-1].time - lines[0].time))
-
-
-def _model(job: Job) -> dict[str, Any]:
-    model: dict[str, Any] = torch.load(job.task.final)
-    return model
+    def _add_rate(self, lines: list[Line]) -> None:
+        if len(lines) > 4 * WORKERS:
+            made = lines[-1].step - lines[0].step
+            self.result.samples_per_second.append(made * BATCH / (lines[-1].time - lines[0].time))
 
 
 def main() -> int:
@@ -225,28 +225,27 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=3, help="of each system in each round (default 3)")
     parser.add_argument("--notices", type=int, default=1, help="of each system in each round (default 1)")
     parser.add_argument("--every", type=float, default=3.0, help="mean seconds from all being back to the next")
-    parser.add_argument("--epochs", type=int, default=40, help="of 28 steps, in each job (default 40)")
+    parser.add_argument("--epochs", type=int, default=60, help="of 28 steps, in each job (default 60)")
     parser.add_argument("--systems", nargs="+", choices=list(known), default=found)
     args = parser.parse_args()
-    for number in ("rounds", "kills", "epochs"):
-        if getattr(args, number) < 1:
-            parser.error(f"--{number} {getattr(args, number)}: allowed is 1 or more")
+    for number, least in (("rounds", 1), ("kills", 1), ("notices", 0), ("epochs", 20)):
+        if getattr(args, number) < least:
+            parser.error(f"--{number} {getattr(args, number)}: allowed is {least} or more")
     if missing := [name for name in args.systems if name not in found]:
         parser.error(f"--systems {' '.join(missing)}: not installed; allowed are {' '.join(found)}")
     warn_if_busy()
-    order, results = random.Random(0), {name: Result() for name in args.systems}
-    references: dict[str, dict[str, Any]] = {}
+    order, series = random.Random(0), {name: Series(name, args.epochs, args.every) for name in args.systems}
+    results = {name: each.result for name, each in series.items()}
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as bar:
-        task = bar.add_task("", total=args.rounds * len(args.systems))
+        task = bar.add_task("", total=args.rounds * len(series))
         for turn in range(args.rounds):
-            for name in order.sample(args.systems, len(args.systems)):
+            for name in order.sample(args.systems, len(series)):
                 bar.update(task, description=f"round {turn + 1} of {args.rounds}: {name}")
-                folder_of = Path(folder, f"{name}-{turn}")
-                plan = ["kill"] * args.kills + ["notice"] * args.notices
                 chance = random.Random(turn)  # the same for all systems
+                plan = ["kill"] * args.kills + ["notice"] * args.notices
                 chance.shuffle(plan)
                 plan += ["resize"] if known[name].resizes else []
-                take_turn(name, folder_of, args.epochs, plan, args.every, results[name], references, chance)
+                series[name].turn(Path(folder, f"{name}-{turn}"), plan, chance)
                 bar.advance(task)
             save(results, args.json)
     show(results, BACK_S)

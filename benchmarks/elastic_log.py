@@ -67,7 +67,7 @@ def made_again(lines: list[Line], going_on: Line) -> int:
 
     lines: from before the disturbance until all are back. going_on: the first line of the workers after it.
     """
-    there = {line.pid for line in lines[-4 * WORKERS :]}
+    there = {line.pid for line in lines[-4 * WORKERS :] if line.time >= going_on.time}
     again = {line.step for line in lines if line.time >= going_on.time and line.pid in there}
     gone = Counter(line.step for line in lines if line.pid not in there and line.step in again)
     # A survivor's line says that a step which a dead worker completed was its own too, in the same update.

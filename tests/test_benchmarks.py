@@ -184,3 +184,56 @@ def test_the_planner_without_pauses_and_arrivals_is_the_forecast(script: Script)
     assert outcome.worker_hours * 3600 == pytest.approx(worker_seconds, rel=1e-9)
     for rule in ("static", "fifo"):
         assert (plan.simulate(plan.draw(40, 16, 1.2, 3), 16, rule).completion > 0).all()
+
+
+def test_the_elastic_benchmarks_log_tells_what_the_final_model_is_of(script: Script, tmp_path: Path) -> None:
+    """An epoch of 28 steps of 64: one worker is lost before its line, a step is rolled back, a batch is cut in half."""
+    log = script("elastic_log")
+    clock = iter(range(10**6))
+
+    def line(pid: int, step: int, workers: int, samples: Sequence[int] = ()) -> str:
+        return json.dumps([next(clock) * 10**9, pid, step, workers, 0, 0, list(samples)]) + "\n"
+
+    def part(step: int, which: int) -> range:
+        return range(64 * (step - 1) + 32 * which, 64 * (step - 1) + 32 * (which + 1))
+
+    lines = []
+    for step in range(1, 29):
+        lines += [line(pid, step, 0, part(step, which)) for which, pid in enumerate((11, 12))]
+        lines += [line(11, step, 2)] + ([line(12, step, 2)] if step != 5 else [])
+        if step == 9:  # both end; others go back to step 8, with the same samples
+            for again in (8, 9):
+                lines += [line(pid, again, 0, part(again, which)) for which, pid in enumerate((21, 22))]
+                lines += [line(pid, again, 2) for pid in (21, 22)]
+        if step == 20:  # again, by one alone, with half of the samples, of which one was used in step 1
+            lines += [line(11, step, 0, [0, *part(step, 0)[1:]]), line(11, step, 1)]
+    (tmp_path / "log").write_text("".join(lines))
+    reader = log.Reader(tmp_path / "log")
+    reader.update()
+    assert log.contents(reader, 1) == log.Contents(planned=1792, lost=33, twice=1, steps=28, drifted=1)
+    until = [each for each in reader.done if each.step <= 9]
+    going_on = next(each for each in until if each.pid == 21)
+    assert log.made_again(until, going_on) == 2
+
+
+def test_a_survivors_own_update_is_not_one_that_was_made_again(script: Script) -> None:
+    log = script("elastic_log")
+
+    def done(time: float, pid: int, step: int, workers: int) -> Any:
+        return log.Line(time, pid, step, workers, 0, 0, ())
+
+    both = [done(step + pid / 100, pid, step, 2) for step in (1, 2, 3) for pid in (1, 2)]
+    later = [done(step, 1, step, 1) for step in range(4, 20)]
+    assert log.made_again([*both, *later], later[0]) == 0, "2 is dead, 1 has made the same updates"
+    redone = done(3.5, 1, 3, 1)
+    assert log.made_again([*both[:4], both[5], redone, *later], redone) == 1, "only 2 had completed step 3"
+
+
+@pytest.mark.full
+@pytest.mark.jobs
+def test_the_elastic_benchmark_strikes_a_job(tmp_path: Path) -> None:
+    strike = "--rounds 1 --kills 1 --notices 0 --every 0.5 --epochs 20 --systems kfuse-reproducible"
+    figures = run(tmp_path, "elastic", *strike.split())[0]["figures"]["kfuse-reproducible"]
+    assert figures["kills"] == 1
+    assert figures["samples lost, %"] == figures["samples done twice, %"] == figures["steps with another batch, %"] == 0
+    assert figures["samples lost or done twice, undisturbed"] == figures["largest difference of a parameter"] == 0
