@@ -234,6 +234,7 @@ def main() -> int:
     if missing := [name for name in args.systems if name not in found]:
         parser.error(f"--systems {' '.join(missing)}: not installed; allowed are {' '.join(found)}")
     warn_if_busy()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the end of what is under way
     order, series = random.Random(0), {name: Series(name, args.epochs, args.every) for name in args.systems}
     results = {name: each.result for name, each in series.items()}
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as bar:
