@@ -17,7 +17,7 @@ from kfuse.elastic import protocol
 from kfuse.elastic.job import Elasticity, Job, JobFailed, Recorder, Records
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.meetings import Meetings
-from kfuse.elastic.processes import LaunchError, Processes, State, Worker
+from kfuse.elastic.processes import LaunchError, Processes, State, Worker, send_to_all
 from kfuse.elastic.server import Server
 from kfuse.elastic.views import Views
 
@@ -132,8 +132,7 @@ class Supervisor:
             return
         _log.info("stop asked: %s", reason)
         self.job.stopping = reason
-        for worker in self.processes.alive():
-            worker.send("stop", reason=reason)
+        send_to_all(self.processes.alive(), "stop", reason=reason)
         loop.call_later(_CATCH_UP * self.job.elasticity.grace_s, self._end_catching_up)
         loop.call_later(self.job.elasticity.grace_s, self.job.end)
 
@@ -240,9 +239,8 @@ class Supervisor:
                 self._meetings.announce(message["announcement"])
             case "decision":  # of rank 0, for all others
                 number, decision = message["number"], message["decision"]
-                for other in self.processes.alive():
-                    if other is not worker:
-                        other.send("decision", worker=worker.number, number=number, decision=decision)
+                others = (other for other in self.processes.alive() if other is not worker)
+                send_to_all(others, "decision", worker=worker.number, number=number, decision=decision)
             case "meet":
                 self._meetings.stand(worker, message)
             case "alive":  # a heartbeat

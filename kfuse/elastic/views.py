@@ -7,6 +7,7 @@ the step under way.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -14,13 +15,15 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from kfuse.elastic.job import Job, JobFailed, Records
-from kfuse.elastic.processes import LaunchError, Processes, State, Worker
+from kfuse.elastic.processes import LaunchError, Processes, State, Worker, send_to_all
 from kfuse.elastic.protocol import Member, View
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _log = logging.getLogger("kfuse")
+
+_TOGETHER_S = 20e-6  # a worker of the view, until it is formed anew: as long as that takes this process
 
 
 @dataclass
@@ -42,6 +45,9 @@ class Views:
         self._since_step = _Row()  # workers lost since the last new step
         self._since_boot = _Row()  # newcomers lost since the last one that has booted
         self._progress = 0  # `Records.progress` when the last lost worker was counted
+        self._to_join: list[Worker] = []  # of the newest view: all that have not joined it yet, and perhaps others
+        self._must_recover = False  # a worker is lost, and the view without it is not formed yet
+        self._recovering: asyncio.Task[None] | None = None  # what forms it, and starts others
 
     # -- how many workers -----------------------------------------------------------------------------------------
 
@@ -122,9 +128,10 @@ class Views:
 
     def propose(self) -> None:
         """Proposes the next planned view, once its workers are ready and the view before it is active."""
-        job, newcomers, members = self._job, self._processes.newcomers(), self._processes.members()
-        if job.stopping or job.done or any(worker.state is State.PROPOSED for worker in members):
+        job = self._job
+        if job.stopping or job.done or self._must_recover or self._awaits_any():
             return
+        newcomers, members = self._processes.newcomers(), self._processes.members()
         ready = [worker for worker in newcomers if worker.state is State.READY]
         booting = any(worker.state is State.BOOTING and worker.process.running for worker in newcomers)
         staying, leaving = [m for m in members if not m.leaving], [m for m in members if m.leaving]
@@ -156,13 +163,14 @@ class Views:
 
     def _announce(self, workers: list[Worker], reason: str, recovers: bool = False) -> None:
         generation = self._job.view.generation + 1
-        leaving = [worker for worker in self._processes.members() if worker not in workers]
+        staying = {worker.number for worker in workers}
+        leaving = [worker for worker in self._processes.members() if worker.number not in staying]
         members = tuple(Member(worker.number, worker.pid or 0, worker.host) for worker in workers)
         view = self._job.view = View(generation, members, self._open_store(len(members)), reason, recovers)
         for worker in workers:
             worker.state = State.PROPOSED
-        for worker in workers + leaving:
-            worker.send("view", view=asdict(view))
+        self._to_join, self._must_recover = [*workers], False
+        send_to_all(workers + leaving, "view", view=asdict(view))
         numbers = [worker.number for worker in workers]
         _log.info("view %d formed (%s): workers %s on store %s:%d", generation, reason, numbers, *view.store)
 
@@ -183,6 +191,12 @@ class Views:
         port = listener.getsockname()[1]
         self.store = TCPStore(self.host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         return self.host, port
+
+    def _awaits_any(self) -> bool:
+        """Whether a worker of the newest view has not joined it yet. Many calls together look at each worker once."""
+        while self._to_join and self._to_join[-1].state is not State.PROPOSED:
+            self._to_join.pop()
+        return bool(self._to_join)
 
     def left(self, worker: Worker) -> None:
         worker.state = State.LEFT
@@ -222,6 +236,8 @@ class Views:
         One that has not come to a proposed view, or is to leave, may tell the generation before.
         """
         job = self._job
+        if self._must_recover:  # a view is about to be formed
+            return
         proposed = not job.view.recovers and (worker.state is State.PROPOSED or worker in self._processes.leavers())
         if generation != job.view.generation and not (proposed and generation == job.view.generation - 1):
             return
@@ -249,8 +265,9 @@ class Views:
 
     def _all_out_of_loop(self, worker: Worker) -> bool:
         """Whether this worker and the others that train have ended their loops, this one without an error."""
-        everyone = [worker, *(member for member in self._processes.members() if member.joined)]
-        return worker.failed_at is None and all(map(self.out_of_loop, everyone))
+        if worker.failed_at is not None or not self.out_of_loop(worker):
+            return False
+        return all(self.out_of_loop(member) for member in self._processes.members() if member.joined)
 
     def _quit(self, worker: Worker) -> None:
         """A worker's script ended with status 0. Before training is over that is no failure, but the others must do
@@ -285,10 +302,9 @@ class Views:
         recovering = job.view.recovers
         awaited = recovering and was is State.PROPOSED  # it ended before it was in the view that recovers
         # With another, whose loss the survivors have not recovered from yet, or recover from without this one.
-        together = awaited or (recovering and rank is None and worker.joined)
+        together = awaited or self._must_recover or (recovering and rank is None and worker.joined)
         # It was about to leave, as planned, and the others still train with it until they come to the proposed view.
-        proposed = any(member.state is State.PROPOSED for member in members)
-        leaving = rank is None and was is State.MEMBER and proposed and not recovering
+        leaving = rank is None and was is State.MEMBER and self._awaits_any() and not recovering
         how, cause = self._report_failure(worker, status)
         if job.stopping:
             if rank is not None or leaving:
@@ -315,8 +331,19 @@ class Views:
         elif last and not limits.restart:
             job.end(JobFailed(f"no worker is left: the last one {how}{cause}"))
         else:
-            if rank is not None or leaving:
-                self.recover()
+            self._must_recover |= rank is not None or leaving
+            if self._recovering is None:
+                self._recovering = asyncio.create_task(self._recover_together())
+            await self._recovering
+
+    async def _recover_together(self) -> None:
+        """Forms the view without the lost workers and starts others: once for all losses that are known together."""
+        await asyncio.sleep(_TOGETHER_S * self._job.view.size)
+        self._recovering = None
+        if self._must_recover and not self._job.over.is_set():
+            self._must_recover = False
+            self.recover()
+        if not self._job.stopping:
             await self.refill()
 
     async def _boot_failed(self, worker: Worker, how: str) -> None:
