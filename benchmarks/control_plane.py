@@ -2,6 +2,7 @@
 
     python benchmarks/control_plane.py --json benchmarks/results/control_plane.json --plot control_plane.png
     python benchmarks/control_plane.py --sizes 16,64 --rounds 1
+    python benchmarks/control_plane.py --sizes 16 --real 64       # and a job of 64 real workers on this machine
 
 A real supervisor, in a process of its own, with its messages, authentication and sockets over loopback. Its workers are
 connections of `PROCESSES` other processes (control_clients.py), which train nothing and have no torch. They do not
@@ -17,6 +18,8 @@ refill     then as many are asked for as were lost: until all have joined the vi
 
 CPU seconds are the supervisor process's own (user and system), of all its threads. Wall times are of a machine on which
 the stand-ins compete with the supervisor for the cores, and say little about a cluster. Reported are medians of rounds.
+--real is `kfuse` with so many workers of a small network, over gloo, until it has made `REAL_STEPS` steps. It takes
+some 150 MB a worker. All import torch at once, so where cores are few `elastic.boot_timeout_s` must be raised.
 The plot has measured points, and the power law through the two largest sizes beyond them, as a dashed line.
 """
 
@@ -35,10 +38,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from control_report import plot, show
 from machine import parser_of, warn_if_busy, write
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from kfuse.elastic import protocol
 from kfuse.elastic.processes import Worker
@@ -48,9 +51,7 @@ from kfuse.observe.run_dir import RunDirectory
 PROCESSES = 4  # that the workers are connections of
 STEADY_S, SPREAD_S = 5.0, 1.0
 LIMIT_S = 300.0  # for each phase
-EXTRAPOLATED = 4096  # workers
-PHASES = ("start", "growth", "loss of 1", "loss of half", "loss of half within a second", "refill")
-BAR_CPU_S, BAR_KB, BAR_WORKERS = 1.0, 100.0, 1000  # of a loss; of memory a worker
+REAL_STEPS, REAL_LIMIT_S, REAL_BOOT_S = 20, 300.0, 280
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
@@ -260,11 +261,49 @@ def measure(workers: int) -> dict[str, Any]:
         return asyncio.run(run())
 
 
+def real(workers: int) -> dict[str, Any]:
+    """A job of real workers on this machine: seconds until the first view, and until the end; the memory it takes."""
+    options = [f"workers.count={workers}", f"workers.max={workers}", f"batch.size={workers}", "batch.micro=1"]
+    options += ["policy=none", "workers.threads=1", f"train.steps={REAL_STEPS}", "model=mlp", "observe.sinks=[]"]
+    options += [f"elastic.boot_timeout_s={REAL_BOOT_S}", "observe.progress=false"]
+    free_kb, least_kb = _available_kb(), math.inf
+    with tempfile.TemporaryDirectory() as directory:
+        since, when = time.monotonic(), time.time()
+        command = [sys.executable, "-m", "kfuse", *options, f"hydra.run.dir={directory}/run"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        while process.poll() is None:
+            least_kb = min(least_kb, _available_kb())
+            if time.monotonic() - since > REAL_LIMIT_S:
+                process.terminate()
+                process.wait()
+            time.sleep(1.0)
+        seconds = time.monotonic() - since
+        events = [json.loads(line) for line in Path(directory, "run", "events.jsonl").read_text().splitlines()]
+        steps = len(Path(directory, "run", "metrics.jsonl").read_text().splitlines())
+    if process.returncode or steps < REAL_STEPS:
+        raise SystemExit(f"{workers} real workers: status {process.returncode} after {seconds:.0f} s and {steps} steps")
+    view = next(event for event in events if event["kind"] == "view")
+    return {
+        "options": options,
+        "workers": len(view["workers"]),
+        "lost": sum(event["kind"] == "failure" for event in events),
+        "first_view_s": view["time"] - when,
+        "end_s": seconds,
+        "mb_a_worker": (free_kb - least_kb) / workers / 1000,
+    }
+
+
+def _available_kb() -> float:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return float(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1.024
+
+
 def main() -> None:
     """Measures, prints, draws, and writes what is asked for."""
     parser = parser_of(__doc__)
     parser.add_argument("--sizes", default="16,64,256,1000,2048,4096", help="numbers of workers")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--real", type=int, metavar="WORKERS", help="run a job of so many real workers too")
     parser.add_argument("--plot", type=Path, help="a picture; needs matplotlib")
     parser.add_argument("--before", type=Path, help="the figures of another version, from its --json, to show beside")
     parser.add_argument("--measure", type=int, help="of one job, in this process: what this script calls itself with")
@@ -285,10 +324,15 @@ def main() -> None:
     results = {size: middle(rounds) for size, rounds in found.items()}
     before = json.loads(args.before.read_text())["sizes"] if args.before else {}
     show(results)
+    job = real(args.real) if args.real else None
+    if job is not None:
+        times = f"{job['first_view_s']:.0f} s until all train, {job['end_s']:.0f} s until the end of {REAL_STEPS} steps"
+        print(f"{args.real} real workers: {times}; {job['mb_a_worker']:.0f} MB a worker")
+    about = {"heartbeat_s": protocol.HEARTBEAT_S, "silence_s": Elasticity(1, 1, 1).heartbeat_timeout_s}
+    figures = {"sizes": results, "before": before, "rounds": found, "real": job}
+    write(args.json, ["torch", "orjson"], benchmark="control_plane", settings=about, **figures)
     if args.plot is not None:
         plot(results, {int(size): each for size, each in before.items()}, args.plot)
-    about = {"heartbeat_s": protocol.HEARTBEAT_S, "silence_s": Elasticity(1, 1, 1).heartbeat_timeout_s}
-    write(args.json, ["orjson"], benchmark="control_plane", settings=about, sizes=results, before=before, rounds=found)
 
 
 def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -297,51 +341,6 @@ def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if isinstance(values[0], dict):
         return {key: middle([each[key] for each in values]) for key in values[0]}
     return median(values)  # type: ignore[return-value]
-
-
-def show(results: Mapping[int, dict[str, Any]]) -> None:
-    """Prints a table."""
-    table = Table("workers", *(f"{phase}: CPU s (views)" for phase in PHASES), "steady, share of a core", "kB a worker")
-    for size, result in results.items():
-        phases = (result["phases"][phase] for phase in PHASES)
-        cells = [f"{each['cpu_s']:.3f} ({each['views']:g})" for each in phases]
-        table.add_row(str(size), *cells, f"{result['steady_share_of_a_core']:.3f}", f"{result['kb_a_worker']:.0f}")
-    Console(width=160).print(table)
-    if (result := results.get(BAR_WORKERS)) is not None:
-        worst = max(result["phases"][phase]["cpu_s"] for phase in ("loss of 1", "loss of half"))
-        kept = worst <= BAR_CPU_S and result["kb_a_worker"] <= BAR_KB
-        print(
-            f"{BAR_WORKERS} workers: at most {BAR_CPU_S:g} s a loss, {BAR_KB:g} kB a worker: {'yes' if kept else 'NO'}"
-        )
-
-
-def plot(results: Mapping[int, dict[str, Any]], before: Mapping[int, dict[str, Any]], path: Path) -> None:
-    """Draws CPU seconds of each phase, and the steady share, over the number of workers."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 6), layout="constrained")
-    for axis, name, given in zip(figure.subplots(1, 2, sharey=True), ("now", "before"), (results, before), strict=True):
-        values = {phase: {n: each["phases"][phase]["cpu_s"] for n, each in given.items()} for phase in PHASES}
-        values["steady: share of a core"] = {n: each["steady_share_of_a_core"] for n, each in given.items()}
-        for place, (label, points) in enumerate(values.items()):
-            axis.plot([*points], [*points.values()], "o-", color=f"C{place}", label=f"{label} (measured)")
-            line = extrapolate(points)
-            axis.plot([*line], [*line.values()], "x--", color=f"C{place}", label="_")
-        axis.plot([], [], "x--", color="grey", label="extrapolated")
-        axis.axhline(BAR_CPU_S, color="grey", linewidth=0.8, linestyle=":")
-        axis.set(xscale="log", yscale="log", xlabel="workers", ylabel="the supervisor's CPU seconds", title=name)
-        axis.grid(alpha=0.2)
-        axis.legend(frameon=False)
-    figure.savefig(path, dpi=90)
-
-
-def extrapolate(points: Mapping[int, float]) -> dict[int, float]:
-    """The power law through the two largest sizes, up to `EXTRAPOLATED`; nothing where that is measured."""
-    if len(points) < 2 or max(points) >= EXTRAPOLATED:
-        return {}
-    low, high = sorted(points)[-2:]
-    power = math.log(points[high] / points[low]) / math.log(high / low)
-    return {high: points[high], EXTRAPOLATED: points[high] * (EXTRAPOLATED / high) ** power}
 
 
 if __name__ == "__main__":
