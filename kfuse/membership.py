@@ -116,6 +116,12 @@ class Session:
         """Why the supervisor asks training to stop; None if it does not, or there is no supervisor."""
         return None if self.control_client is None else self.control_client.stop
 
+    @property
+    def saves(self) -> bool:
+        """Where training has failed: whether the last checkpoint is this worker's. The leader's, or as told."""
+        told = None if self.control_client is None else self.control_client.saves
+        return self.group.rank == 0 if told is None else told
+
     def ask_supervisor(self, what: str, **fields: int) -> None:
         """Sends the supervisor, if there is one, a request of rank 0; other ranks' requests are dropped.
 

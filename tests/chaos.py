@@ -68,6 +68,9 @@ def strike(how: str) -> None:
                 subprocess.run(["iptables", "-w", "-A", chain, "-j", "DROP"], check=True)
         case "unplug":
             subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        case _ if how.startswith("apart_from "):  # this host and that address reach all others, and not each other
+            for chain, side in (("INPUT", "-s"), ("OUTPUT", "-d")):
+                subprocess.run(["iptables", "-w", "-A", chain, side, how.split()[1], "-j", "DROP"], check=True)
         case _:
             raise ValueError(f"how={how!r}: unknown")
 

@@ -113,15 +113,20 @@ class Checkpoints:
         """Whether `every_steps` asks for a checkpoint after so many steps. The same on every worker."""
         return bool(self._every_steps) and steps % (self._every_steps or 1) == 0
 
-    def save_last(self, step: int, state: CaptureState) -> None:
-        """Writes one more and waits for it (`_LAST_TIMEOUT_S` at most), unless this step has one."""
+    def save_last(self, step: int, state: CaptureState, alone: bool | None = None) -> None:
+        """Writes one more and waits for it (`_LAST_TIMEOUT_S` at most), unless this step has one.
+
+        alone: the workers have lost each other; whether this one writes it. None: all of them call it.
+        """
         if not (self._every_steps or self._each_epoch):
             return
-        if self._session.group.rank != 0 and not self._session.comm.sharded:
+        writes = self._session.group.rank == 0 if alone is None else alone
+        if not writes and (alone is not None or not self._session.comm.sharded):
             return
         if self._writer is not None:
             self._writer.wait(_LAST_TIMEOUT_S)
-        if step != self._written and self._save(step, state) and self._writer is not None:
+        saved = step != self._written and (self._write(step, state()) if alone else self._save(step, state))
+        if saved and self._writer is not None:
             self._writer.wait(_LAST_TIMEOUT_S)
 
     def close(self) -> None:
@@ -148,8 +153,10 @@ class Checkpoints:
             if not told.item():
                 return False
         captured = state() if leads or self._session.comm.sharded else {}
-        if not leads:
-            return True
+        return self._write(step, captured) if leads else True
+
+    def _write(self, step: int, captured: dict[str, Any]) -> bool:
+        """Returns False while the last one is being written."""
         if self._writer is None:
             assert self._directory is not None
             self._writer = Checkpointer(self._directory, self._keep, self._report)

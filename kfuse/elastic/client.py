@@ -31,6 +31,8 @@ class ControlClient:
 
     step: int | None = None  # steps made so far, which heartbeats report while workers are at steps of their own
     stop: str | None = None  # why the supervisor asks to stop; None if it does not
+    failed: str | None = None  # why the job has failed, where this worker has a moment for a last checkpoint
+    saves: bool | None = None  # of a failed job: whether this worker writes it; None: the leader does
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         """Connects. Raises ControlError if the supervisor does not answer."""
@@ -59,10 +61,14 @@ class ControlClient:
         threading.Thread(target=self._receive, name="kfuse-control", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="kfuse-heartbeat", daemon=True).start()
 
-    def _connect(self, address: tuple[str, int], timeout_s: float, **more: bool) -> tuple[socket.socket, BinaryIO, Any]:
+    def _connect(self, address: tuple[str, int], timeout_s: float, **more: Any) -> tuple[socket.socket, BinaryIO, Any]:
         """A connection, what comes over it, and the supervisor's welcome. Raises ControlError and OSError."""
         connection = socket.create_connection(address, timeout=timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not more:  # other workers find out here whether they reach this host; nothing is read from it
+            own = (connection.getsockname()[0], 0)
+            self._reached = socket.create_server(own, family=connection.family, backlog=socket.SOMAXCONN)
+            more = {"address": self._reached.getsockname()[:2]}
         who = {"worker": self.worker, "pid": os.getpid(), "host": socket.gethostname()}
         connection.sendall(protocol.encode({"type": "hello", "token": os.environ[protocol.ENV_TOKEN], **who, **more}))
         lines = connection.makefile("rb")
@@ -82,7 +88,7 @@ class ControlClient:
         which steps. Raises ControlError if the supervisor is gone.
         """
         with self._changed:
-            self.check()
+            self._check_connection()
             if message == "record" and fields["kind"] in protocol.OF_STEPS and len(self._unsent) >= _MOST_WAITING:
                 self._losses.add(fields["data"]["step"])
                 return
@@ -116,11 +122,11 @@ class ControlClient:
             self.send("goodbye")
             while self._unsent:
                 self._changed.wait(_POLL_S)
-                self.check()
+                self._check_connection()
                 self._flush()
         self._closing.set()
-        self._messages.close()
-        self._socket.close()
+        for each in (self._messages, self._socket, self._reached):
+            each.close()
 
     # -- views ----------------------------------------------------------------------------------------------------
 
@@ -182,19 +188,31 @@ class ControlClient:
             return None if self.view(generation, recovers=True) else self._met
 
     def check(self) -> None:
-        """Raises ControlError if the supervisor is gone."""
+        """Raises ControlError if the supervisor is gone, or the job has failed."""
+        self._check_connection()
+        if self.failed:
+            raise ControlError(f"the job has failed: {self.failed}")
+
+    def _check_connection(self) -> None:
         if self._lost:
             raise ControlError(self._lost)
 
     def _await(self, find: Callable[[], T | None], timeout_s: float | None = None) -> T | None:
         """Waits until `find` returns a value, and returns it; None after the timeout. Raises ControlError."""
         with self._changed:
-            self._changed.wait_for(lambda: find() is not None or self._lost, timeout_s)
+            self._changed.wait_for(lambda: find() is not None or self._lost or self.failed, timeout_s)
             if (found := find()) is None:
                 self.check()
             return found
 
     # -- threads --------------------------------------------------------------------------------------------------
+
+    def _try_to_reach(self, inquiry: int, addresses: list[tuple[int, tuple[str, int]]], timeout_s: float) -> None:
+        from kfuse.elastic.reach import unreached  # only where workers have lost contact
+
+        missing = unreached(dict(addresses), timeout_s)
+        with contextlib.suppress(ControlError):
+            self.send("reached", inquiry=inquiry, missing=missing)
 
     def _receive(self) -> None:
         why = ""
@@ -209,6 +227,10 @@ class ControlClient:
                             self.stop = message["reason"]
                         case "over":
                             self._over = True
+                        case "failed":
+                            self.failed, self.saves = message["why"], message["saves"]
+                        case "reach":
+                            threading.Thread(target=self._try_to_reach, kwargs=message, daemon=True).start()
                         case "announce":
                             self._announced[message["number"]] = message["announcement"]
                         case "decision":

@@ -43,6 +43,8 @@ class Worker:
     connections: list[asyncio.StreamWriter] = field(default_factory=list)
     pid: int | None = None  # None until it has connected
     host: str = ""
+    address: list[Any] = field(default_factory=list)  # host and port at which other workers may reach it
+    held: bool = False  # it waits for members that it does not reach
     gpu: int | None = None  # the number of its GPU, until its process ends; None: the launcher chooses, or none
     started_at: float = 0.0
     last_message_at: float = 0.0  # by the event loop's clock
