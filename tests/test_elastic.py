@@ -115,6 +115,18 @@ def test_all_killed_with_checkpoints_restarts_from_the_last(undisturbed: Job, tm
     assert len(job.pids) == 6
 
 
+@pytest.mark.full
+def test_a_job_that_gives_up_leaves_a_last_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
+    """Each leader is killed in the same step. The worker that is left was none, and has the state."""
+    kills = [{"step": 40, "moment": "mid_reduction", "rank": 0, "how": "kill"}]
+    settings = [*TRAINING, *CHECKPOINTS, "workers.count=3", "elastic.max_failures=2", "elastic.replace=false"]
+    job = run_job(tmp_path / "run", [*settings, *chaos(tmp_path, events=kills, again=True)])
+    assert job.error is not None and job.error.startswith("2 workers were lost in a row"), job.told()
+    assert [event["step"] for event in job.of_kind("checkpoint")] == [25, 40]
+    resumed = run_job(tmp_path / "run", [*TRAINING, *CHECKPOINTS, *chaos(tmp_path), "checkpoint.resume=auto"])
+    assert_same_training(resumed, undisturbed)
+
+
 # -- the supervisor is stopped or lost ----------------------------------------------------------------------------
 
 
