@@ -101,7 +101,9 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(meeting: list[str], t
         wait_for_views(2, job, first)
         (tmp_path / "go-on").touch()
         assert first.wait(DEADLINE_S) == 0, (tmp_path / "first.log").read_text()
-    assert len(job.of_kind("failure")) == 2
+    failures, [lost] = job.of_kind("failure"), job.of_kind("host_lost")
+    assert lost["host"] == socket.gethostname() and lost["workers"] == [failure["worker"] for failure in failures]
+    assert len(failures) == 2 and all("was lost with its host" in failure["how"] for failure in failures)
     with started(tmp_path / "alone.log", "--run-dir", str(alone.directory), *script) as process:
         assert process.wait(DEADLINE_S) == 0
     assert job.summary["params_sha256"] == alone.summary["params_sha256"]
@@ -135,19 +137,36 @@ def test_an_agent_with_notice_has_its_workers_leave(in_time: bool, meeting: list
     assert job.summary["params_sha256"] == Job(tmp_path / "alone").summary["params_sha256"]
 
 
-def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(meeting: list[str], tmp_path: Path) -> None:
-    job = Job(tmp_path / "run")
-    words = ["--run-dir", str(job.directory), "--workers", "2", str(tmp_path / "train.py"), str(tmp_path / "never")]
-    with (
-        started(tmp_path / "first.log", "--listen", *meeting, "1", *words) as first,
-        started(tmp_path / "other.log", "--join", *meeting, "1") as other,
-    ):
-        pids = wait_for_views(1, job, first, other)
-        os.kill(first.pid, signal.SIGKILL)
-        assert other.wait(DEADLINE_S) == 1
-        said = (tmp_path / "other.log").read_text().splitlines()[-1]
-        assert said.startswith(f"kfuse-run: error: the supervisor at {meeting[0]} is gone")
-        assert_none_left(pids)
+def test_an_agent_that_loses_its_supervisor_offers_its_slots_again(meeting: list[str], tmp_path: Path) -> None:
+    """Its workers end. A supervisor that is started anew at the same place gets others, and the agent ends with it."""
+    jobs = Job(tmp_path / "run"), Job(tmp_path / "again")
+    script = [str(tmp_path / "train.py"), str(tmp_path / "go-on")]
+    words = [["--run-dir", str(job.directory), "--workers", "2", *script] for job in jobs]
+    with started(tmp_path / "other.log", "--join", *meeting, "1") as other:
+        with started(tmp_path / "first.log", "--listen", *meeting, "1", *words[0]) as first:
+            pids = wait_for_views(1, jobs[0], first, other)
+            os.kill(first.pid, signal.SIGKILL)
+            assert_none_left(pids)
+        said = f"kfuse-run: the supervisor at {meeting[0]} is gone"
+        wait_until("its loss is told", lambda: said in (tmp_path / "other.log").read_text())
+        with started(tmp_path / "again.log", "--listen", *meeting, "1", *words[1]) as again:
+            pids = wait_for_views(1, jobs[1], again, other)
+            assert sorted(parent(pid) for pid in pids) == sorted([again.pid, other.pid])
+            (tmp_path / "go-on").touch()
+            assert again.wait(DEADLINE_S) == 0, (tmp_path / "again.log").read_text()
+        assert other.wait(DEADLINE_S) == 0, (tmp_path / "other.log").read_text()
+    assert jobs[1].summary["exit_reason"]
+
+
+def test_an_agent_that_waits_for_its_supervisor_ends_in_order_at_sigterm(meeting: list[str], tmp_path: Path) -> None:
+    log = tmp_path / "other.log"
+    with started(log, "--join", *meeting, "1") as other:
+        wait_until("it waits", lambda: f"kfuse-run: waits for a supervisor at {meeting[0]}" in log.read_text())
+        other.send_signal(signal.SIGTERM)
+        assert other.wait(DEADLINE_S) == 0, log.read_text()
+    assert log.read_text().splitlines()[1:] == [
+        f"kfuse-run: ended by SIGTERM as it waited for the supervisor at {meeting[0]}"
+    ]
 
 
 @pytest.mark.parametrize(

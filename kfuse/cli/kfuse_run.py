@@ -18,7 +18,7 @@ from kfuse.cli.run import supervise
 from kfuse.comm import devices
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
-from kfuse.elastic.launchers.hosts import AgentError, offer
+from kfuse.elastic.launchers.agent import AgentError, join
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.logs import set_up_logging
 from kfuse.observe.recorder import Display, Recorder
@@ -79,7 +79,7 @@ def _refuse(message: str, status: int = 2) -> int:
 def _join(args: argparse.Namespace) -> int:
     host, port = args.join
     try:
-        left = asyncio.run(offer(host, port, args.token, args.slots, takes_notice=True))
+        left = asyncio.run(join(host, port, args.token, args.slots))
     except AgentError as error:
         return _refuse(str(error), 1)
     except KeyboardInterrupt:

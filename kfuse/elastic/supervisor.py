@@ -41,6 +41,8 @@ class Supervisor:
         self._launcher, self._settings = launcher, settings
         self.job = Job(elasticity)
         self.records = Records(recorder, self.job)
+        if hasattr(launcher, "event"):
+            launcher.event = self.records.event
         self.processes = Processes(launcher, self.job, self.records, self._ended)
         self.views = Views(self.job, self.processes, self.records)
         self._meetings = Meetings(self.job, self.processes)

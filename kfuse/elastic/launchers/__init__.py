@@ -36,7 +36,8 @@ class Launcher(Protocol):
 
     A launcher whose workers all run on one machine may have an attribute `gpus`, how many GPUs they see (0: none). Then
     the supervisor gives each worker one of its own, by LOCAL_RANK. Any other launcher sets LOCAL_RANK itself, to the
-    number of the worker's GPU among those that the worker sees.
+    number of the worker's GPU among those that the worker sees. One that loses whole hosts may have an attribute
+    `event`: the supervisor sets it to a function that records an event, called with its kind and its fields.
     """
 
     async def open(self) -> str:
