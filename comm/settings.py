@@ -160,9 +160,10 @@ class CommSettings(TypedDict, total=False):
         str,
         Setting(
             "mirror",
-            "where a lost worker's part of the sharded optimizer state comes from; mirror: the next worker has a copy "
-            "and repeats its updates; snapshot: all go back to the last one; none: all go back to the last checkpoint; "
-            "without effect with comm.state=replicated, where each worker has all of it",
+            "where a lost worker's part of the sharded optimizer state comes from; mirror: another worker, where "
+            "possible on another host, has a copy and repeats its updates; snapshot: all go back to the last one; "
+            "none: all go back to the last checkpoint; without effect with comm.state=replicated, where each worker "
+            "has all of it",
             choices=("mirror", "snapshot", "none"),
         ),
     ]

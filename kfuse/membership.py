@@ -80,7 +80,7 @@ class Session:
 
     @property
     def mirrors(self) -> bool:
-        """Whether the next worker repeats a worker's updates of sharded state, in case that one is lost."""
+        """Whether another worker repeats a worker's updates of sharded state, in case that one is lost."""
         return self.elastic and self.comm.redundancy == "mirror"
 
     def on_group_change(self, listener: Callable[[Group], None]) -> None:

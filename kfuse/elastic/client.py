@@ -22,6 +22,7 @@ _STUCK_S = 60.0  # without the interpreter's lock, after which the process is en
 _MOST_WAITING = 100_000  # messages; beyond it only records of steps are dropped
 _SENT_AT_ONCE = 64  # messages that wait, in one call of the system
 _POLL_S = 0.01
+_MOST_REACHED = 512  # connections of other workers that were accepted and are dropped, with each heartbeat
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class ControlClient:
         if not more:  # other workers find out here whether they reach this host; nothing is read from it
             own = (connection.getsockname()[0], 0)
             self._reached = socket.create_server(own, family=connection.family, backlog=socket.SOMAXCONN)
+            self._reached.setblocking(False)
             more = {"address": self._reached.getsockname()[:2]}
         who = {"worker": self.worker, "pid": os.getpid(), "host": socket.gethostname()}
         connection.sendall(protocol.encode({"type": "hello", "token": os.environ[protocol.ENV_TOKEN], **who, **more}))
@@ -268,6 +270,9 @@ class ControlClient:
                     due = now + protocol.HEARTBEAT_S
                     faulthandler.dump_traceback_later(_STUCK_S, exit=True)
                     self._socket.sendall(protocol.encode({"type": "alive", "step": self.step}))
+                    with contextlib.suppress(BlockingIOError):  # there are no more
+                        for _ in range(_MOST_REACHED):
+                            self._reached.accept()[0].close()
             except (OSError, ControlError):
                 break
         faulthandler.cancel_dump_traceback_later()

@@ -64,7 +64,8 @@ class Recovery:
         self._snapshots: Snapshots | None = None
         if session.elastic and session.comm.sharded and session.comm.redundancy == "snapshot":
             self._snapshots = Snapshots(session, opt, state)
-        self._members: list[int] = []  # the workers of the newest view in which all had the state, in rank order
+        # The worker whose shards this one mirrors since the newest view in which all had the state.
+        self._mirrored: int | None = None
         self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
         # The state that training ended with, without the model and the optimizer; None: it has not ended.
         self._ended: Mapping[str, Any] | None = None
@@ -244,7 +245,8 @@ class Recovery:
         for files in (self._checkpoints, self._snapshots):
             if files is not None:
                 files.agree()
-        self._has_state, self._torn, self._members = True, False, self._session.workers
+        self._has_state, self._torn = True, False
+        self._mirrored = self._session.workers[group.before[group.rank]]
         if begins:
             self._decisions.workers_requested = requested or self._decisions.workers_requested or view.size
         elif group.rank == 0:
@@ -314,8 +316,7 @@ class Recovery:
         take = None if begun else lambda structure: None
         given = chunks.share(group, source, lambda: begun_update(opt), take)
         if self._has_state:
-            rank = self._members.index(self._session.worker)
-            owner_is_lost = self._members[rank - 1] not in self._session.workers
+            owner_is_lost = self._mirrored not in self._session.workers
             resume_update(opt, given or begun_update(opt), at.step, owner_is_lost)
         opt.updates.collect_parameters(source, self._has_state)
         if group.rank == source:
@@ -370,6 +371,15 @@ class Recovery:
         unreported = min(self._progress.contexts, default=self._progress.step)
         self._reporter.start(unreported, restarts, goes_back)
 
+    def _report_mirrors_beside(self) -> None:
+        """With sharded state on several hosts: tells of which workers a host's loss takes the shards and the copy."""
+        session, hosts, after = self._session, self._session.group.hosts, self._session.group.after
+        copied = session.elastic and session.comm.sharded and session.comm.redundancy != "none"
+        if copied and len({*hosts}) > 1:
+            beside = [session.workers[rank] for rank, other in enumerate(after) if hosts[rank] == hosts[other]]
+            if beside:
+                self._reporter.event(self._progress.step, "copy_beside", workers=beside)
+
     def _report_view(
         self, view: View, begins: bool, regroup_s: float, transfer_s: float, positions: Sequence[int]
     ) -> None:
@@ -381,6 +391,7 @@ class Recovery:
         if begins or self._session.group.rank == 0:
             self._reporter.resend(events=not begins)
         self._reporter.view(at.step, view, regroup_s, transfer_s)
+        self._report_mirrors_beside()
         if went_back is not None:
             step, why = went_back
             to = "checkpoint" if begins else "snapshot"
