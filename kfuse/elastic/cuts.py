@@ -48,6 +48,8 @@ class Cuts:
             others = [other for pair in pairs if worker.number in pair for other in pair if other != worker.number]
             worker.why = f"did not reach {', '.join(map(self._named, others))}"
             self._hosts.add(worker.host)
+            if hasattr(worker.process, "cut_off"):
+                worker.process.cut_off = True
             worker.kill()
         return bool(gone)
 

@@ -66,8 +66,8 @@ class JobSettings(ShownSettings, total=False):
         float,
         Setting(
             20.0,
-            "seconds that a worker has to leave after a notice, a job to stop after SIGTERM, and a last checkpoint to be "
-            "written as a job fails; then it is killed",
+            "seconds that a worker has to leave after a notice, a job to stop after SIGTERM, and a failed job for a "
+            "last checkpoint; then it is killed",
             above=0,
             at_most=10**6,
         ),

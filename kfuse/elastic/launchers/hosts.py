@@ -27,6 +27,7 @@ class HostProcess:
         self.number, self.env = number, env
         self.running = False
         self.cause = ""  # how it ended, where that was with its host
+        self.cut_off = False  # others do not reach its host
         self.agent: asyncio.StreamWriter | None = None  # of the host that has started it
         self.printed: asyncio.Queue[str | None] = asyncio.Queue()  # its lines, then None
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -65,6 +66,7 @@ class _Host:
     slots: int
     only: int | None  # the one process that it is for; None: it is for any
     leaving: bool = False  # it is about to be taken away
+    cut_off: bool = False  # a worker on it was not reached by others: it gets workers where no other host has room
     processes: dict[int, HostProcess] = field(default_factory=dict)
 
     @property
@@ -137,7 +139,7 @@ class HostsLauncher:
             hosts = [host for host in self._hosts if host.free > 0 and host.only in (None, process.number)]
             if not hosts:
                 continue
-            host = max(hosts, key=lambda host: host.free)
+            host = max(hosts, key=lambda host: (not host.cut_off, host.free))
             self._waiting.remove(process)
             host.processes[process.number] = process
             process.agent, process.running = host.agent, True
@@ -161,6 +163,7 @@ class HostsLauncher:
                     process.printed.put_nowait(str(message["text"]))
                 elif process is not None and message["type"] == "ended":
                     del host.processes[process.number]
+                    host.cut_off |= process.cut_off
                     process.end(int(message["status"]))
                     self._place()
                 elif message["type"] == "leaving":
