@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,13 @@ kf.init(comm_reproducible=True, comm_timeout_s=60)
 loop(hook=wait)
 """
 
+WAIT = "def wait(steps):"
+WAIT_FOR_ANOTHER = """
+    own = kf.session.current()
+    while steps > 10 and own.group.size < 2 and not own.proposed_generation():
+        time.sleep(0.01)
+"""
+
 
 @contextmanager
 def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -53,6 +62,49 @@ def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def line(address: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """An address that leads to this one, and what cuts all connections through it. Another one can be made at once."""
+    host, port = address.split(":")
+
+    def there() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex((host, int(port))) == 0
+
+    wait_until("somebody listens", there)
+    ends: list[socket.socket] = []
+
+    def pass_on(one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while more := one.recv(2**16):
+                other.sendall(more)
+        cut()
+
+    def cut() -> None:
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        while True:
+            try:
+                ends.append(server.accept()[0])
+            except OSError:  # the test is over
+                return
+            ends.append(socket.create_connection((host, int(port))))
+            pair = ends[-2], ends[-1]
+            for one, other in (pair, pair[::-1]):
+                threading.Thread(target=pass_on, args=(one, other), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}", cut
+        server.shutdown(socket.SHUT_RDWR)
+    cut()
+    for end in ends:
+        end.close()
 
 
 def wait_for_views(count: int, job: Job, *processes: subprocess.Popen[bytes]) -> list[int]:
@@ -156,6 +208,26 @@ def test_an_agent_that_loses_its_supervisor_offers_its_slots_again(meeting: list
             assert again.wait(DEADLINE_S) == 0, (tmp_path / "again.log").read_text()
         assert other.wait(DEADLINE_S) == 0, (tmp_path / "other.log").read_text()
     assert jobs[1].summary["exit_reason"]
+
+
+def test_an_agent_that_was_cut_off_takes_part_again(meeting: list[str], tmp_path: Path) -> None:
+    """For the supervisor it is lost, and then a new one, which gets the lost worker's replacement."""
+    job, script = Job(tmp_path / "run"), [str(tmp_path / "train.py"), str(tmp_path / "go-on")]
+    (tmp_path / "train.py").write_text(SCRIPT.replace(WAIT, WAIT + WAIT_FOR_ANOTHER))
+    settings = ["--run-dir", str(job.directory), "--workers", "2", "--elastic-grace-s", "2"]
+    with (
+        started(tmp_path / "first.log", "--listen", *meeting, "1", *settings, *script) as first,
+        line(meeting[0]) as (address, cut),
+        started(tmp_path / "other.log", "--join", address, *meeting[1:], "1") as other,
+    ):
+        wait_for_views(1, job, first, other)
+        wait_until("step 9", lambda: len(job.metrics) == 9)  # they wait in step 10
+        cut()
+        assert first.wait(DEADLINE_S) == 0, (tmp_path / "first.log").read_text()
+        assert other.wait(DEADLINE_S) == 0, (tmp_path / "other.log").read_text()
+    [lost], [failure] = job.of_kind("host_lost"), job.of_kind("failure")
+    assert lost["workers"] == [failure["worker"]]
+    assert [len(view["workers"]) for view in job.views] == [2, 1, 2]
 
 
 def test_an_agent_that_waits_for_its_supervisor_ends_in_order_at_sigterm(meeting: list[str], tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ async def offer(
             task.cancel()
         for process in agent.processes.values():
             process.kill()
+        if agent.watching:
+            await asyncio.wait(agent.watching, timeout=_LAST_OUTPUT_S)
         writer.close()
     raise SupervisorLost(f"the supervisor at {host}:{port} is gone{why}")
 
@@ -134,7 +136,8 @@ async def _connect(
             raise AgentError(f"the supervisor at {address}:{port} refused this host: is the token its own?")
         except OSError as error:
             if loop.time() > deadline:
-                raise AgentError(f"no supervisor at {address}:{port} within {limit_s:.0f} s: {error}") from error
+                why = str(error) or "no answer"
+                raise AgentError(f"no supervisor at {address}:{port} within {limit_s:.0f} s: {why}") from error
         if tells and wait_s == _FIRST_WAIT_S:
             _say(f"waits for a supervisor at {address}:{port}, for at most {limit_s:.0f} s")
         await asyncio.sleep(wait_s)
