@@ -16,8 +16,9 @@ __all__ = ["HostsLauncher", "Launcher", "LocalLauncher", "RayLauncher", "Torchru
 class WorkerProcess(Protocol):
     """A worker process, as the supervisor sees it.
 
-    It may have an attribute `cause`: how it ended, as a text for events ("was lost with its host 10.0.0.2"). And an
-    attribute `cut_off`, which is set before it is killed because other workers do not reach its host.
+    It may have attributes. `cause`: how it ended, as a text for events ("was lost with its host 10.0.0.2"). `noticed`:
+    whether its machine is about to be taken away. `cut_off`: set before it is killed because others do not reach its
+    host.
     """
 
     running: bool  # False while it waits for a free slot or node, which may take any time
