@@ -88,7 +88,11 @@ class Group:
         """
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.hosts = [""] * size if hosts is None else list(hosts)
-        self.after = ranks_after(self.hosts)  # by rank, the one that `pass_on` sends to
+        self.after = [(r + 1) % size for r in range(size)]  # by rank, the one that `pass_on` sends to
+        if len({*self.hosts}) > 1:
+            from kfuse.comm.copies import ranks_after
+
+            self.after = ranks_after(self.hosts)
         self.before = sorted(range(size), key=self.after.__getitem__)  # and the one that it receives from
         self.device = device or torch.device("cpu")
         self.check = check or (lambda: None)
@@ -318,19 +322,6 @@ class Group:
             return [rank for rank, each in enumerate(keys) if not self.store.check([each])]
         except RuntimeError as error:
             raise CommError(f"{what}: lost contact with the store of {self.whom()}: {first_line(error)}") from error
-
-
-def ranks_after(hosts: Sequence[str]) -> list[int]:
-    """By rank another one, each once: on another host for as many as can be. hosts: where each rank is.
-
-    The ranks are taken host by host, the host with the most first. Each one's is as many places on as that host has.
-    """
-    ranks, counts = range(len(hosts)), Counter(hosts)
-    in_order = sorted(ranks, key=lambda rank: (-counts[hosts[rank]], hosts.index(hosts[rank])))
-    most = counts[hosts[in_order[0]]]
-    places = most if most < len(hosts) else 1  # where all are on one host, the next rank
-    after = dict(zip(in_order, in_order[places:] + in_order[:places], strict=True))
-    return [after[rank] for rank in ranks]
 
 
 _RETIRED: list[Group] = []

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfuse.comm.group import Group, ranks_after
+from kfuse.comm.copies import ranks_after
+from kfuse.comm.group import Group
 from kfuse.kernels import BLOCK
 from kfuse.optim.sharding import hand_overs, plan_moves
 from kfuse.optim.updates import ShardsLost

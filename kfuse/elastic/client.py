@@ -209,13 +209,6 @@ class ControlClient:
 
     # -- threads --------------------------------------------------------------------------------------------------
 
-    def _try_to_reach(self, inquiry: int, addresses: list[tuple[int, tuple[str, int]]], timeout_s: float) -> None:
-        from kfuse.elastic.reach import unreached  # only where workers have lost contact
-
-        missing = unreached(dict(addresses), timeout_s)
-        with contextlib.suppress(ControlError):
-            self.send("reached", inquiry=inquiry, missing=missing)
-
     def _receive(self) -> None:
         why = ""
         try:
@@ -232,7 +225,9 @@ class ControlClient:
                         case "failed":
                             self.failed, self.saves = message["why"], message["saves"]
                         case "reach":
-                            threading.Thread(target=self._try_to_reach, kwargs=message, daemon=True).start()
+                            from kfuse.elastic.reach import answer  # only where workers have lost contact
+
+                            threading.Thread(target=answer, args=(self,), kwargs=message, daemon=True).start()
                         case "announce":
                             self._announced[message["number"]] = message["announcement"]
                         case "decision":

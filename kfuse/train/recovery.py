@@ -371,15 +371,6 @@ class Recovery:
         unreported = min(self._progress.contexts, default=self._progress.step)
         self._reporter.start(unreported, restarts, goes_back)
 
-    def _report_mirrors_beside(self) -> None:
-        """With sharded state on several hosts: tells of which workers a host's loss takes the shards and the copy."""
-        session, hosts, after = self._session, self._session.group.hosts, self._session.group.after
-        copied = session.elastic and session.comm.sharded and session.comm.redundancy != "none"
-        if copied and len({*hosts}) > 1:
-            beside = [session.workers[rank] for rank, other in enumerate(after) if hosts[rank] == hosts[other]]
-            if beside:
-                self._reporter.event(self._progress.step, "copy_beside", workers=beside)
-
     def _report_view(
         self, view: View, begins: bool, regroup_s: float, transfer_s: float, positions: Sequence[int]
     ) -> None:
@@ -391,7 +382,12 @@ class Recovery:
         if begins or self._session.group.rank == 0:
             self._reporter.resend(events=not begins)
         self._reporter.view(at.step, view, regroup_s, transfer_s)
-        self._report_mirrors_beside()
+        group, comm = self._session.group, self._session.comm
+        if self._session.elastic and comm.sharded and comm.redundancy != "none" and len({*group.hosts}) > 1:
+            from kfuse.comm.copies import beside
+
+            if ranks := beside(group.hosts):
+                self._reporter.event(at.step, "copy_beside", workers=[workers[rank] for rank in ranks])
         if went_back is not None:
             step, why = went_back
             to = "checkpoint" if begins else "snapshot"
