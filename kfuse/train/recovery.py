@@ -167,8 +167,9 @@ class Recovery:
 
     def save_last(self) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader)
-            if STOP_REASONS[self._progress.stop] in ("", "stopped"):  # a job that was told to stop has little time left
+            over = STOP_REASONS[self._progress.stop] in ("", "stopped")  # else it was told to stop: little time is left
+            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader, over)
+            if over:
                 self._checkpoints.close()
 
     # -- for kf.state_dict ----------------------------------------------------------------------------------------
