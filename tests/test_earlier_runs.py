@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_job import wait_until
+from elastic_job import DEADLINE_S, environment, read_lines, wait_until
 
 import kfuse.cli.run
 from kfuse.observe.earlier import resume_by_default, share, taken
@@ -107,3 +107,23 @@ def test_a_directory_is_taken_once_and_by_nobody_before_all_that_share_it_have_e
         with taken(tmp_path, "run", say):
             wait_until("the worker's end", lambda: worker.poll() is not None)
     assert said == ["kfuse: run: waiting until the processes of the run in it have ended"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("resume", [None, "never"])
+def test_a_script_changes_no_record_where_it_cannot_go_on(resume: str | None, tmp_path: Path) -> None:
+    """The supervisor does not know where its checkpoints are."""
+    run_dir = put(tmp_path / "run", "terminated", steps=9)
+    before = {path.name: path.read_bytes() for path in (run_dir / "metrics.jsonl", run_dir / "summary.json")}
+    (tmp_path / "train.py").write_text(
+        "import torch, kfuse as kf\nnet = torch.nn.Linear(2, 3)\n"
+        "kf.fit(net, (torch.randn(8, 2), torch.randint(3, (8,))), kf.FusedSGD(net.parameters(), lr=0.1), "
+        f"checkpoint_dir='kept', checkpoint_resume={resume!r})"
+    )
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--run-dir", "run", "--workers", "2", "train.py"]
+    env = {**os.environ, **environment()}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("kfuse: error: the run directory holds a run, and ")
+    assert {name: (run_dir / name).read_bytes() for name in before} == before
+    assert [event["kind"] for event in read_lines(run_dir / "events.jsonl")] == ["failure"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,22 @@ def test_a_run_is_not_gone_on_with_before_its_last_worker_has_ended(undisturbed:
             assert again.wait(DEADLINE_S) == 0
     assert [event["step"] >= 40 for event in resumed.of_kind("resumed")] == [True]
     assert_same_steps(resumed, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.jobs
+def test_a_supervisor_that_is_stopped_for_a_while_is_waited_for(undisturbed: Job, tmp_path: Path) -> None:
+    """For three times as long as a worker may send nothing, while a new one boots, and a view is to be formed."""
+    grows = {"phases": [{"step": 10, "workers": 3}], "gates": [{"step": 60, "workers": 3}]}
+    settings = [*TRAINING, "workers.count=2", "elastic.heartbeat_timeout_s=2", *chaos(tmp_path, pace_s=0.05, **grows)]
+    with command_line(tmp_path / "run", settings) as (process, job):
+        wait_until("12 steps", lambda: len(job.metrics) >= 12)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(6)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(DEADLINE_S) == 0
+    assert_same_training(job, undisturbed)
+    assert [view["reason"] for view in job.views] == ["start", "grow"] and job.of_kind("failure") == []
 
 
 @pytest.mark.full

@@ -94,10 +94,11 @@ class Supervisor:
     async def _watch(self) -> None:
         """Looks after heartbeats, and for a GPU that a new worker waits for."""
         job, time = self.job, asyncio.get_running_loop().time
+        checked_at = time()
         while True:
-            asleep = time()
             await asyncio.sleep(protocol.HEARTBEAT_S)
-            self.processes.check_heartbeats(time() - asleep - protocol.HEARTBEAT_S)
+            before, checked_at = checked_at, time()
+            self.processes.check_heartbeats(checked_at - before - protocol.HEARTBEAT_S)
             if self.processes.awaits_gpu and job.takes_newcomers and not job.stopping:
                 await self.views.add_up_to(job.wanted)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from kfuse.settings.tree import ConfigError, spell
 RECORDS = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "summary.json")
 
 _LOCK = ".lock"
-_WAIT_S = 60.0  # workers end within 40 s of their supervisor's loss; one that is stopped (SIGSTOP) never does
+_WAIT_S = 60.0  # workers end within 40 s of the loss of their supervisor; one that is stopped (SIGSTOP) does not
 _SAY_S = 1.0
 _POLL_S = 0.05
 _NOT_ENDED = (*STOP_STATUS, "failed", NOT_TRAINED, None)  # exit reasons of runs that can go on
@@ -70,12 +71,16 @@ def has_checkpoint(folder: Path | None) -> bool:
     return folder is not None and next(folder.glob("step-*/manifest.json"), None) is not None
 
 
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
 @contextlib.contextmanager
-def taken(run_dir: Path, where: str, say: Callable[[str], object] = print, wait_s: float = _WAIT_S) -> Iterator[None]:
+def taken(run_dir: Path, where: str, say: Callable[[str], object] = _tell, wait_s: float = _WAIT_S) -> Iterator[None]:
     """Context of a run: no other one is in this directory, and none comes. Its workers may `share` it.
 
     Waits for the processes of a run before, and says so. Raises ConfigError where these have not ended after `wait_s`;

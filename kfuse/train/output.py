@@ -20,7 +20,6 @@ from kfuse.checkpoint.manager import Checkpoints, SavedModel
 from kfuse.elastic.protocol import LOOP_LEFT, View
 from kfuse.membership import Session
 from kfuse.observe.earlier import earlier, has_checkpoint, resume_by_default
-from kfuse.observe.run_dir import RunDirectory
 from kfuse.observe.sinks import missing
 from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
 from kfuse.session import current
@@ -157,6 +156,7 @@ class Output:
         from rich.console import Console  # by a script that shows or records its training only
 
         from kfuse.observe.recorder import Display, Recorder
+        from kfuse.observe.run_dir import RunDirectory
 
         display = Display(self._shown, None if self._shown else Console(quiet=True), takes_output=True)
         if self._directory is None:

@@ -93,7 +93,9 @@ class Recovery:
                 if self._session.comm.sharded:
                     _LOG.warning("no last checkpoint is written: comm.state=sharded, and not all workers are there")
                 elif self._has_state and self._checkpoints is not None:
-                    self._checkpoints.save_last(self._progress.step, self._state.capture)
+                    client = self._session.control_client
+                    with contextlib.nullcontext() if client is None else client.saving():
+                        self._checkpoints.save_last(self._progress.step, self._state.capture)
             elif isinstance(error, ConsistencyError):
                 self._session.give_up(str(error))
             raise
