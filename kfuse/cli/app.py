@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kfuse.cli.check import prepare, validate
 from kfuse.cli.first import FirstWorker
-from kfuse.cli.output import survive_closed_output
+from kfuse.cli.output import leave, survive_closed_output
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.observe.earlier import resume_by_default, taken
 from kfuse.settings.shell import explain, explain_flags
@@ -66,7 +66,7 @@ def main() -> int:
     if words and words[0] in _TOOLS:
         return _tool(words[0], words[1:])
     if "WORLD_SIZE" not in os.environ:  # else torchrun has started this process
-        return _main(words)
+        return leave(_main(words))
     from kfuse.cli.torchrun import follow  # not before it is needed: a wrong command line is refused without torch
     from kfuse.elastic.rendezvous import Rendezvous
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kfuse.cli.output import survive_closed_output
+from kfuse.cli.output import leave, survive_closed_output
 from kfuse.cli.run import supervise
 from kfuse.comm import devices
 from kfuse.elastic.job import Elasticity
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
             return _refuse(str(error))
         except OSError as error:
             return _refuse(f"{where}: cannot be written: {error.strerror or error}")
-        return _run(args, directory, None if run is None else run.trainings)
+        return leave(_run(args, directory, None if run is None else run.trainings))
 
 
 def _run(args: argparse.Namespace, directory: RunDirectory, trainings: int | None) -> int:
