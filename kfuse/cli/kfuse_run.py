@@ -61,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
             if run is not None and (run.ended or args.run_dir is None):
                 how = "has ended" if run.ended else "is another command's"
                 return _refuse(f"{where}: must be a new directory: the run in it {how}")
-            directory = RunDirectory(run_dir, args.settings["observe_sinks"], settings=by_key(args.settings))
+            shown = args.settings["observe_sinks"], args.settings["observe_ledger"]
+            directory = RunDirectory(run_dir, *shown, settings=by_key(args.settings))
         except ConfigError as error:
             return _refuse(str(error))
         except OSError as error:
@@ -82,8 +83,8 @@ def _run(args: argparse.Namespace, directory: RunDirectory, trainings: int | Non
         grace_s, signals = settings["elastic_grace_s"], settings["elastic_notice_signals"]
         most = settings["workers_max"]
         launcher = HostsLauncher(command, host, port, args.token, args.slots, most, grace_s, signals)
-    observe = {"log_level": settings["observe_log_level"]}
-    job = {"run_dir": str(directory.path.absolute()), "trainings": trainings, "observe": observe}
+    told = {"log_level": settings["observe_log_level"], "ledger": settings["observe_ledger"]}
+    job = {"run_dir": str(directory.path.absolute()), "trainings": trainings, "observe": told}
     return supervise(launcher, job, recorder, Elasticity.of(settings, script=True))
 
 
@@ -121,7 +122,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
     parser.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
     gpus, cores = devices.count(), os.cpu_count() or 1
-    slots = "workers that this host takes (default: its GPUs, or its cores where it has none)"
+    slots = "workers that this host takes (default: its GPUs, or its cores where it has none; with --listen also 0)"
     parser.add_argument("--slots", type=int, default=gpus or cores, help=slots)
     parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
     parser.add_argument("script", type=_path, nargs="?", help="a Python file")
@@ -131,8 +132,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         args.settings = _settings(args)
     except ConfigError as error:
         parser.error(str(error))
-    if args.slots < 1:
-        parser.error(f"--slots {args.slots}: must be at least 1")
+    least = 0 if args.listen is not None else 1
+    if args.slots < least:
+        parser.error(f"--slots {args.slots}: must be at least {least}")
     several_hosts = args.listen is not None or args.join is not None
     option, here = ("--slots", args.slots) if several_hosts else ("--workers", args.settings["workers_count"])
     if 0 < gpus < here:
