@@ -61,6 +61,7 @@ def test_the_newest_of_several_trainings_decides(tmp_path: Path) -> None:
     assert resume_by_default(tmp_path / "other", None, "run") == "never"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "resume"),
     [
