@@ -269,6 +269,8 @@ def report(console: Console, runs: dict[str, dict[str, Any]]) -> bool:
         table.add_row(name, *counts, str(run["supervisors"]), ", ".join(rises) or "nothing")
     console.print(table)
     for name, run in runs.items():
+        if run["lost"] > run["struck"]:
+            console.print(f"{name}: more were lost than struck: {run['hows']}")
         if "samples" in run:
             console.print(
                 f"{name}: of {run['samples']['asked']:,} samples {run['samples']['missing']:,} missing, "

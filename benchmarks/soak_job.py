@@ -142,7 +142,7 @@ class Agents:
         self._secret.touch(0o600)
         self._secret.write_text(token := secrets.token_hex(16))
         command = [sys.executable, SCRIPT, str(directory / "worker.json")]
-        self.launcher = HostsLauncher(command, "127.0.0.1", 0, token, slots=0, most=1, grace_s=GRACE_S)
+        self.launcher = HostsLauncher(command, "127.0.0.1", 0, token, 0, 1, GRACE_S, notice_signals=("SIGTERM",))
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, count: int) -> None:
@@ -238,7 +238,7 @@ class Soak:
         if not planned:
             await self._recorder.until(f"word of worker {victim.pid}", lambda: victim.pid in self._recorder.lost)
         await self._recorder.until(f"worker {victim.pid} to end", lambda: victim.state is State.ENDED)
-        if self._agents is not None:
+        if self._agents is not None and pid != victim.pid:
             self._agents.start(1)
         await self._recorder.until("another view", self._settled)
 
