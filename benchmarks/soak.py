@@ -47,7 +47,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
 from elastic_job import Job, assert_exact, assert_same_steps, is_alive  # noqa: E402
-from soak_job import Plan, samples_of  # noqa: E402
+from soak_job import MARKS, Plan, samples_of  # noqa: E402
 
 SHARDED = {"comm_state": "sharded"}
 RUNS = (
@@ -133,14 +133,16 @@ def strike(plan: Plan, directory: Path, bar: Progress, task: TaskID) -> None:
     expected = {"supervisor lost": -signal.SIGKILL, "supervisor's notice": 143}
     while len(samples := samples_of(directory)) < plan.events:
         process, seen, since = start(plan, directory), len(samples), time.monotonic()
-        while process.poll() is None:
-            time.sleep(0.2)
-            if (now := len(samples_of(directory))) > seen:
-                bar.update(task, advance=now - seen)
-                seen, since = now, time.monotonic()
-            if time.monotonic() > since + _SILENT_S:
-                process.kill()
-                raise AssertionError(f"{plan.name}: no event for {_SILENT_S:.0f} s\n{told(directory)}")
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                if (now := len(samples_of(directory))) > seen:
+                    bar.update(task, advance=now - seen)
+                    seen, since = now, time.monotonic()
+                if time.monotonic() > since + _SILENT_S:
+                    raise AssertionError(f"{plan.name}: no event for {_SILENT_S:.0f} s\n{told(directory)}")
+        finally:
+            process.kill()
         last = samples_of(directory)[-1]["kind"]
         if process.returncode != expected.get(last, 0):
             raise AssertionError(f"{plan.name}: ended with {process.returncode} after: {last}\n{told(directory)}")
@@ -178,7 +180,7 @@ def measure(plan: Plan, folder: Path, bar: Progress) -> dict[str, Any]:
 def figures(directory: Path, job: Job) -> dict[str, Any]:
     """Of all events; gaps by kind, resources, and losses that nothing had caused."""
     samples = samples_of(directory)
-    marks = np.sort(np.fromfile(directory / "marks", dtype=[("time", "<f8"), ("pid", "<i8")])["time"])
+    marks = np.sort(np.fromfile(directory / "marks", dtype=MARKS)["time"])
     gaps: dict[str, list[float]] = {}
     for sample, after in zip(samples, [*samples[1:], None], strict=True):
         ended = sample["ended"] or (after["began"] if after else sample["began"])

@@ -33,6 +33,7 @@ from kfuse.observe.run_dir import RunDirectory
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "soak_worker.py")
 START, MOST = 3, 4
+MARKS = [("time", "<f8"), ("pid", "<i8")]  # of `soak_worker.Obedient`
 STRIKES = {
     "kill": signal.SIGKILL,
     "exception": signal.SIGUSR1,
