@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.settings import CommOptions
@@ -55,6 +55,7 @@ class Session:
         self.apart = False  # each worker is at a step of its own (pair averaging): no collective can be made
         self.training = 0  # which training of this process is under way, from 1
         self.in_training = False
+        self.run_dir: TextIO | None = None  # holds its lock, so that no other run uses it while this process may write
 
     @property
     def local_rank(self) -> int:
@@ -117,9 +118,9 @@ class Session:
         return None if self.control_client is None else self.control_client.stop
 
     @property
-    def saves(self) -> bool:
+    def writes_last(self) -> bool:
         """Where training has failed: whether the last checkpoint is this worker's. The leader's, or as told."""
-        told = None if self.control_client is None else self.control_client.saves
+        told = None if self.control_client is None else self.control_client.writes_last
         return self.group.rank == 0 if told is None else told
 
     def ask_supervisor(self, what: str, **fields: int) -> None:

@@ -94,7 +94,9 @@ class Recovery:
                 if self._session.comm.sharded:
                     _LOG.warning("no last checkpoint is written: comm.state=sharded, and not all workers are there")
                 elif self._has_state and self._checkpoints is not None:
-                    self._checkpoints.save_last(self._progress.step, self._state.capture, self._session.saves)
+                    client, writes = self._session.control_client, self._session.writes_last
+                    with contextlib.nullcontext() if client is None else client.saving():
+                        self._checkpoints.save_last(self._progress.step, self._state.capture, alone=writes)
             elif isinstance(error, ConsistencyError):
                 self._session.give_up(str(error))
             raise
@@ -168,8 +170,9 @@ class Recovery:
 
     def save_last(self) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader)
-            if STOP_REASONS[self._progress.stop] in ("", "stopped"):  # a job that was told to stop has little time left
+            over = STOP_REASONS[self._progress.stop] in ("", "stopped")  # else it was told to stop: little time is left
+            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader, over)
+            if over:
                 self._checkpoints.close()
 
     # -- for kf.state_dict ----------------------------------------------------------------------------------------
