@@ -156,7 +156,7 @@ class Session:
         client, generation = self.client, self._generation
         if client.view(generation, recovers=True) is None:
             client.send("broken", generation=generation, why=str(error))
-        return self._enter(client.await_view(generation, 2 * self.group.timeout_s + 10, recovers=True))
+        return self._enter(self._await_recovery())
 
     def _enter(self, view: View, new: bool = False) -> bool:
         """Ends the group before, and forms that of `view`; False if this worker is not in it.
@@ -237,6 +237,19 @@ class Session:
         """The connection to the supervisor, in a job that has one."""
         assert self.control_client is not None, "this job has no supervisor"
         return self.control_client
+
+    def evict(self, worker: int, why: str, event: dict[str, Any]) -> None:
+        """Has the supervisor end a worker of this view, and waits for the view without it. Every worker calls it.
+
+        The one that is to end only waits for that. why: what it did, for the event of its loss; event: to record too.
+        Raises ControlError if the supervisor is lost, or forms no view.
+        """
+        if worker != self.worker:
+            self.client.send("evict", worker=worker, why=why, event=event)
+        self._await_recovery()
+
+    def _await_recovery(self) -> View:
+        return self.client.await_view(self._generation, 2 * self.group.timeout_s + 10, recovers=True)
 
     def give_up(self, why: str, event: dict[str, Any] | None = None, lines: Sequence[str] = ()) -> None:
         """Tells the supervisor, if there is one, that the job must end: no other worker could go on either.

@@ -58,6 +58,7 @@ class Recovery:
         self._arguments = training.settings.shared() | {
             "samples of data": training.samples_an_epoch,
             "comm.audit_every": session.comm.audit_every,
+            "comm.audit_on_corruption": session.comm.audit_on_corruption,
             "comm.state": session.comm.state,
             "types and memory layouts of parameters": parameter_layout(params),
         }
