@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ Record = Callable[[str, dict[str, Any]], None]
 
 _LOG = logging.getLogger("kfuse")
 
+_ENDED_S = 5.0  # until then the supervisor, told that the job must end, has ended this process
 _MOST_LANES = 8  # only optimizers that take part in the same backward need different lanes
 
 
@@ -252,11 +254,13 @@ class Session:
         return self.client.await_view(self._generation, 2 * self.group.timeout_s + 10, recovers=True)
 
     def give_up(self, why: str, event: dict[str, Any] | None = None, lines: Sequence[str] = ()) -> None:
-        """Tells the supervisor, if there is one, that the job must end: no other worker could go on either.
+        """Has the supervisor, if there is one, end the job, this process too: no other worker could go on either.
 
         event, lines: to record and to show; of several workers that give up, only the first one's are.
         """
         self.send("fatal", why=why, event=event, lines=list(lines))
+        if self.elastic:
+            time.sleep(_ENDED_S)  # what this process would print, as others would, is said by the supervisor
 
     def begin_training(self) -> None:
         """A training starts. Raises RuntimeError if another one is under way in an elastic job."""

@@ -206,7 +206,8 @@ class Audit:
             at.corrupt = (*at.corrupt, runs[wrong]["worker"])
         suspects = tuple(sorted(run["worker"] for run in (runs if wrong is None else [runs[wrong]])))
         witness = 1 if named["rank"] == 0 else 0
-        if suspects not in self._warned and session.group.rank == witness:
+        is_said = suspects in self._warned or session.comm.audit_on_corruption == "stop"  # by the error
+        if not is_said and session.group.rank == witness:
             _LOG.warning("step %d: audit: %s", step, note)
         self._warned.add(suspects)
         return {"step": step, "kind": "corruption", **about}
