@@ -37,13 +37,15 @@ def blobs(samples: int = 1500, classes: int = 10) -> DataSplit:
 class Obedient(BasePolicy):
     """Batch size by the noise scale; workers and topology as the file `requests` says: {workers, topology, asked}.
 
-    asked: how often a topology was asked for. pace_s: a step takes at least so long.
+    asked: how often a topology was asked for. pace_s: a step takes at least so long. marks: a folder in which each
+    worker writes when its steps begin (the machine's monotonic clock, seconds), in a file named by its process number.
     """
 
-    def __init__(self, requests: str | None = None, pace_s: float = 0.0) -> None:
+    def __init__(self, requests: str | None = None, pace_s: float = 0.0, marks: str | None = None) -> None:
         self._requests, self._pace_s = None if requests is None else Path(requests), pace_s
         self._adapts = GNSPolicy(every=5)
         self._asked = 0
+        self._marks = None if marks is None else Path(marks) / str(os.getpid())
         self._began = time.monotonic()
         if protocol.ENV_WORKER in os.environ:
             signal.signal(RAISE, _raise)
@@ -52,6 +54,9 @@ class Obedient(BasePolicy):
     def before_step(self) -> None:
         time.sleep(max(0.0, self._began + self._pace_s - time.monotonic()))
         self._began = time.monotonic()
+        if self._marks is not None:
+            with self._marks.open("a") as file:
+                file.write(f"{self._began}\n")
 
     def decide(self, signals: Signals) -> Decision | None:
         batch_size = (self._adapts.decide(signals) or Decision()).batch_size

@@ -99,6 +99,34 @@ def test_actors_and_nodes_come_and_go(cluster: Any, tmp_path: Path, caplog: pyte
     assert_none_left(actors)
 
 
+def test_the_worker_on_a_drained_node_leaves_and_nothing_is_repeated(cluster: Any, tmp_path: Path) -> None:
+    """As the autoscaler drains it, or a pod's preStop hook. Another worker comes where there is room."""
+    from ray._raylet import GcsClient
+
+    undisturbed = run_job(tmp_path / "undisturbed", [*TRAINING, *chaos(tmp_path / "alone")])
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    actors: set[int] = set()
+
+    async def events(supervisor: Supervisor, job: Job) -> None:
+        launcher: Any = supervisor.processes._launcher
+        await until("10 steps", lambda: len(job.metrics) >= 10)
+        actors.update(map(parent, pids(job.views[-1])))
+        added = cluster.add_node(num_cpus=1)
+        preempted = 2  # the reason's number in Ray's protocol
+        assert GcsClient(cluster.address).drain_node(nodes[0], preempted, "the machine is needed", 0)[0]
+        await until("a worker in its place", lambda: len(job.views) >= 3 and len(job.views[-1]["workers"]) == 2)
+        actors.update(map(parent, pids(job.views[-1])))
+        assert sorted(launcher._nodes.values()) == sorted([nodes[1], added.node_id])
+
+    policy = chaos(tmp_path, gates=[{"step": 12, "workers": 2}, {"step": 85, "workers": 2}], pace_s=0.02)
+    settings = [*TRAINING, "workers.count=2", "workers.max=2", *policy]
+    job = run_job(tmp_path / "run", settings, events, launcher=RayLauncher())
+    assert_same_training(job, undisturbed)
+    assert job.of_kind("failure") == [] and len(job.of_kind("notice")) == 1
+    assert not {"failure", "restart"} & {view["reason"] for view in job.views}
+    assert_none_left(actors)
+
+
 def test_the_command_line_shows_training_and_none_of_ray(cluster: Any, tmp_path: Path) -> None:
     settings = [*TRAINING, "train.epochs=1", "policy=none", "launcher=ray", f"launcher.address={cluster.address}"]
     with command_line(tmp_path / "run", settings) as (process, job):

@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     if RunDirectory.is_used(run_dir):
         return _refuse(f"--run-dir {run_dir}: holds a run already; must be a new directory")
     try:
-        directory = RunDirectory(run_dir, args.settings["observe_sinks"], settings=by_key(args.settings))
+        shown = args.settings["observe_sinks"], args.settings["observe_ledger"]
+        directory = RunDirectory(run_dir, *shown, settings=by_key(args.settings))
     except OSError as error:
         return _refuse(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}")
     settings = args.settings
@@ -67,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         grace_s, signals = settings["elastic_grace_s"], settings["elastic_notice_signals"]
         most = settings["workers_max"]
         launcher = HostsLauncher(command, host, port, args.token, args.slots, most, grace_s, signals)
-    job = {"run_dir": str(run_dir.absolute()), "observe": {"log_level": settings["observe_log_level"]}}
+    told = {"log_level": settings["observe_log_level"], "ledger": settings["observe_ledger"]}
+    job = {"run_dir": str(run_dir.absolute()), "observe": told}
     return supervise(launcher, job, recorder, Elasticity.of(settings, script=True))
 
 
@@ -104,7 +106,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
     parser.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
     gpus, cores = devices.count(), os.cpu_count() or 1
-    slots = "workers that this host takes (default: its GPUs, or its cores where it has none)"
+    slots = "workers that this host takes (default: its GPUs, or its cores where it has none; with --listen also 0)"
     parser.add_argument("--slots", type=int, default=gpus or cores, help=slots)
     parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
     parser.add_argument("script", type=_path, nargs="?", help="a Python file")
@@ -114,8 +116,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         args.settings = _settings(args)
     except ConfigError as error:
         parser.error(str(error))
-    if args.slots < 1:
-        parser.error(f"--slots {args.slots}: must be at least 1")
+    least = 0 if args.listen is not None else 1
+    if args.slots < least:
+        parser.error(f"--slots {args.slots}: must be at least {least}")
     several_hosts = args.listen is not None or args.join is not None
     option, here = ("--slots", args.slots) if several_hosts else ("--workers", args.settings["workers_count"])
     if 0 < gpus < here:

@@ -92,12 +92,15 @@ class Supervisor:
             await self._launcher.close()
 
     async def _watch(self) -> None:
-        """Looks after heartbeats, and for a GPU that a new worker waits for."""
+        """Looks after heartbeats, notices that the launcher knows of, and for a GPU that a new worker waits for."""
         job, time = self.job, asyncio.get_running_loop().time
         while True:
             asleep = time()
             await asyncio.sleep(protocol.HEARTBEAT_S)
             self.processes.check_heartbeats(time() - asleep - protocol.HEARTBEAT_S)
+            for worker in self.processes.alive():
+                if getattr(worker.process, "noticed", False):
+                    await self._take_notice(worker)
             if self.processes.awaits_gpu and job.takes_newcomers and not job.stopping:
                 await self.views.add_up_to(job.wanted)
 

@@ -35,6 +35,7 @@ class ShownSettings(TypedDict, total=False):
             choices=("tensorboard", "csv", "wandb", "mlflow", "trackio"),
         ),
     ]
+    observe_ledger: Annotated[bool, Setting(False, "write ledger.jsonl: the samples of each micro-batch")]
 
 
 class JobSettings(ShownSettings, total=False):
@@ -206,7 +207,6 @@ class CommandSettings(TypedDict, total=False):
         ),
     ]
     lr_base: Annotated[float, Setting(0.001, "learning rate at the first batch size; the default suits AdamW", above=0)]
-    observe_ledger: Annotated[bool, Setting(False, "write ledger.jsonl: the samples of each micro-batch")]
 
 
 # Settings that `kfuse` does not take: its checkpoints lie in its run directory, which Hydra names.

@@ -233,6 +233,9 @@ def _trainer(
             "that joins would not have its state: pass it as scheduler= and do not step it yourself"
         )
     output = Output(session, values)
+    if session.control_client is not None:  # the supervisor keeps the run directory
+        ledger = session.control_client.job.get("observe", {}).get("ledger", False)
+        values = {**values, "observe_ledger": ledger}
     training = TrainContext(
         model,
         given.data,

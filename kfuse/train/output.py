@@ -61,7 +61,8 @@ class Output:
         self._directory = directory if keeps else None
         if keeps and directory is not None and resume == "never" and RunDirectory.is_used(directory):
             raise ConfigError(f"run_dir={directory}: must be a new one, or one to resume (checkpoint_resume)")
-        self._sinks = settings["observe_sinks"], by_key(settings)
+        self._kept = settings["observe_sinks"], settings["observe_ledger"]
+        self._settings = by_key(settings)
         if self._directory is not None and (why := missing(settings["observe_sinks"])):
             raise ConfigError(f"observe_sinks: {why}")
         if keeps and folder is not None:
@@ -141,8 +142,7 @@ class Output:
         if self._directory is None:
             return _Shown(display)
         try:
-            sinks, settings = self._sinks
-            directory = RunDirectory(self._directory, sinks, settings=settings)
+            directory = RunDirectory(self._directory, *self._kept, settings=self._settings)
         except OSError as error:
             raise ValueError(f"run_dir={self._directory}: cannot be written: {error.strerror or error}") from error
         recorder = Recorder(directory, display)

@@ -16,7 +16,8 @@ __all__ = ["HostsLauncher", "Launcher", "LocalLauncher", "RayLauncher", "Torchru
 class WorkerProcess(Protocol):
     """A worker process, as the supervisor sees it.
 
-    It may have an attribute `cause`: how it ended, as a text for events ("was lost with its host 10.0.0.2").
+    It may have an attribute `cause`: how it ended, as a text for events ("was lost with its host 10.0.0.2"); and
+    `noticed`: whether its machine is about to be taken away.
     """
 
     running: bool  # False while it waits for a free slot or node, which may take any time

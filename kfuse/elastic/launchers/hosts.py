@@ -183,6 +183,7 @@ class HostProcess:
         self.number, self.env = number, env
         self.running = False
         self.cause = ""  # how it ended, where that was with its host
+        self.noticed = False  # its machine is about to be taken away; where it gets no signal of its own
         self.agent: asyncio.StreamWriter | None = None  # of the host that has started it
         self.printed: asyncio.Queue[str | None] = asyncio.Queue()  # its lines, then None
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()

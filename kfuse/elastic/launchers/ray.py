@@ -27,6 +27,7 @@ _log = logging.getLogger("kfuse")
 _CONNECT_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 20.0
 _LAST_WORDS_S = 1.0
+_DRAINED_S = 1.0  # between two looks for nodes that are drained
 
 
 class Keeper:
@@ -35,6 +36,12 @@ class Keeper:
     async def run(self, host: str, port: int, token: str, number: int) -> None:
         """Runs process `number` for the launcher at host:port. Raises AgentError, where that is gone."""
         await offer(host, port, token, slots=1, only=number)
+
+    async def node(self) -> str:
+        """The id of the node that Ray has found for it, in hexadecimal digits."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
 
 
 class RayLauncher(HostsLauncher):
@@ -59,6 +66,8 @@ class RayLauncher(HostsLauncher):
         super().__init__(None, host or "", 0, secrets.token_hex(16), slots=0, most=1, grace_s=grace_s)
         self._address, self._cpus, self._needed_gpus = address, cpus, gpus
         self._keeping: set[asyncio.Task[None]] = set()
+        self._nodes: dict[HostProcess, str] = {}  # where each one runs
+        self._watching: asyncio.Task[None] | None = None
         self._closing = threading.Event()
 
     async def open(self) -> str:
@@ -75,6 +84,7 @@ class RayLauncher(HostsLauncher):
             where = self._address or os.environ.get("RAY_ADDRESS") or "the address of the newest one on this machine"
             raise OSError(f"no Ray cluster answered within {_CONNECT_TIMEOUT_S:.0f} s at {where}") from None
         self._host = self._host or found
+        self._watching = asyncio.create_task(self._watch_nodes())
         return await super().open()
 
     def _hold(self, opened: Future[str]) -> None:
@@ -104,6 +114,21 @@ class RayLauncher(HostsLauncher):
         task.add_done_callback(self._keeping.discard)
         return process
 
+    async def _watch_nodes(self) -> None:
+        """A node that is drained is about to be taken away: by the autoscaler, or as `ray drain-node` has asked."""
+        import ray
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+        client = GcsClient(address=ray.get_runtime_context().gcs_address)
+        while True:
+            await asyncio.sleep(_DRAINED_S)
+            try:
+                drained = await asyncio.to_thread(client.get_draining_nodes, timeout=_CONNECT_TIMEOUT_S)
+            except ray.exceptions.RayError:  # asked again
+                continue
+            for process, node in self._nodes.items():
+                process.noticed = process.noticed or node in drained
+
     async def _keep(self, process: HostProcess) -> None:
         """Has an actor run the process, until one of them has ended."""
         import ray
@@ -114,7 +139,11 @@ class RayLauncher(HostsLauncher):
         actor = ray.remote(Keeper).options(**needs, max_restarts=0).remote()
         run = actor.run.remote(self._host, self._port, self._token, process.number).future()
         running, ended = asyncio.wrap_future(run), asyncio.ensure_future(process.wait())
+        placed = asyncio.wrap_future(actor.node.remote().future())
         try:
+            await asyncio.wait([running, ended, placed], return_when=asyncio.FIRST_COMPLETED)
+            if placed.done() and placed.exception() is None:
+                self._nodes[process] = placed.result()
             await asyncio.wait([running, ended], return_when=asyncio.FIRST_COMPLETED)
             if process.cause:  # its actor is lost, and Ray may know more of it
                 await asyncio.wait([running], timeout=_LAST_WORDS_S)
@@ -122,14 +151,16 @@ class RayLauncher(HostsLauncher):
                 _log.warning("ray: %s", str(running.exception()).strip().splitlines()[-1])
             process.end(-signal.SIGKILL, "was lost with its Ray actor")
         finally:
-            running.cancel()
-            ended.cancel()
+            for future in (running, ended, placed):
+                future.cancel()
+            self._nodes.pop(process, None)
             ray.kill(actor)  # its place is free again
 
     async def close(self) -> None:
         await super().close()
-        for task in self._keeping:
+        tasks = [*self._keeping, *([] if self._watching is None else [self._watching])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._closing.set()
         await asyncio.to_thread(self._holder.join, _CLOSE_TIMEOUT_S)

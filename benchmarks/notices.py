@@ -1,0 +1,325 @@
+"""Machines that are taken away with 5 s of notice: nothing is repeated, and the others wait as at a planned shrink.
+
+    python benchmarks/notices.py --json benchmarks/results/notices.json
+
+Three jobs of three workers with sharded state, one after the other. Notice is given to workers (SIGTERM), to agents
+of `kfuse-run --join` that have a worker each (SIGTERM), and to the nodes of a Ray cluster on this machine (drained).
+Each third notice is for two at once. New workers take the places, on new agents and nodes. Before each notice the job
+shrinks by as many workers as planned, by the policy's decision, and grows again.
+
+Each job must end with the bits, the metrics and the ledger of an undisturbed run on one worker, without a lost worker.
+Compared is the gap at a shrink and at a notice: the longest time between two steps' beginnings on a worker that stays,
+from the decision or notice until two steps after the others have ended. Their end is among it, as it takes a processor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from machine import parser_of, warn_if_busy, write
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
+
+from elastic_job import Job, assert_exact, assert_same_steps, compose, override, parent, words  # noqa: E402
+from soak_job import Recorder  # noqa: E402
+from warm import WarmLauncher  # noqa: E402
+
+from kfuse.elastic.launchers import HostsLauncher, RayLauncher  # noqa: E402
+from kfuse.elastic.processes import State, Worker  # noqa: E402
+from kfuse.elastic.supervisor import Elasticity, Supervisor  # noqa: E402
+from kfuse.settings.tree import flat  # noqa: E402
+
+WORKERS, GRACE_S, PREEMPTED = 3, 5, 2  # the last: the reason's number in Ray's protocol
+TRAINING = words(
+    "comm=reproducible comm.state=sharded comm.bucket_mb=0.02 lr.base=0.003 train.clip_norm=0.5 model=mlp",
+    "model.hidden=[64] model.dropout=0.1 data._target_=soak_worker.blobs policy._target_=soak_worker.Obedient",
+    f"batch.size=32 batch.micro=4 batch.max=64 train.eval_every=50 workers.max={WORKERS} observe.ledger=true",
+    f"workers.threads=1 elastic.grace_s={GRACE_S} train.epochs=1000000",
+)
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+Take = Callable[[list[Worker]], Awaitable[None]]
+Replace = Callable[[int], Awaitable[None]]
+
+
+@dataclass
+class Places:
+    """Where workers run, and how notice is given there. Everything that it starts ends with `closing`."""
+
+    launcher: Any
+    take: Take  # notice to where these workers run
+    replace: Replace = field(default=lambda count: asyncio.sleep(0))  # so many places that can be had instead
+    closing: ExitStack = field(default_factory=ExitStack)
+
+
+def workers(directory: Path) -> Places:
+    async def take(chosen: list[Worker]) -> None:
+        for worker in chosen:
+            os.kill(worker.pid or 0, signal.SIGTERM)
+
+    return Places(WarmLauncher(directory.with_suffix(".log")), take)
+
+
+def agents(directory: Path) -> Places:
+    token = secrets.token_hex(16)
+    secret = directory.with_suffix(".token")
+    secret.touch(0o600)
+    secret.write_text(token)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    closing = ExitStack()
+    joining = ["--join", f"127.0.0.1:{port}", "--token-file", str(secret), "--slots", "1"]
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", *joining]
+
+    async def replace(count: int) -> None:
+        for _ in range(count):
+            with directory.with_suffix(".log").open("ab") as log:
+                agent = subprocess.Popen(command, stdout=log, stderr=log)
+            closing.callback(agent.wait)
+            closing.callback(agent.kill)
+
+    async def take(chosen: list[Worker]) -> None:
+        for worker in chosen:
+            os.kill(parent(worker.pid or 0), signal.SIGTERM)
+
+    launcher = HostsLauncher(None, "127.0.0.1", port, token, 0, 1, GRACE_S, ("SIGTERM",))
+    return Places(launcher, take, replace, closing)
+
+
+def nodes(directory: Path) -> Places:
+    import ray
+    from ray._raylet import GcsClient
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    closing = ExitStack()
+    closing.callback(cluster.shutdown)
+    ray.init(cluster.address, logging_level="ERROR", log_to_driver=False)
+    closing.callback(ray.shutdown)
+    client, launcher = GcsClient(cluster.address), RayLauncher()
+    drained: list[Any] = []
+
+    async def replace(count: int) -> None:
+        for node in drained:
+            cluster.remove_node(node)
+        drained.clear()
+        for _ in range(count):
+            cluster.add_node(num_cpus=1)  # here: Ray is not to be called from several threads
+
+    async def take(chosen: list[Worker]) -> None:
+        for worker in chosen:
+            name = launcher._nodes[worker.process]  # type: ignore[index]
+            drained.extend(node for node in cluster.list_all_nodes() if node.node_id == name)
+            assert client.drain_node(name, PREEMPTED, "benchmark", 0)[0]
+
+    return Places(launcher, take, replace, closing)
+
+
+PLACES = {"workers": workers, "agents": agents, "nodes": nodes}
+
+
+@dataclass
+class Change:
+    """Workers that leave, and those that stay."""
+
+    kind: str
+    leaving: int
+    began: float  # as it was asked for, on the machine's monotonic clock
+    ended: float  # two steps after the view without the workers
+    staying: list[int]  # their processes
+
+    def gap_s(self, marks: Path) -> float:
+        """The longest time between two steps' beginnings, on any worker that stays."""
+        found = []
+        for pid in self.staying:
+            times = np.array((marks / str(pid)).read_text().split(), dtype=float)
+            first = max(0, np.searchsorted(times, self.began) - 1)
+            found.append(np.diff(times[first : np.searchsorted(times, self.ended)]).max())
+        return float(max(found))
+
+
+@dataclass
+class Notices:
+    """Planned shrinks and notices in turn."""
+
+    supervisor: Supervisor
+    recorder: Recorder
+    places: Places
+    requests: Path
+    count: int  # of notices
+    chance: random.Random
+    done: Callable[[int], None]
+    changes: list[Change] = field(default_factory=list)
+
+    async def run(self) -> None:
+        await self.places.replace(WORKERS)
+        await self._whole()
+        given = turn = 0
+        while given < self.count:
+            turn += 1
+            leaving = min(2 if turn % 3 == 0 else 1, self.count - given)
+            await self._change("shrink", leaving)
+            self._wish(WORKERS)
+            await self._whole()
+            await self._change("notice", leaving)
+            await self.places.replace(leaving)
+            await self._whole()
+            given += leaving
+            self.done(leaving)
+        self.supervisor.stop("interrupted")
+
+    def _wish(self, workers: int) -> None:
+        part = self.requests.with_suffix(".part")
+        part.write_text(json.dumps({"workers": workers, "topology": None, "asked": 0}))
+        os.replace(part, self.requests)
+
+    def _settled(self, workers: int) -> bool:
+        members = self.supervisor.processes.members()
+        return len(members) == workers and all(worker.state is State.MEMBER for worker in members)
+
+    async def _steps(self, count: int) -> None:
+        goal = self.recorder.step + count
+        await self.recorder.until(f"step {goal}", lambda: self.recorder.step >= goal)
+
+    async def _whole(self) -> None:
+        await self.recorder.until(f"{WORKERS} members", lambda: self._settled(WORKERS))
+        await self._steps(6)
+
+    async def _change(self, kind: str, leaving: int) -> None:
+        await asyncio.sleep(self.chance.uniform(0, 0.1))
+        members, began = self.supervisor.processes.members(), time.monotonic()
+        chosen = self.chance.sample(members, leaving)
+        if kind == "notice":
+            await self.places.take(chosen)
+        else:
+            self._wish(WORKERS - leaving)
+            await self.recorder.until("the shrink", lambda: self._settled(WORKERS - leaving))
+            chosen = [worker for worker in members if self.supervisor.processes.rank_of(worker) is None]
+        await self.recorder.until(
+            f"{leaving} workers to leave at a {kind}", lambda: all(worker.state is State.ENDED for worker in chosen)
+        )
+        await self._steps(2)
+        staying = [worker.pid or 0 for worker in members if worker not in chosen]
+        self.changes.append(Change(kind, leaving, began, time.monotonic(), staying))
+
+
+async def run(directory: Path, overrides: list[str], places: Places, notices: dict[str, Any] | None) -> Recorder:
+    """One job, to which nothing happens where `notices` is None. Raises JobFailed, AssertionError."""
+    config, recorder = compose([*TRAINING, *overrides]), Recorder(directory)
+    supervisor = Supervisor(
+        places.launcher, {**config, "run_dir": str(directory)}, recorder, Elasticity.of(flat(config))
+    )
+    tasks = [asyncio.create_task(supervisor.run())]
+    if notices is not None:
+        tasks.append(asyncio.create_task(Notices(supervisor, recorder, places, **notices).run()))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        recorder.directory.close()
+    return recorder
+
+
+def measure(kind: str, count: int, seed: int, done: Callable[[int], None]) -> dict[str, Any]:
+    """One job's figures. Raises AssertionError where it did not end as an undisturbed one."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        requests, marks = directory / "requests.json", directory / "marks"
+        marks.mkdir()
+        requests.write_text(json.dumps({"workers": WORKERS, "topology": None, "asked": 0}))
+        policy = [override(f"+policy.{key}", value) for key, value in [("requests", str(requests)), ("pace_s", 0.03)]]
+        policy.append(override("+policy.marks", str(marks)))
+        changes: list[Change] = []
+        places = PLACES[kind](directory / "places")
+        struck = {"requests": requests, "count": count, "chance": random.Random(seed), "done": done, "changes": changes}
+        with places.closing:
+            asyncio.run(run(directory / "job", [*policy, f"workers.count={WORKERS}"], places, struck))
+        job = Job(directory / "job")
+        alone = workers(directory / "alone_places")
+        asyncio.run(run(directory / "alone", [f"train.steps={job.summary['steps']}", "workers.count=1"], alone, None))
+        assert_exact(job)
+        assert_same_steps(job, Job(directory / "alone"))
+        reasons = Counter(view["reason"] for view in job.views)
+        assert not job.of_kind("failure") and not {"failure", "restart"} & set(reasons), job.told()
+        assert len(job.of_kind("notice")) == count
+        return {
+            "notices": count,
+            "steps": job.summary["steps"],
+            "views": reasons,
+            "gaps_s": [[change.kind, change.leaving, change.gap_s(marks)] for change in changes],
+        }
+
+
+def ratio(gaps: list[list[Any]], chance: np.random.Generator) -> list[float]:
+    """The median gap at a notice over that at a shrink, and its 95 % bounds by bootstrap."""
+    by_kind = [np.array([gap for which, _, gap in gaps if which == kind]) for kind in ("notice", "shrink")]
+    drawn = [np.median(chance.choice(each, (4000, len(each))), axis=1) for each in by_kind]
+    medians = [float(np.median(each)) for each in by_kind]
+    return [medians[0] / medians[1], *map(float, np.quantile(drawn[0] / drawn[1], [0.025, 0.975]))]
+
+
+def report(console: Console, jobs: dict[str, dict[str, Any]]) -> None:
+    table = Table(title="the bits, metrics and ledger of undisturbed runs; no micro-batch repeated")
+    for heading in ("notice to", "notices", "gap at a shrink (ms)", "at a notice (ms)", "largest", "ratio (95 %)"):
+        table.add_column(heading, justify="right")
+    for kind, job in jobs.items():
+        gaps = {which: [gap * 1e3 for name, _, gap in job["gaps_s"] if name == which] for which in ("shrink", "notice")}
+        figures = (f"{np.median(gaps[which]):.0f}" for which in gaps)
+        largest = " / ".join(f"{max(gaps[which]):.0f}" for which in gaps)
+        middle, low, high = job["ratio"]
+        table.add_row(kind, str(job["notices"]), *figures, largest, f"{middle:.2f} ({low:.2f}-{high:.2f})")
+    console.print(table)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--notices", type=int, default=100, help="in all, at least 12 (default 100)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.notices < 12:
+        parser.error(f"--notices {args.notices}: allowed is 12 or more")
+    warn_if_busy()
+    console, jobs = Console(), {}
+    path = os.pathsep.join([*sys.path[:2], *filter(None, [os.environ.get("PYTHONPATH")])])
+    with (
+        patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}),
+        Progress(*COLUMNS, console=console) as bar,
+    ):
+        task = bar.add_task("notices", total=args.notices)
+        for index, kind in enumerate(PLACES):
+            count = args.notices // 3 + (index < args.notices % 3)
+            bar.update(task, description=f"notices to {kind}")
+            jobs[kind] = measure(kind, count, args.seed + index, lambda given: bar.update(task, advance=given))
+            jobs[kind]["ratio"] = ratio(jobs[kind]["gaps_s"], np.random.default_rng(args.seed))
+    report(console, jobs)
+    write(args.json, ("torch", "numpy", "ray"), grace_s=GRACE_S, workers=WORKERS, jobs=jobs)
+
+
+if __name__ == "__main__":
+    main()
