@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.settings import CommOptions
@@ -57,6 +57,7 @@ class Session:
         self.apart = False  # each worker is at a step of its own (pair averaging): no collective can be made
         self.training = 0  # which training of this process is under way, from 1
         self.in_training = False
+        self.run_dir: TextIO | None = None  # holds its lock, so that no other run uses it while this process may write
 
     @property
     def local_rank(self) -> int:

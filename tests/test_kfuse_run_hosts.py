@@ -160,7 +160,7 @@ def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(meeti
         (["--join", "127.0.0.1:1", "--token-file", "open"], "--token-file open: must be readable by its owner alone"),
         (["--workers", "3", "--max-workers", "2", "train.py"], "workers.max=2"),
         (["absent.py"], "absent.py: no such file"),
-        (["--run-dir", "used", "train.py"], "--run-dir used: holds a run already"),
+        (["--run-dir", "used", "train.py"], "--run-dir used: must be a new directory: the run in it has ended"),
     ],
 )
 def test_wrong_arguments_end_in_one_line(
@@ -168,7 +168,8 @@ def test_wrong_arguments_end_in_one_line(
 ) -> None:
     Path("train.py").touch()
     Path("used").mkdir()
-    Path("used/metrics.jsonl").touch()
+    Path("used/summary.json").write_text('{"exit_reason": "epochs"}')
+    Path("used/.lock").touch()
     for name, secret, mode in (("short", "secret", 0o600), ("open", TOKEN, 0o640)):
         Path(name).write_text(secret)
         Path(name).chmod(mode)

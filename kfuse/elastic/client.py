@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
@@ -18,10 +18,12 @@ from kfuse.elastic import protocol
 from kfuse.elastic.protocol import ControlError, Met, View
 
 _SUPERVISOR_LOST_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
+_SAVING_S = 30.0  # and as long as it writes a last checkpoint, at most so many more: twice its own limit
 _STUCK_S = 60.0  # without the interpreter's lock, after which the process is ended
 _MOST_WAITING = 100_000  # messages; beyond it only records of steps are dropped
 _SENT_AT_ONCE = 64  # messages that wait, in one call of the system
 _POLL_S = 0.01
+_ENDS_POLL_S = 0.1
 
 T = TypeVar("T")
 
@@ -46,6 +48,7 @@ class ControlClient:
         self._unsent: deque[bytes] = deque()
         self._losses = protocol.Losses("the supervisor took no records, and too many waited in a worker")
         self._lost: str | None = None
+        self._saves = False  # a last checkpoint, as the supervisor is lost
         self._closing = threading.Event()
         try:
             self._socket, self._lines, welcome = self._connect((host, int(port)), timeout_s)
@@ -181,6 +184,15 @@ class ControlClient:
                 self._changed.wait(left)
             return None if self.view(generation, recovers=True) else self._met
 
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context: the supervisor is lost, and this process is not ended meanwhile, since it writes a checkpoint."""
+        self._saves = True
+        try:
+            yield
+        finally:
+            self._saves = False
+
     def check(self) -> None:
         """Raises ControlError if the supervisor is gone."""
         if self._lost:
@@ -226,7 +238,11 @@ class ControlClient:
             self._lost = f"the supervisor is gone{why}"
             self._changed.notify_all()
         # The main thread notices at its next wait. If it is stuck elsewhere, the process must not stay behind.
-        if not self._closing.wait(_SUPERVISOR_LOST_GRACE_S):
+        lost_at = time.monotonic()
+        while time.monotonic() - lost_at < _SUPERVISOR_LOST_GRACE_S + _SAVING_S * self._saves:
+            if self._closing.wait(_ENDS_POLL_S):
+                break
+        else:
             with contextlib.suppress(OSError):  # the supervisor was the reader
                 print(f"kfuse: worker {self.worker} ends: {self._lost}", file=sys.stderr, flush=True)
             os._exit(70)

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import re
 import signal
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from typing import Any
 from kfuse.elastic import protocol
 from kfuse.elastic.job import Job, JobFailed, Records
 from kfuse.elastic.launchers import Launcher, WorkerProcess
+
+IMPORT_THREAD = "kfuse-import"
 
 _KEPT_LINES = 200
 _TRACEBACK = "Traceback (most recent call last):\n"
@@ -91,6 +94,14 @@ class LaunchError(JobFailed):
         super().__init__(f"the launcher cannot start workers: {' '.join(str(error).split()) or type(error).__name__}")
 
 
+def _import_store() -> None:
+    """Imports what a view of several workers needs of torch in this process, while they import theirs.
+
+    It takes seconds, on a busy machine many. The end of a job that is stopped meanwhile does not wait for it.
+    """
+    importlib.import_module("torch.distributed")
+
+
 class Processes:
     """All workers that a job has started, by number."""
 
@@ -104,6 +115,7 @@ class Processes:
         self.awaits_gpu = False  # a worker is to be started as soon as one that ends has left its GPU
         self._starting = asyncio.Lock()
         self._undecided = 0  # how many workers have ended and are still being handled by `ended`
+        self._importing: threading.Thread | None = None  # see `_import_store`
         self._tasks: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[int]] = set()  # of processes: one may come late, or never, from a cut-off host
 
@@ -159,12 +171,9 @@ class Processes:
                 task = self._job.run(self._watch(self.workers[number]))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            if len(self.alive()) > 1:
-                self._job.run(self._import_store())
-
-    async def _import_store(self) -> None:
-        """Imports what a view of several workers needs of torch in this process, while they import theirs."""
-        await asyncio.to_thread(importlib.import_module, "torch.distributed")
+            if len(self.alive()) > 1 and self._importing is None:
+                self._importing = threading.Thread(target=_import_store, name=IMPORT_THREAD, daemon=True)
+                self._importing.start()
 
     async def _watch(self, worker: Worker) -> None:
         """Passes on what a worker prints until it ends."""

@@ -94,10 +94,11 @@ class Supervisor:
     async def _watch(self) -> None:
         """Looks after heartbeats, notices that the launcher knows of, and for a GPU that a new worker waits for."""
         job, time = self.job, asyncio.get_running_loop().time
+        checked_at = time()
         while True:
-            asleep = time()
             await asyncio.sleep(protocol.HEARTBEAT_S)
-            self.processes.check_heartbeats(time() - asleep - protocol.HEARTBEAT_S)
+            before, checked_at = checked_at, time()
+            self.processes.check_heartbeats(checked_at - before - protocol.HEARTBEAT_S)
             for worker in self.processes.alive():
                 if getattr(worker.process, "noticed", False):
                     await self._take_notice(worker)

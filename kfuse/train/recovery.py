@@ -94,7 +94,9 @@ class Recovery:
                 if self._session.comm.sharded:
                     _LOG.warning("no last checkpoint is written: comm.state=sharded, and not all workers are there")
                 elif self._has_state and self._checkpoints is not None:
-                    self._checkpoints.save_last(self._progress.step, self._state.capture)
+                    client = self._session.control_client
+                    with contextlib.nullcontext() if client is None else client.saving():
+                        self._checkpoints.save_last(self._progress.step, self._state.capture)
             elif isinstance(error, ConsistencyError):
                 self._session.give_up(str(error))
             raise
@@ -166,10 +168,12 @@ class Recovery:
         if received is not None:
             self._state.restore_some(received)
 
-    def save_last(self) -> None:
+    def save_last(self, fails: bool = False) -> None:
+        """fails: training has not come to its end, but must not go on here."""
         if self._checkpoints is not None:
-            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader)
-            if STOP_REASONS[self._progress.stop] in ("", "stopped"):  # a job that was told to stop has little time left
+            ends = STOP_REASONS[self._progress.stop] in ("", "stopped")  # else it was told to stop: little time is left
+            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader, ends and not fails)
+            if ends:
                 self._checkpoints.close()
 
     # -- for kf.state_dict ----------------------------------------------------------------------------------------

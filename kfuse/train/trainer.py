@@ -89,7 +89,7 @@ class Trainer:
     def _new_audit(self) -> Audit:
         from kfuse.train.audit import Audit  # only where it is used
 
-        return Audit(self._training, self._forward, self._recovery.save_last)
+        return Audit(self._training, self._forward, partial(self._recovery.save_last, fails=True))
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
