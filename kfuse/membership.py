@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
@@ -23,6 +24,7 @@ Record = Callable[[str, dict[str, Any]], None]
 
 _LOG = logging.getLogger("kfuse")
 
+_ENDED_S = 5.0  # until then the supervisor, told that the job must end, has ended this process
 _MOST_LANES = 8  # only optimizers that take part in the same backward need different lanes
 
 
@@ -163,7 +165,7 @@ class Session:
         client, generation = self.client, self._generation
         if client.view(generation, recovers=True) is None:
             client.send("broken", generation=generation, why=str(error))
-        return self._enter(client.await_view(generation, 2 * self.group.timeout_s + 10, recovers=True))
+        return self._enter(self._await_recovery())
 
     def _enter(self, view: View, new: bool = False) -> bool:
         """Ends the group before, and forms that of `view`; False if this worker is not in it.
@@ -245,12 +247,27 @@ class Session:
         assert self.control_client is not None, "this job has no supervisor"
         return self.control_client
 
+    def evict(self, worker: int, why: str, event: dict[str, Any]) -> None:
+        """Has the supervisor end a worker of this view, and waits for the view without it. Every worker calls it.
+
+        The one that is to end only waits for that. why: what it did, for the event of its loss; event: to record too.
+        Raises ControlError if the supervisor is lost, or forms no view.
+        """
+        if worker != self.worker:
+            self.client.send("evict", worker=worker, why=why, event=event)
+        self._await_recovery()
+
+    def _await_recovery(self) -> View:
+        return self.client.await_view(self._generation, 2 * self.group.timeout_s + 10, recovers=True)
+
     def give_up(self, why: str, event: dict[str, Any] | None = None, lines: Sequence[str] = ()) -> None:
-        """Tells the supervisor, if there is one, that the job must end: no other worker could go on either.
+        """Has the supervisor, if there is one, end the job, this process too: no other worker could go on either.
 
         event, lines: to record and to show; of several workers that give up, only the first one's are.
         """
         self.send("fatal", why=why, event=event, lines=list(lines))
+        if self.elastic:
+            time.sleep(_ENDED_S)  # what this process would print, as others would, is said by the supervisor
 
     def begin_training(self) -> None:
         """A training starts. Raises RuntimeError if another one is under way in an elastic job."""

@@ -12,11 +12,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import faulty
 
 from kfuse import BasePolicy, session
 from kfuse.comm import chunks
@@ -67,6 +70,10 @@ def strike(how: str) -> None:
         case "linger":  # until a second worker has come
             while session.current().group.size < 2:
                 time.sleep(0.001)
+        case "wrong":  # from now on all gradients of this process are
+            faulty.wrong_backwards = sys.maxsize
+        case "wrong_once":
+            faulty.wrong_backwards = 1
         case "exception":
             raise RuntimeError("struck by chaos")
         case "silence":  # of this host, a network namespace: no packet comes or goes, and nobody is told

@@ -217,6 +217,13 @@ class Processes:
         if not (self.alive() or self._undecided or self._starting.locked()):
             self._job.end(self._job.late_failure)
 
+    def end(self, number: int, why: str) -> None:
+        """Kills a worker. Its end is then handled like any other. why: what it did."""
+        worker = self.workers[number]
+        if worker.state is not State.ENDED and not worker.why:  # else another worker has asked for it, or it is lost
+            worker.why = why
+            worker.kill()
+
     def check_heartbeats(self, late_s: float) -> None:
         """Kills workers that send no heartbeat, or are not ready in time. Their end is then handled like any other.
 

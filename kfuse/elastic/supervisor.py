@@ -258,6 +258,9 @@ class Supervisor:
                 await self.views.resize(message["workers"])
             case "replace":
                 await self.views.replace(message["worker"])
+            case "evict":  # an audit by the others has named a worker, whose loss then is one like any other
+                self.records.add("event", message["event"])
+                self.processes.end(message["worker"], message["why"])
             case "announce":
                 self._meetings.announce(message["announcement"])
             case "decision":  # of rank 0, for all others

@@ -58,6 +58,7 @@ class Recovery:
         self._arguments = training.settings.shared() | {
             "samples of data": training.samples_an_epoch,
             "comm.audit_every": session.comm.audit_every,
+            "comm.audit_on_corruption": session.comm.audit_on_corruption,
             "comm.state": session.comm.state,
             "types and memory layouts of parameters": parameter_layout(params),
         }
@@ -168,11 +169,12 @@ class Recovery:
         if received is not None:
             self._state.restore_some(received)
 
-    def save_last(self) -> None:
+    def save_last(self, fails: bool = False) -> None:
+        """fails: training has not come to its end, but must not go on here."""
         if self._checkpoints is not None:
-            over = STOP_REASONS[self._progress.stop] in ("", "stopped")  # else it was told to stop: little time is left
-            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader, over)
-            if over:
+            ends = STOP_REASONS[self._progress.stop] in ("", "stopped")  # else it was told to stop: little time is left
+            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader, ends and not fails)
+            if ends:
                 self._checkpoints.close()
 
     # -- for kf.state_dict ----------------------------------------------------------------------------------------
