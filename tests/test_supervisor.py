@@ -218,15 +218,25 @@ async def test_losses_without_a_step_in_between_end_the_job(stage: Stage, error:
     if error is None:
         await stage.join(0)
         await stage.end_well(0)
+    else:  # it may write a last checkpoint, and does not end in time
+        assert stage.workers[0].of_kind("failed")[0]["saves"] and not stage.workers[0].killed
+        for _ in range(20):
+            await stage.says(0, "alive")
+            await stage.settle(1)
+        assert stage.workers[0].killed
 
 
 @job(Elasticity(2, 1, 2, max_failures=2), "workers lose contact again and again: a message was late")
 async def test_workers_that_lose_contact_without_progress_end_the_job(stage: Stage) -> None:
+    """They reach each other's hosts, so none has to go. Each is told of the end, and the first one saves its state."""
     await stage.train(0, 1)
     for generation in (1, 2):
-        await stage.says(1, "broken", generation=generation, why="a message was late")
-        await stage.settle()
+        await stage.lose_contact(1, generation)
         await stage.join(0, 1)
+    await stage.cut()
+    assert [each["saves"] for worker in stage.workers for each in worker.of_kind("failed")] == [True, False]
+    assert not stage.workers[0].killed
+    stage.workers[0].end(1)
 
 
 # -- workers that come, leave, or cannot be started -------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import re
 import signal
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from typing import Any
 from kfuse.elastic import protocol
 from kfuse.elastic.job import Job, JobFailed, Records
 from kfuse.elastic.launchers import Launcher, WorkerProcess
+
+IMPORT_THREAD = "kfuse-import"
 
 _KEPT_LINES = 200
 _TRACEBACK = "Traceback (most recent call last):\n"
@@ -46,6 +49,8 @@ class Worker:
     connections: list[asyncio.StreamWriter] = field(default_factory=list)
     pid: int | None = None  # None until it has connected
     host: str = ""
+    address: list[Any] = field(default_factory=list)  # host and port at which other workers may reach it
+    held: bool = False  # it waits for members that it does not reach
     gpu: int | None = None  # the number of its GPU, until its process ends; None: the launcher chooses, or none
     started_at: float = 0.0
     last_message_at: float = 0.0  # by the event loop's clock
@@ -98,6 +103,14 @@ class LaunchError(JobFailed):
         super().__init__(f"the launcher cannot start workers: {' '.join(str(error).split()) or type(error).__name__}")
 
 
+def _import_store() -> None:
+    """Imports what a view of several workers needs of torch in this process, while they import theirs.
+
+    It takes seconds, on a busy machine many. The end of a job that is stopped meanwhile does not wait for it.
+    """
+    importlib.import_module("torch.distributed")
+
+
 class Processes:
     """All workers that a job has started, by number."""
 
@@ -112,6 +125,7 @@ class Processes:
         self.awaits_gpu = False  # a worker is to be started as soon as one that ends has left its GPU
         self._starting = asyncio.Lock()
         self._undecided = 0  # how many workers have ended and are still being handled by `ended`
+        self._importing: threading.Thread | None = None  # see `_import_store`
         self._tasks: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[int]] = set()  # of processes: one may come late, or never, from a cut-off host
 
@@ -171,12 +185,9 @@ class Processes:
                 task = self._job.run(self._watch(worker))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            if len(self._alive) > 1:
-                self._job.run(self._import_store())
-
-    async def _import_store(self) -> None:
-        """Imports what a view of several workers needs of torch in this process, while they import theirs."""
-        await asyncio.to_thread(importlib.import_module, "torch.distributed")
+            if len(self._alive) > 1 and self._importing is None:
+                self._importing = threading.Thread(target=_import_store, name=IMPORT_THREAD, daemon=True)
+                self._importing.start()
 
     async def _watch(self, worker: Worker) -> None:
         """Passes on what a worker prints until it ends."""
@@ -218,6 +229,13 @@ class Processes:
         """Ends the job when no worker is left, none is being started, and each one's end has been decided on."""
         if not (self._alive or self._undecided or self._starting.locked()):
             self._job.end(self._job.late_failure)
+
+    def end(self, number: int, why: str) -> None:
+        """Kills a worker. Its end is then handled like any other. why: what it did."""
+        worker = self.workers[number]
+        if worker.state is not State.ENDED and not worker.why:  # else another worker has asked for it, or it is lost
+            worker.why = why
+            worker.kill()
 
     def check_heartbeats(self, late_s: float) -> None:
         """Kills workers that send no heartbeat, or are not ready in time. Their end is then handled like any other.

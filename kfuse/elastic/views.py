@@ -14,6 +14,7 @@ import socket
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from kfuse.elastic.cuts import Cuts
 from kfuse.elastic.job import Job, JobFailed, Records
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker, send_to_all
 from kfuse.elastic.protocol import Member, View
@@ -31,6 +32,7 @@ class _Row:
     """Workers lost in a row, and the exceptions that ended them, each with its step if one was under way."""
 
     lost: int = 0
+    contacts: int = 0  # how many of those are losses of contact, without a lost worker
     errors: set[tuple[str, int | None]] = field(default_factory=set)
 
 
@@ -41,6 +43,8 @@ class Views:
         self._job, self._processes, self._records = job, processes, records
         self.host = ""  # this machine's address, as workers reach it
         self.store: TCPStore | None = None  # the newest view's, in this process: no lost worker takes it down
+        self.cuts = Cuts(job, processes, records)
+        self._inquiry = 0  # generation of the view whose workers are being asked whom they reach
         self._asked = job.wanted
         self._since_step = _Row()  # workers lost since the last new step
         self._since_boot = _Row()  # newcomers lost since the last one that has booted
@@ -132,7 +136,7 @@ class Views:
         if job.stopping or job.done or self._must_recover or self._awaits_any():
             return
         newcomers, members = self._processes.newcomers(), self._processes.members()
-        ready = [worker for worker in newcomers if worker.state is State.READY]
+        ready = [each for each in newcomers if each.state is State.READY and not (each.held and members)]
         booting = any(worker.state is State.BOOTING and worker.process.running for worker in newcomers)
         staying, leaving = [m for m in members if not m.leaving], [m for m in members if m.leaving]
         missing = job.wanted - len(staying)
@@ -157,7 +161,7 @@ class Views:
         leave in the next one. anew: training is over, and some of them are about to begin another one.
         """
         workers = self._processes.members() + self._processes.leavers()
-        members = [worker for worker in workers if anew or not self.out_of_loop(worker)]
+        members = [worker for worker in workers if not worker.why and (anew or not self.out_of_loop(worker))]
         if members and anew >= self._job.done:
             self._announce(members, reason, recovers=True)
 
@@ -211,8 +215,12 @@ class Views:
 
     # -- lost workers ------------------------------------------------------------------------------------------------
 
-    def booted(self) -> None:
+    def booted(self, worker: Worker) -> None:
+        """A new worker is ready to join."""
         self._since_boot = _Row()
+        worker.state = State.READY
+        self.cuts.hold(worker, then=self.propose)
+        self.propose()
 
     async def ended(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker's process has ended. was: its state before that; status: None if its end was not reported."""
@@ -242,14 +250,31 @@ class Views:
         if generation != job.view.generation and not (proposed and generation == job.view.generation - 1):
             return
         self._forget_before_progress()
-        self._since_step.lost += 1
-        if self._since_step.lost >= job.elasticity.max_failures:
-            job.end(JobFailed(f"workers lose contact again and again: {why}"))
+        if not self._since_step.contacts:  # it may have been a moment's
+            self._regroup(why)
+        elif self._inquiry != job.view.generation:
+            self._inquiry = job.view.generation
+            job.run(self._inquire(why))
+
+    def _regroup(self, why: str) -> None:
+        """The same workers form a new view."""
+        job, row = self._job, self._since_step
+        row.lost, row.contacts = row.lost + 1, row.contacts + 1
+        if row.lost >= job.elasticity.max_failures:
+            job.give_up(f"workers lose contact again and again: {why}")
             return
-        _log.info("contact lost in view %d: %s", generation, why)
+        _log.info("contact lost in view %d: %s", job.view.generation, why)
         for member in () if job.done else filter(self.out_of_loop, self._processes.members()):
             self.continue_without(member, "left the training loop, and the others waited for it")
         self.recover(anew=job.done)
+
+    async def _inquire(self, why: str) -> None:
+        """Contact was lost again: where some workers do not reach each other the others go on without one side."""
+        row, evicted = self._since_step, await self.cuts.evict()
+        if evicted:
+            row.lost, row.contacts = row.lost - row.contacts, 0  # these and the loss of those that go are one
+        elif evicted is False:
+            self._regroup(why)
 
     def _forget_before_progress(self) -> None:
         """Resets the counts if a step was completed since: with progress in between, lost workers are no crash loop."""
@@ -325,9 +350,9 @@ class Views:
         row.errors.add((error, worker.failed_at))
         if again and error and worker.failed_at is not None and not awaited:
             where = f"at step {worker.failed_at}, as another did at that step"
-            job.end(JobFailed(f"worker {worker.number} {how} {where}: it would do so again{cause}"))
+            job.give_up(f"worker {worker.number} {how} {where}: it would do so again{cause}")
         elif row.lost >= limits.max_failures:
-            job.end(JobFailed(f"{row.lost} workers were lost in a row, the last one {how}{cause}"))
+            job.give_up(f"{row.lost} workers were lost in a row, the last one {how}{cause}")
         elif last and not limits.restart:
             job.end(JobFailed(f"no worker is left: the last one {how}{cause}"))
         else:
