@@ -43,7 +43,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
 from elastic_job import Job, assert_exact, assert_same_steps, compose, override, parent, words  # noqa: E402
-from soak_job import Recorder  # noqa: E402
+from soak_job import MARKS, Recorder  # noqa: E402
 from warm import WarmLauncher  # noqa: E402
 
 from kfuse.elastic.launchers import HostsLauncher, RayLauncher  # noqa: E402
@@ -149,11 +149,11 @@ class Change:
     ended: float  # two steps after the view without the workers
     staying: list[int]  # their processes
 
-    def gap_s(self, marks: Path) -> float:
+    def gap_s(self, marks: np.ndarray) -> float:
         """The longest time between two steps' beginnings, on any worker that stays."""
         found = []
         for pid in self.staying:
-            times = np.array((marks / str(pid)).read_text().split(), dtype=float)
+            times = np.sort(marks["time"][marks["pid"] == pid])
             first = max(0, np.searchsorted(times, self.began) - 1)
             found.append(np.diff(times[first : np.searchsorted(times, self.ended)]).max())
         return float(max(found))
@@ -191,7 +191,7 @@ class Notices:
 
     def _wish(self, workers: int) -> None:
         part = self.requests.with_suffix(".part")
-        part.write_text(json.dumps({"workers": workers, "topology": None, "asked": 0}))
+        part.write_text(json.dumps({"workers": workers}))
         os.replace(part, self.requests)
 
     def _settled(self, workers: int) -> bool:
@@ -250,11 +250,10 @@ def measure(kind: str, count: int, seed: int, done: Callable[[int], None]) -> di
     """One job's figures. Raises AssertionError where it did not end as an undisturbed one."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        requests, marks = directory / "requests.json", directory / "marks"
-        marks.mkdir()
-        requests.write_text(json.dumps({"workers": WORKERS, "topology": None, "asked": 0}))
+        requests, written = directory / "requests", directory / "marks"
+        requests.write_text(json.dumps({"workers": WORKERS}))
         policy = [override(f"+policy.{key}", value) for key, value in [("requests", str(requests)), ("pace_s", 0.03)]]
-        policy.append(override("+policy.marks", str(marks)))
+        policy.append(override("+policy.marks", str(written)))
         changes: list[Change] = []
         places = PLACES[kind](directory / "places")
         struck = {"requests": requests, "count": count, "chance": random.Random(seed), "done": done, "changes": changes}
@@ -265,6 +264,7 @@ def measure(kind: str, count: int, seed: int, done: Callable[[int], None]) -> di
         asyncio.run(run(directory / "alone", [f"train.steps={job.summary['steps']}", "workers.count=1"], alone, None))
         assert_exact(job)
         assert_same_steps(job, Job(directory / "alone"))
+        marks = np.fromfile(written, dtype=MARKS)
         reasons = Counter(view["reason"] for view in job.views)
         assert not job.of_kind("failure") and not {"failure", "restart"} & set(reasons), job.told()
         assert len(job.of_kind("notice")) == count

@@ -1,189 +1,312 @@
-"""One job that is struck a few hundred times, ends with the bits of an undisturbed run, and leaks nothing on the way.
+"""Jobs that are struck thousands of times, end with the bits of undisturbed runs, and hold on to nothing on the way.
 
-    python benchmarks/soak.py --events 200 --seed 0 --json benchmarks/results/soak.json
+    sudo python benchmarks/soak.py --events 10000 --json benchmarks/results/soak.json     # hours; goes on where it was
 
-Events, seeded, at random moments, over 1 to 4 workers: SIGKILL, an exception at whatever line the worker is, os._exit,
-SIGSTOP; growth, shrinkage; a decision on the transport. Then the same number of steps on one worker, undisturbed:
-parameters, every step's metrics and the ledger must be the same, and no worker but those struck may have been lost.
+Twelve runs, each one training with a seed of its own: kf.fit and a loop over a kf.DataLoader (with a loader process),
+with replicated and with sharded state, workers on agents of `kfuse-run --join`, and pair averaging. Events, at random
+moments, over 1 to 4 workers: SIGKILL, SIGSTOP, os._exit, an exception at whatever line the worker is; notice (SIGTERM)
+to a worker, an agent, the supervisor; growth and shrinkage; the loss of an agent, of a loader process and of the
+supervisor (SIGKILL), which is started again as the same command would be; a full disk (in a file system of the run's
+own, which needs root; else it is left out).
 
-After each event the supervisor's and the oldest worker's file descriptors, threads and memory are read, and the store's
-keys. From event 20 (a tenth of the way, where there are fewer than 200) the oldest worker is spared: one process is
-watched to the end. Flat means: the least-squares trend over the events from there, with the number of processes and
-of members as further regressors (both open connections), rises over the whole stretch by no more than 4 descriptors,
-threads or keys, or 5 % of the mean memory (at least 8 MiB).
+Then the same number of steps on one worker, undisturbed: parameters, every step's metrics and the ledger must be the
+same, and no worker but those struck may have been lost. With pair averaging nothing is compared: the samples that are
+missing and those that were used twice are counted.
+
+Reported by kind of event: for how long no worker began a step (median, p95, maximum). After each event the supervisor's
+and the oldest worker's file descriptors, threads and memory are read, and the files in shared memory. Every other
+supervisor spares the oldest worker, so that one process is watched for long. Flat means: the trend over the events of
+all supervisors of a run, each with a level of its own, and with the number of processes and members as further
+regressors, rises over 200 events by no more than 4 descriptors, threads or files, or 5 % of the mean memory (at least
+8 MiB), or by no more than can be told from no trend (95 %).
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
+import contextlib
 import json
 import os
-import random
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from machine import parser_of, write
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
-from elastic_job import Job, assert_exact, assert_same_steps, compose, override, words  # noqa: E402
-from soak_job import MOST, START, Recorder, Sample, Soak  # noqa: E402
-from warm import WarmLauncher  # noqa: E402
+from elastic_job import Job, assert_exact, assert_same_steps, is_alive  # noqa: E402
+from soak_job import MARKS, Plan, samples_of  # noqa: E402
 
-from kfuse.comm.settings import CONTRIBUTIONS  # noqa: E402
-from kfuse.elastic.supervisor import Elasticity, Supervisor  # noqa: E402
-from kfuse.settings.tree import flat  # noqa: E402
-
-TRAINING = words(
-    "comm=reproducible comm.bucket_mb=0.02 lr.base=0.003 lr.scaling=adascale train.clip_norm=0.5 model=mlp",
-    "model.hidden=[64] model.dropout=0.1 data._target_=soak_worker.blobs policy._target_=soak_worker.Obedient",
-    f"batch.size=32 batch.micro=4 batch.max=64 train.eval_every=50 workers.max={MOST} observe.ledger=true",
-    "workers.threads=1 elastic.max_failures=12 elastic.heartbeat_timeout_s=5 train.epochs=1000000",
+SHARDED = {"comm_state": "sharded"}
+RUNS = (
+    ("fit", {}),
+    ("fit, sharded", {"comm": SHARDED}),
+    ("loop", {"loop": True}),
+    ("loop, sharded", {"loop": True, "comm": SHARDED}),
+    ("agents, sharded", {"agents": True, "comm": SHARDED}),
+    ("pair", {"comm": {"comm_sync": "pair"}}),
 )
+ROUNDS = 2
+_AGENTS_SHARE = 0.25  # of a run's events where each new worker is a new agent, which takes seconds
+TRAIN = {"batch_size": 32, "batch_micro": 4, "batch_max": 64, "train_epochs": 10**6, "train_save_model": False}
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-PACKAGES = ("torch", "numpy")
-SLACK = {"fds": 4.0, "threads": 4.0, "keys": 4.0}
+SLACK = {"fds": 4.0, "threads": 4.0, "shared": 4.0}
+_WATCHED_FROM = 8  # of each supervisor's events: before that caches fill
+_SILENT_S = 400.0  # without a new sample, after which a job counts as stuck
 
 
-async def run(directory: Path, overrides: list[str], soak: dict[str, Any] | None = None) -> tuple[Recorder, Any]:
-    """One job, with a soak of these settings, or without. Raises JobFailed, AssertionError."""
-    config = compose([*TRAINING, *overrides])
-    recorder = Recorder(directory)
-    elasticity = Elasticity.of(flat(config))
-    launcher = WarmLauncher(directory.with_suffix(".log"))
-    supervisor = Supervisor(launcher, {**config, "run_dir": str(directory)}, recorder, elasticity)
-    job = asyncio.create_task(supervisor.run())
-    if soak is None:
-        await job
-        return recorder, None
-    events = Soak(supervisor, recorder, **soak)
-    striking = asyncio.create_task(events.run())
+def plans(events: int, seed: int, disk: bool) -> list[Plan]:
+    names = [(f"{name}, {turn + 1}", more) for turn in range(ROUNDS) for name, more in RUNS]
+    shares = np.array([_AGENTS_SHARE if "agents" in more else 1.0 for _, more in names])
+    counts = np.diff(np.round(np.concatenate([[0], np.cumsum(shares)]) / shares.sum() * events)).astype(int)
+    found = []
+    for index, ((name, more), count) in enumerate(zip(names, counts, strict=True)):
+        given: Any = {**more, "comm": {"comm_bucket_mb": 0.02, "comm_timeout_s": 30, **more.get("comm", {})}}
+        if given["comm"].get("comm_sync") is None:
+            given["comm"]["comm_reproducible"] = True
+        found.append(Plan(name, int(count), seed + index, disk=disk, **given))
+    return found
+
+
+@contextlib.contextmanager
+def file_system(folder: Path, own: bool) -> Iterator[None]:
+    """The folder, as a file system of its own where asked for. Raises CalledProcessError."""
+    folder.mkdir(parents=True)
+    if own:
+        mount = ["mount", "-t", "tmpfs", "-o", "size=1g", "kfuse-soak", str(folder)]
+        subprocess.run(mount, check=True, capture_output=True)
     try:
-        await asyncio.wait([job, striking], return_when=asyncio.FIRST_COMPLETED)
-        if striking.done():
-            striking.result()
-        await job
+        yield
     finally:
-        for task in (striking, job):
-            task.cancel()
-        await asyncio.gather(striking, job, return_exceptions=True)
-        recorder.directory.close()
-    return recorder, events
+        if own:
+            subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-def trend(samples: list[Sample], values: list[float]) -> dict[str, float]:
-    """mean: of the values. growth: of their trend, over all these events."""
-    at = np.array([sample.event for sample in samples], dtype=float)
-    others = [[sample.processes, sample.members] for sample in samples]
-    design = np.column_stack([np.ones_like(at), at, np.array(others, dtype=float)])
-    slope = np.linalg.lstsq(design, np.array(values), rcond=None)[0][1]
-    return {"mean": float(np.mean(values)), "growth": float(slope * (at[-1] - at[0])), "last": values[-1]}
+def may_mount() -> bool:
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            with file_system(Path(name) / "disk", own=True):
+                return True
+        except (OSError, subprocess.CalledProcessError):
+            return False
 
 
-def verdicts(samples: list[Sample]) -> dict[str, dict[str, Any]]:
-    """For each resource its trend, what it may be, and whether it is flat."""
-    series: dict[str, list[float]] = {"store keys": [float(sample.keys) for sample in samples]}
-    for who in ("supervisor", "witness"):
-        for name in ("fds", "threads", "rss_mib"):
-            series[f"{who} {name}"] = [float(getattr(sample, who)[name]) for sample in samples]
-    result = {}
-    for name, values in series.items():
-        seen = trend(samples, values)
-        allowed = SLACK.get(name.split()[-1]) or max(8.0, 0.05 * seen["mean"])
-        result[name] = {**seen, "allowed": allowed, "flat": seen["growth"] <= allowed}
-    return result
+def start(plan: Plan, directory: Path, steps: int | None = None) -> subprocess.Popen[bytes]:
+    """A supervisor. steps: of an undisturbed run on one worker."""
+    train: dict[str, Any] = {**TRAIN, "data_workers": int(plan.loop)}
+    policy: dict[str, Any] = {}
+    if steps is not None:
+        train |= {"train_steps": steps, "data_workers": 0}
+    else:
+        train |= {"checkpoint_dir": str(directory / "disk" / "checkpoints"), "checkpoint_resume": "auto"}
+        train |= {"checkpoint_every_steps": 50, "checkpoint_keep": 2}
+        policy = {key: str(directory / key) for key in ("requests", "marks")} | {"pace_s": plan.pace_s}
+        (directory / "requests").write_text(json.dumps({"workers": 3}))
+    (directory / "plan.json").write_text(json.dumps(asdict(plan)))
+    worker = {"comm": plan.comm, "train": train, "policy": policy, "loop": plan.loop}
+    (directory / "worker.json").write_text(json.dumps(worker))
+    path = os.pathsep.join([*sys.path[:2], *filter(None, [os.environ.get("PYTHONPATH")])])
+    with (directory / "output").open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "soak_job.py"), str(directory)],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
 
 
-def soak(args: argparse.Namespace, console: Console) -> int:
-    spare_from = min(20, args.events // 10)
-    with tempfile.TemporaryDirectory() as name, Progress(*COLUMNS, console=console) as bar:
-        directory = Path(name)
-        requests = directory / "requests.json"
-        task = bar.add_task("events", total=args.events)
-        settings = {
-            "requests": requests,
-            "events": args.events,
-            "spare_from": spare_from,
-            "topologies": [*CONTRIBUTIONS],
-            "chance": random.Random(args.seed),
-            "done": lambda kind: bar.update(task, advance=1, description=f"events ({kind})"),
-        }
-        requests.write_text(json.dumps({"workers": START, "topology": None, "asked": 0}))
-        policy = [override("+policy.requests", str(requests)), override("+policy.pace_s", args.pace)]
-        started = time.perf_counter()
-        recorder, events = asyncio.run(run(directory / "soak", [*policy, f"workers.count={START}"], settings))
-        wall_s = time.perf_counter() - started
-        job = Job(directory / "soak")
-        steps = job.summary["steps"]
-        bar.add_task(f"{steps} steps on one worker, undisturbed", total=None)
-        asyncio.run(run(directory / "alone", [f"train.steps={steps}", "workers.count=1"]))
-        alone = Job(directory / "alone")
+def strike(plan: Plan, directory: Path, bar: Progress, task: TaskID) -> None:
+    """All events of a run, under as many supervisors as it takes. Raises AssertionError."""
+    expected = {"supervisor lost": -signal.SIGKILL, "supervisor's notice": 143}
+    while len(samples := samples_of(directory)) < plan.events:
+        process, seen, since = start(plan, directory), len(samples), time.monotonic()
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                if (now := len(samples_of(directory))) > seen:
+                    bar.update(task, advance=now - seen)
+                    seen, since = now, time.monotonic()
+                if time.monotonic() > since + _SILENT_S:
+                    raise AssertionError(f"{plan.name}: no event for {_SILENT_S:.0f} s\n{told(directory)}")
+        finally:
+            process.kill()
+        last = samples_of(directory)[-1]["kind"]
+        if process.returncode != expected.get(last, 0):
+            raise AssertionError(f"{plan.name}: ended with {process.returncode} after: {last}\n{told(directory)}")
+        job = Job(directory / "disk" / "run")
+        end = time.monotonic() + 60
+        while left := [*filter(is_alive, job.pids)]:  # they write a last checkpoint
+            assert time.monotonic() < end, f"{plan.name}: processes {left} did not end with their supervisor"
+            time.sleep(0.02)
+
+
+def told(directory: Path) -> str:
+    logs = [path.read_text()[-4000:] for path in (directory / "output", directory / "agents.log") if path.exists()]
+    return "\n".join([Job(directory / "disk" / "run").told(), *logs])
+
+
+def measure(plan: Plan, folder: Path, bar: Progress) -> dict[str, Any]:
+    """One run's figures. Raises AssertionError where the job did not end as an undisturbed one."""
+    directory, alone = folder / "soak", folder / "alone"
+    task = bar.add_task(plan.name, total=plan.events)
+    started = time.perf_counter()
+    with file_system(directory / "disk", plan.disk):
+        strike(plan, directory, bar, task)
+        wall_s, job = time.perf_counter() - started, Job(directory / "disk" / "run")
+        found: dict[str, Any] = {"plan": asdict(plan), "wall_s": wall_s, **figures(directory, job)}
+        if not plan.exact:
+            return found | {"samples": uses(job)}
+        (alone / "disk").mkdir(parents=True)
+        bar.update(task, description=f"{plan.name}: undisturbed")
+        undisturbed = start(plan, alone, job.summary["steps"])
+        assert undisturbed.wait() == 0, told(alone)
         assert_exact(job)
-        assert_same_steps(job, alone)
-        sha256 = job.summary["params_sha256"]
-        errors = (directory / "soak.log").read_text().split("Traceback (most recent call last):")[1:]
-    watched = [sample for sample in events.samples if sample.event >= spare_from]
-    assert len({sample.witness_pid for sample in watched}) == 1, "the witness changed"
-    rows = verdicts(watched)
-    flat = all(row["flat"] for row in rows.values())
-    unexpected = [how for pid, how in recorder.lost.items() if pid not in events.struck]
-    events_ = f"{args.events} events in {wall_s:.0f} s, {steps} steps"
-    report(console, rows, f"{events_}: same bits as undisturbed, exact ledger")
-    for how in unexpected:
-        console.print(f"a worker that nothing had struck {how}")
-    if unexpected:
-        for error in errors:
-            if "struck by the soak" not in error:
-                console.print(error, markup=False, highlight=False)
-    write(
-        args.json,
-        PACKAGES,
-        events=Counter(sample.kind for sample in events.samples),
-        wall_s=wall_s,
-        steps=steps,
-        params_sha256=sha256,
-        watched_from_event=spare_from,
-        flat=flat,
-        unexpected_losses=unexpected,
-        resources=rows,
-        samples=[asdict(sample) for sample in events.samples],
-    )
-    return 0 if flat and not unexpected else 1
+        assert_same_steps(job, Job(alone / "disk" / "run"))
+        return found | {"params_sha256": job.summary["params_sha256"]}
 
 
-def report(console: Console, rows: dict[str, dict[str, Any]], title: str) -> None:
-    table = Table(title=title)
-    for heading in ("held", "mean", "last", "trend over the run", "allowed", "verdict"):
-        table.add_column(heading, justify="left" if heading in ("held", "verdict") else "right")
-    for name, row in rows.items():
-        figures = (f"{row['mean']:.1f}", f"{row['last']:.1f}", f"{row['growth']:+.1f}", f"{row['allowed']:.1f}")
-        table.add_row(name, *figures, "flat" if row["flat"] else "RISES")
+def figures(directory: Path, job: Job) -> dict[str, Any]:
+    """Of all events; gaps by kind, resources, and losses that nothing had caused."""
+    samples = samples_of(directory)
+    marks = np.sort(np.fromfile(directory / "marks", dtype=MARKS)["time"])
+    gaps: dict[str, list[float]] = {}
+    for sample, after in zip(samples, [*samples[1:], None], strict=True):
+        ended = sample["ended"] or (after["began"] if after else sample["began"])
+        first, last = np.searchsorted(marks, [sample["began"], ended])
+        gaps.setdefault(sample["kind"], []).append(float(np.diff(marks[max(0, first - 1) : last + 1]).max(initial=0.0)))
+    failures = job.of_kind("failure")
+    strikes = {"kill", "exception", "exit", "stop", "agent lost"}
+    return {
+        "events": Counter(sample["kind"] for sample in samples),
+        "steps": job.summary["steps"],
+        "supervisors": 1 + samples[-1]["incarnation"],
+        "gaps_s": gaps,
+        "resources": resources(samples),
+        "lost": len(failures),
+        "struck": sum(sample["kind"] in strikes for sample in samples),
+        "hows": Counter(failure["how"] for failure in failures),
+    }
+
+
+def resources(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """For each resource its trend, what it may be, and whether it is flat."""
+    firsts: dict[int, int] = {}
+    for sample in samples:
+        firsts.setdefault(sample["incarnation"], sample["event"])
+    watched = [s for s in samples if s["members"] and s["event"] >= firsts[s["incarnation"]] + _WATCHED_FROM]
+    spared = [s for s in watched if s["incarnation"] % 2]
+    series = {"shared files": (watched, [float(s["shared"]) for s in watched])}
+    for who, its in (("supervisor", watched), ("witness", spared)):
+        for name in ("fds", "threads", "rss_mib"):
+            series[f"{who} {name}"] = its, [float(s[who][name]) for s in its]
+    found = {}
+    for name, (its, values) in series.items():
+        if len(its) < 2 * (len(firsts) + 3):
+            continue
+        seen = trend(its, values)
+        allowed = next((most for kind, most in SLACK.items() if kind in name), max(8.0, 0.05 * seen["mean"]))
+        flat = seen["growth"] <= allowed or seen["growth"] - 1.96 * seen["error"] <= 0
+        found[name] = {**seen, "allowed": allowed, "flat": flat}
+    return found
+
+
+def trend(samples: list[dict[str, Any]], values: list[float]) -> dict[str, float]:
+    """mean: of the values. growth: of their trend over 200 events, with its standard error."""
+    incarnations = sorted({s["incarnation"] for s in samples})
+    levels = [[float(s["incarnation"] == each) for each in incarnations] for s in samples]
+    others = [[s["event"], s["processes"], s["members"]] for s in samples]
+    design, target = np.column_stack([np.array(others, dtype=float), np.array(levels)]), np.array(values)
+    solution = np.linalg.lstsq(design, target, rcond=None)[0]
+    rest = target - design @ solution
+    variance = rest @ rest / max(1, len(values) - design.shape[1])
+    error = np.sqrt(variance * np.linalg.pinv(design.T @ design)[0, 0])
+    return {"mean": float(target.mean()), "growth": float(200 * solution[0]), "error": float(200 * error)}
+
+
+def uses(job: Job) -> dict[str, int]:
+    """With pair averaging: of the complete epochs' samples how many are in no line of the ledger, and in several."""
+    epoch_of = {record["step"]: record["epoch"] for record in job.metrics}
+    complete, used = job.summary["epochs"], Counter[tuple[int, int]]()
+    for entry in job.ledger:
+        epoch = entry.get("epoch", epoch_of.get(entry["step"]))
+        if epoch is not None and epoch < complete:
+            used.update((epoch, index) for index in entry["indices"])
+    size = 1 + max((index for _, index in used), default=-1)
+    return {"asked": size * complete, "missing": size * complete - len(used), "twice": sum(used.values()) - len(used)}
+
+
+def report(console: Console, runs: dict[str, dict[str, Any]]) -> bool:
+    """Whether all is as it should be."""
+    events = Counter[str]()
+    gaps: dict[str, list[float]] = {}
+    for run in runs.values():
+        events.update(run["events"])
+        for kind, each in run["gaps_s"].items():
+            gaps.setdefault(kind, []).extend(each)
+    table = Table(title=f"{events.total():,} events in {len(runs)} runs: for how long no worker began a step, s")
+    for heading in ("event", "times", "median", "p95", "largest"):
+        table.add_column(heading, justify="left" if heading == "event" else "right")
+    for kind, count in events.most_common():
+        table.add_row(kind, f"{count:,}", *(f"{figure:.2f}" for figure in np.quantile(gaps[kind], [0.5, 0.95, 1])))
     console.print(table)
+    table, good = Table(title="the bits and the ledger of undisturbed runs, and what is held"), True
+    for heading in ("run", "events", "steps", "lost / struck", "supervisors", "what rises"):
+        table.add_column(heading, justify="left" if heading in ("run", "what rises") else "right")
+    for name, run in runs.items():
+        rises = [f"{what} {each['growth']:+.1f}" for what, each in run["resources"].items() if not each["flat"]]
+        good &= not rises and run["lost"] <= run["struck"]
+        counts = f"{sum(run['events'].values()):,}", f"{run['steps']:,}", f"{run['lost']} / {run['struck']}"
+        table.add_row(name, *counts, str(run["supervisors"]), ", ".join(rises) or "nothing")
+    console.print(table)
+    for name, run in runs.items():
+        if run["lost"] > run["struck"]:
+            console.print(f"{name}: more were lost than struck: {run['hows']}")
+        if "samples" in run:
+            console.print(
+                f"{name}: of {run['samples']['asked']:,} samples {run['samples']['missing']:,} missing, "
+                f"{run['samples']['twice']:,} twice"
+            )
+    return good
 
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--events", type=int, default=200, help="at least 20 (default 200)")
+    parser.add_argument("--events", type=int, default=240, help="of all runs together, at least 120 (default 240)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pace", type=float, default=0.03, help="seconds that a step takes at least (default 0.03)")
+    parser.add_argument("--runs", nargs="+", metavar="NAME", help="only runs whose names begin so")
     args = parser.parse_args()
-    if args.events < 20:
-        parser.error(f"--events {args.events}: allowed is 20 or more")
-    path = os.pathsep.join([*sys.path[:2], *filter(None, [os.environ.get("PYTHONPATH")])])
-    with patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
-        return soak(args, Console())
+    if args.events < 120:
+        parser.error(f"--events {args.events}: allowed is 120 or more")
+    disk, console = may_mount(), Console()
+    if not disk:
+        console.print("no file system of the run's own may be mounted here: the disk is never full")
+    chosen = [plan for plan in plans(args.events, args.seed, disk) if plan.name.startswith(tuple(args.runs or [""]))]
+    if not chosen:
+        parser.error(f"--runs {' '.join(args.runs)}: allowed are {', '.join(name for name, _ in RUNS)}")
+    runs: dict[str, dict[str, Any]] = {}
+    if args.json is not None and args.json.exists():
+        runs = json.loads(args.json.read_text()).get("runs", {})
+    with Progress(*COLUMNS, console=console) as bar:
+        for plan in chosen:
+            if runs.get(plan.name, {}).get("plan") == json.loads(json.dumps(asdict(plan))):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                runs[plan.name] = measure(plan, Path(folder), bar)
+            write(args.json, ("torch", "numpy"), runs=runs)
+    return 0 if report(console, runs) else 1
 
 
 if __name__ == "__main__":

@@ -1,30 +1,95 @@
-"""One job, struck again and again: the events, and what the supervisor and a witness hold on to after each."""
+"""One supervisor of a job that is struck again and again, and what it and a worker hold on to after each event.
+
+    python benchmarks/soak_job.py DIRECTORY      # what `soak.py` starts, and starts again after the supervisor's loss
+
+DIRECTORY/plan.json is a `Plan`; samples.jsonl gets a line after each event. The process ends with status 0 once there
+are enough, with 143 after a notice to it, by SIGKILL where it is to be lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
+import secrets
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from soak_worker import EXIT, RAISE
+from warm import CONTEXT, WarmLauncher
 
+from kfuse.elastic.launchers import HostsLauncher
 from kfuse.elastic.processes import State, Worker
-from kfuse.elastic.supervisor import Supervisor
+from kfuse.elastic.supervisor import Elasticity, Supervisor
 from kfuse.observe.run_dir import RunDirectory
 
-STRIKES = {"kill": signal.SIGKILL, "exception": RAISE, "exit": EXIT, "stop": signal.SIGSTOP}
-WEIGHTS = {"kill": 4, "exception": 2, "exit": 2, "stop": 1, "grow": 3, "shrink": 2, "topology": 2}
+HERE = Path(__file__).parent
+SCRIPT = str(HERE / "soak_worker.py")
 START, MOST = 3, 4
+MARKS = [("time", "<f8"), ("pid", "<i8")]  # of `soak_worker.Obedient`
+STRIKES = {
+    "kill": signal.SIGKILL,
+    "exception": signal.SIGUSR1,
+    "exit": signal.SIGUSR2,
+    "stop": signal.SIGSTOP,
+    "notice": signal.SIGTERM,
+}
+AGENTS = {"agent lost": signal.SIGKILL, "agent's notice": signal.SIGTERM}
+SUPERVISOR = {"supervisor lost": signal.SIGKILL, "supervisor's notice": signal.SIGTERM}
+WEIGHTS = {
+    **{"kill": 8, "exception": 4, "exit": 4, "stop": 2, "notice": 8, "grow": 6, "shrink": 4},
+    **{"loader lost": 4, "disk full": 1, "agent lost": 4, "agent's notice": 4},
+    **{"supervisor lost": 1, "supervisor's notice": 1},
+}
+GRACE_S = 5.0
+_KFUSE_RUN = (sys.executable, "-m", "kfuse.cli.kfuse_run")
 _LONGEST_DELAY_S = 0.3
 _STEPS_BETWEEN = 5
 _DEADLINE_S = 180.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run. Its job is one training, whatever supervisors it has."""
+
+    name: str
+    events: int
+    seed: int
+    pace_s: float = 0.03
+    comm: dict[str, Any] = field(default_factory=dict)
+    loop: bool = False  # a loop over a kf.DataLoader with a loader process, instead of kf.fit
+    agents: bool = False  # each worker on an agent of its own
+    disk: bool = False  # the run directory is a file system of its own, which may be filled
+
+    @property
+    def exact(self) -> bool:
+        """Whether the end has the bits and the ledger of an undisturbed run."""
+        return self.comm.get("comm_sync") != "pair"
+
+
+@dataclass
+class Sample:
+    """What is held after an event; `witness` is the oldest worker."""
+
+    event: int
+    kind: str
+    began: float  # on the machine's monotonic clock
+    ended: float  # some steps after its consequences are in force
+    step: int
+    incarnation: int  # of the supervisor
+    processes: int
+    members: int
+    shared: int  # files in shared memory
+    supervisor: dict[str, float] = field(default_factory=dict)
+    witness: dict[str, float] = field(default_factory=dict)
+    witness_pid: int = 0
 
 
 class Recorder:
@@ -40,16 +105,19 @@ class Recorder:
 
     def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
         """Records as workers report them."""
-        for kind, data in records:
-            if kind == "start":
-                continue
-            getattr(self.directory, kind)(data)
-            if kind == "metrics":
-                self.step = max(self.step, data["step"])
-            elif kind == "event" and data["kind"] == "failure":
-                self.lost[data["pid"]] = data["how"]
-            elif kind == "event" and data["kind"] in ("view", "decision"):
-                self.changes.append(data)
+        with self.directory.batch():
+            for kind, data in records:
+                if kind == "start":
+                    self.directory.rewind(data["step"])
+                    self.step = data["step"] - 1
+                elif kind != "line":
+                    getattr(self.directory, kind)(data)
+                if kind == "metrics":
+                    self.step = max(self.step, data["step"])
+                elif kind == "event" and data["kind"] == "failure":
+                    self.lost[data["pid"]] = data["how"]
+                elif kind == "event" and data["kind"] in ("view", "decision"):
+                    self.changes.append(data)
         self.stirred.set()
 
     def line(self, text: str) -> None:
@@ -61,135 +129,245 @@ class Recorder:
             async with asyncio.timeout(_DEADLINE_S):
                 while not true():
                     self.stirred.clear()
-                    await self.stirred.wait()
+                    with contextlib.suppress(TimeoutError):  # a state of the supervisor's may change without a record
+                        await asyncio.wait_for(self.stirred.wait(), 0.05)
         except TimeoutError:
             raise AssertionError(f"waited {_DEADLINE_S:.0f} s for {what}") from None
 
 
-@dataclass
-class Sample:
-    """What is held after an event; `witness` is the oldest worker."""
+class Agents:
+    """Agents of `kfuse-run --join` on this machine, each with one slot."""
 
-    event: int
-    kind: str
-    step: int
-    processes: int
-    members: int
-    keys: int
-    supervisor: dict[str, float]
-    witness: dict[str, float]
-    witness_pid: int
+    def __init__(self, directory: Path) -> None:
+        self._log, self._secret = directory / "agents.log", directory / "token"
+        self._secret.touch(0o600)
+        self._secret.write_text(token := secrets.token_hex(16))
+        command = [sys.executable, SCRIPT, str(directory / "worker.json")]
+        self.launcher = HostsLauncher(command, "127.0.0.1", 0, token, 0, 1, GRACE_S, notice_signals=("SIGTERM",))
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, count: int) -> None:
+        address = f"127.0.0.1:{self.launcher._port}"
+        command = ["--join", address, "--token-file", str(self._secret), "--slots", "1"]
+        for _ in range(count):
+            with self._log.open("ab") as log:
+                self._processes.append(subprocess.Popen([*_KFUSE_RUN, *command], stdout=log, stderr=log))
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
 
-@dataclass
 class Soak:
-    """Strikes a running job `events` times. From event `spare_from` on the oldest worker, the witness, is spared."""
+    """Strikes a running job until there were enough events, or until one of them ends the supervisor.
 
-    supervisor: Supervisor
-    recorder: Recorder
-    requests: Path
-    events: int
-    spare_from: int
-    topologies: list[str]
-    chance: random.Random
-    done: Callable[[str], None]
-    samples: list[Sample] = field(default_factory=list)
-    struck: list[int] = field(default_factory=list)
-    wish: dict[str, Any] = field(default_factory=lambda: {"workers": START, "topology": None, "asked": 0})
+    Every other supervisor spares the oldest worker, the witness, so that one process is watched for long.
+    """
 
-    def write_wish(self, **changes: Any) -> None:
-        self.wish |= changes
-        part = self.requests.with_suffix(".part")
-        part.write_text(json.dumps(self.wish))
-        os.replace(part, self.requests)
-
-    def members(self) -> list[Worker]:
-        return self.supervisor.processes.members()
-
-    def settled(self) -> bool:
-        members = self.members()
-        return bool(members) and all(worker.state is State.MEMBER for worker in members)
+    def __init__(self, plan: Plan, directory: Path, supervisor: Supervisor, recorder: Recorder, agents: Agents | None):
+        self._plan, self._directory = plan, directory
+        self._supervisor, self._recorder, self._agents = supervisor, recorder, agents
+        before = samples_of(directory)
+        self._done = len(before)
+        self._incarnation = 1 + max((sample["incarnation"] for sample in before), default=-1)
+        self._spares = self._incarnation % 2
+        self._chance = random.Random(f"{plan.seed} {self._done} {self._incarnation}")
+        self._wanted = START
+        self._requests = directory / "requests"
 
     async def run(self) -> None:
         """Returns when all events are over, and their consequences in force; the job is then told to stop."""
+        self._wish(START)
         await self._steps(_STEPS_BETWEEN)
-        for index in range(self.events):
+        for index in range(self._done, self._plan.events):
             kind = self._next()
-            await asyncio.sleep(self.chance.uniform(0, _LONGEST_DELAY_S))
-            await self._happen(index, kind)
+            await asyncio.sleep(self._chance.uniform(0, _LONGEST_DELAY_S))
+            began = time.monotonic()
+            if kind in SUPERVISOR:
+                self._note(Sample(index, kind, began, 0.0, self._recorder.step, self._incarnation, 0, 0, 0))
+                os.kill(os.getpid(), SUPERVISOR[kind])
+                await asyncio.Event().wait()  # the job ends
+            await self._happen(kind)
             await self._steps(_STEPS_BETWEEN)
-            self.samples.append(self._sample(index, kind))
-            self.done(kind)
-        await self.recorder.until("a quiet moment", self.settled)
-        self.supervisor.stop("interrupted")
+            self._note(self._sample(index, kind, began))
+        await self._recorder.until("a quiet moment", self._settled)
+        self._supervisor.stop("interrupted")
 
     def _next(self) -> str:
-        wanted = self.wish["workers"]
+        several, plan = self._wanted > 1, self._plan
         possible = {
-            **{kind: wanted > 1 for kind in STRIKES},
-            "grow": wanted < MOST,
-            "shrink": wanted > 1,
-            "topology": True,
+            **dict.fromkeys(STRIKES, several),
+            **dict.fromkeys(SUPERVISOR, True),
+            **dict.fromkeys(AGENTS, several and plan.agents),
+            "grow": self._wanted < MOST,
+            "shrink": several,
+            "loader lost": plan.loop,
+            "disk full": plan.disk,
         }
         kinds = [kind for kind, can in possible.items() if can]
-        return self.chance.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
+        return self._chance.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
 
-    async def _happen(self, index: int, kind: str) -> None:
-        before = len(self.recorder.changes)
+    async def _happen(self, kind: str) -> None:
         if kind in STRIKES:
-            await self._strike(index, kind)
-            return
-        if kind == "topology":
-            self.write_wish(topology=self.chance.choice(self.topologies), asked=self.wish["asked"] + 1)
-            field_ = "topology"
+            victim = await self._victim()
+            await self._strike(victim, victim.pid or 0, STRIKES[kind], planned=kind == "notice")
+        elif kind in AGENTS:
+            victim = await self._victim()
+            await self._strike(victim, _parent(victim.pid or 0), AGENTS[kind], planned=kind == "agent's notice")
+        elif kind in ("grow", "shrink"):
+            self._wish(self._wanted + (1 if kind == "grow" else -1))
+            await self._recorder.until(
+                f"{self._wanted} members", lambda: self._settled() and len(self._members()) == self._wanted
+            )
+        elif kind == "loader lost":
+            loaders = [pid for worker in self._members() for pid in _children(worker.pid or 0)]
+            os.kill(self._chance.choice(loaders), signal.SIGKILL)
+            await self._steps(_STEPS_BETWEEN)
         else:
-            self.write_wish(workers=self.wish["workers"] + (1 if kind == "grow" else -1))
-            field_ = "workers"
-        await self.recorder.until(
-            f"the decision on {field_}", lambda: any(field_ in change for change in self.recorder.changes[before:])
-        )
+            with filled(self._directory / "disk"):
+                await self._steps(2 * _STEPS_BETWEEN)
 
-    async def _strike(self, index: int, kind: str) -> None:
+    async def _victim(self) -> Worker:
         """Any member but the witness, once there are some: two, or up to as many as are wanted."""
-        enough = self.chance.randint(2, self.wish["workers"])
-        await self.recorder.until(f"{enough} members", lambda: self.settled() and len(self.members()) >= enough)
-        victim = self.chance.choice(self.members()[index >= self.spare_from :])
-        self.struck.append(victim.pid)
-        generation = self._generation()
-        os.kill(victim.pid, STRIKES[kind])
-        await self.recorder.until(f"word of {kind}", lambda: victim.pid in self.recorder.lost)
-        await self.recorder.until("another view", lambda: self._generation() > generation and self.settled())
+        enough = self._chance.randint(2, self._wanted)
+        await self._recorder.until(f"{enough} members", lambda: self._settled() and len(self._members()) >= enough)
+        return self._chance.choice(self._members()[self._spares :])
 
-    def _generation(self) -> int:
-        view = self.supervisor.job.view
-        return 0 if view is None else view.generation
+    async def _strike(self, victim: Worker, pid: int, number: int, planned: bool) -> None:
+        os.kill(pid, number)
+        if not planned:
+            await self._recorder.until(f"word of worker {victim.pid}", lambda: victim.pid in self._recorder.lost)
+        await self._recorder.until(f"worker {victim.pid} to end", lambda: victim.state is State.ENDED)
+        if self._agents is not None and pid != victim.pid:
+            self._agents.start(1)
+        await self._recorder.until("another view", self._settled)
+
+    def _wish(self, workers: int) -> None:
+        self._wanted = workers
+        part = self._requests.with_suffix(".part")
+        part.write_text(json.dumps({"workers": workers}))
+        os.replace(part, self._requests)
+
+    def _members(self) -> list[Worker]:
+        return self._supervisor.processes.members()
+
+    def _settled(self) -> bool:
+        members = self._members()
+        return bool(members) and all(worker.state is State.MEMBER for worker in members)
 
     async def _steps(self, count: int) -> None:
-        goal = self.recorder.step + count
-        await self.recorder.until(f"step {goal}", lambda: self.recorder.step >= goal and self.settled())
+        goal = self._recorder.step + count
+        await self._recorder.until(f"step {goal}", lambda: self._recorder.step >= goal and self._settled())
 
-    def _sample(self, index: int, kind: str) -> Sample:
-        store, witness = self.supervisor.views.store, self.members()[0].pid
+    def _sample(self, index: int, kind: str, began: float) -> Sample:
+        members = self._members()
         return Sample(
             event=index,
             kind=kind,
-            step=self.recorder.step,
-            processes=len(self.supervisor.processes.alive()),
-            members=len(self.members()),
-            keys=0 if store is None else store.num_keys(),
+            began=began,
+            ended=time.monotonic(),
+            step=self._recorder.step,
+            incarnation=self._incarnation,
+            processes=len(self._supervisor.processes.alive()),
+            members=len(members),
+            shared=len(os.listdir("/dev/shm")),
             supervisor=held_by(os.getpid()),
-            witness=held_by(witness),
-            witness_pid=witness,
+            witness=held_by(members[0].pid or 0),
+            witness_pid=members[0].pid or 0,
         )
+
+    def _note(self, sample: Sample) -> None:
+        with (self._directory / "samples.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(sample)) + "\n")
+
+
+def samples_of(directory: Path) -> list[dict[str, Any]]:
+    path = directory / "samples.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@contextlib.contextmanager
+def filled(folder: Path) -> Any:
+    """The folder's file system, which has no room meanwhile."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(2**20)):
+            pass
+    try:
+        yield
+    finally:
+        filler.unlink()
 
 
 def held_by(pid: int) -> dict[str, float]:
     """A process's open file descriptors, threads and resident memory (MiB). Linux."""
-    if not sys.platform.startswith("linux"):
-        raise RuntimeError("the soak reads /proc: it needs Linux")
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {
         "fds": len(os.listdir(f"/proc/{pid}/fd")),
         "threads": int(status["Threads"]),
         "rss_mib": int(status["VmRSS"].split()[0]) / 1024,
     }
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+
+
+@contextlib.asynccontextmanager
+async def struck(soak: Soak) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(soak.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def run(plan: Plan, directory: Path, workers: int = START, disturb: bool = True) -> str | None:
+    """Runs the job, as a supervisor does; returns the stop reason. Raises JobFailed, AssertionError."""
+    recorder = Recorder(directory / "disk" / "run")
+    agents = Agents(directory) if plan.agents and disturb else None
+    script = [SCRIPT, str(directory / "worker.json")]
+    launcher: Any = WarmLauncher(directory / "workers.log", script=script) if agents is None else agents.launcher
+    limits = Elasticity(workers, 1, MOST, heartbeat_timeout_s=5, max_failures=12, grace_s=GRACE_S, script=True)
+    job = {"run_dir": str(directory / "disk" / "run"), "observe": {"log_level": "warning", "ledger": True}}
+    supervisor = Supervisor(launcher, job, recorder, limits)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, supervisor.stop, "terminated")
+    running = asyncio.create_task(supervisor.run())
+    try:
+        if not disturb:
+            return await running
+        if agents is not None:
+            while not agents.launcher._port:
+                await asyncio.sleep(0.01)
+            agents.start(MOST)
+        async with struck(Soak(plan, directory, supervisor, recorder, agents)) as striking:
+            await asyncio.wait([running, striking], return_when=asyncio.FIRST_COMPLETED)
+            if striking.done():
+                striking.result()
+            return await running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        if agents is not None:
+            agents.end()
+        recorder.directory.close()
+
+
+def main() -> int:
+    CONTEXT.set_forkserver_preload(["soak_worker", "kfuse.train.fit", "kfuse.checkpoint.manager"])
+    directory = Path(sys.argv[1])
+    plan = Plan(**json.loads((directory / "plan.json").read_text()))
+    alone = directory.name == "alone"
+    reason = asyncio.run(run(plan, directory, 1 if alone else START, disturb=not alone))
+    return 143 if reason == "terminated" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

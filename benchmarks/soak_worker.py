@@ -1,17 +1,24 @@
-"""What the soak's workers run: a small task, and a policy that does what the soak asks, and dies how it asks."""
+"""What the soak's workers run: a small task, and a policy that does what the soak asks, and dies how it asks.
+
+kfuse-run soak_worker.py SETTINGS      # a JSON file, see `main`
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import struct
+import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from kfuse import BasePolicy
+import kfuse as kf
 from kfuse.data import DataSplit, TensorData
 from kfuse.elastic import protocol
 from kfuse.policies import GNSPolicy
@@ -34,18 +41,17 @@ def blobs(samples: int = 1500, classes: int = 10) -> DataSplit:
     return DataSplit(TensorData((x[held:], y[held:])), TensorData((x[:held], y[:held])), spec)
 
 
-class Obedient(BasePolicy):
-    """Batch size by the noise scale; workers and topology as the file `requests` says: {workers, topology, asked}.
+class Obedient(kf.BasePolicy):
+    """Batch size by the noise scale; as many workers as the file `requests` says: {"workers": 3}.
 
-    asked: how often a topology was asked for. pace_s: a step takes at least so long. marks: a folder in which each
-    worker writes when its steps begin (the machine's monotonic clock, seconds), in a file named by its process number.
+    pace_s: a step takes at least so long. marks: a file to which each worker adds when a step begins: the machine's
+    monotonic clock (seconds, 8 bytes) and its process (8 bytes).
     """
 
     def __init__(self, requests: str | None = None, pace_s: float = 0.0, marks: str | None = None) -> None:
         self._requests, self._pace_s = None if requests is None else Path(requests), pace_s
         self._adapts = GNSPolicy(every=5)
-        self._asked = 0
-        self._marks = None if marks is None else Path(marks) / str(os.getpid())
+        self._marks = None if marks is None else os.open(marks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._began = time.monotonic()
         if protocol.ENV_WORKER in os.environ:
             signal.signal(RAISE, _raise)
@@ -55,17 +61,13 @@ class Obedient(BasePolicy):
         time.sleep(max(0.0, self._began + self._pace_s - time.monotonic()))
         self._began = time.monotonic()
         if self._marks is not None:
-            with self._marks.open("a") as file:
-                file.write(f"{self._began}\n")
+            os.write(self._marks, struct.pack("<dq", self._began, os.getpid()))
 
     def decide(self, signals: Signals) -> Decision | None:
         batch_size = (self._adapts.decide(signals) or Decision()).batch_size
         if self._requests is None:
             return Decision(batch_size=batch_size)
-        asked = json.loads(self._requests.read_text())
-        topology = asked["topology"] if asked["asked"] > self._asked else None
-        self._asked = asked["asked"]
-        return Decision(batch_size=batch_size, workers=asked["workers"], topology=topology)
+        return Decision(batch_size=batch_size, workers=json.loads(self._requests.read_text())["workers"])
 
 
 def _raise(*_: object) -> NoReturn:
@@ -74,3 +76,26 @@ def _raise(*_: object) -> NoReturn:
 
 def _exit(*_: object) -> NoReturn:
     os._exit(3)
+
+
+def main(settings: dict[str, Any]) -> None:
+    """settings: `comm`, `train`, `policy`: arguments of kf.init, the training, `Obedient`; `loop`: by kf.DataLoader."""
+    torch.set_num_threads(1)
+    kf.init(**settings["comm"])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
+    opt = kf.FusedAdamW(model.parameters(), lr=0.003, clip_norm=0.5)
+    data, policy = blobs().train, Obedient(**settings["policy"])
+    if not settings["loop"]:
+        kf.fit(model, data, opt, kf.Hook(policy), **settings["train"])
+        return
+    for step in kf.DataLoader(data, model, opt, policy=policy, **settings["train"]):
+        for x, y in step:
+            step.loss = F.cross_entropy(model(x), y)
+            step.loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -54,7 +54,7 @@ class Engine:
 
         costs: of each parameter, what its update costs a worker if that needs the whole gradient and so has one owner.
 
-        mirrors: with sharded state, the next worker gets each worker's shard of the mean gradient too.
+        mirrors: with sharded state, the worker after this one gets its shard of the mean gradient too.
 
         Raises ValueError for parameters that are not dense, fp32 or bf16, and on one device.
         """

@@ -95,7 +95,7 @@ class Executor:
             bucket.shards = bucket.owned if bucket.owned and program.sharded else group.shards(bucket.body, self.unit)
             shard = bucket.shards[group.rank]
             mirrors = program.has("mirror") and group.size > 1
-            bucket.assign(shard, bucket.shards[group.rank - 1] if mirrors else slice(0, 0))
+            bucket.assign(shard, bucket.shards[group.before[group.rank]] if mirrors else slice(0, 0))
             blocks = num_blocks(shard.stop - shard.start) if program.measures_shards else 0
             self._sumsq.append(torch.zeros(blocks, device=group.device))
         for transport in self._transports:

@@ -184,7 +184,7 @@ class GlooGroup(Group):
         return GlooPending(self, what, [(self._pass_on(self._share_pg, out, tensor), None)])
 
     def _pass_on(self, over: Any, out: Tensor, tensor: Tensor) -> Any:
-        into, cut = self._for_one(out, self.rank - 1), self._for_one(tensor, self.rank + 1)
+        into, cut = self._for_one(out, self.before[self.rank]), self._for_one(tensor, self.after[self.rank])
         return over.alltoall_base(out.view(-1), tensor.view(-1), into, cut)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:

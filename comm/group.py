@@ -88,6 +88,12 @@ class Group:
         """
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.hosts = [""] * size if hosts is None else list(hosts)
+        self.after = [(r + 1) % size for r in range(size)]  # by rank, the one that `pass_on` sends to
+        if len({*self.hosts}) > 1:
+            from kfuse.comm.copies import ranks_after
+
+            self.after = ranks_after(self.hosts)
+        self.before = sorted(range(size), key=self.after.__getitem__)  # and the one that it receives from
         self.device = device or torch.device("cpu")
         self.check = check or (lambda: None)
         self.fixed = check is None  # whether the workers stay the same until the job ends
@@ -231,16 +237,16 @@ class Group:
         return Pending(self, what, [])
 
     def pass_on(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Starts sending `tensor` (1-D) to the next rank; what the rank before sends comes to `out`. In a circle.
+        """Starts sending `tensor` (1-D) to the rank `after` this one; what the one `before` it sends comes to `out`.
 
         Several ranks. May be started when its data are ready, in the order of all that `share` and this one start.
         """
-        into, cut = self._for_one(out, self.rank - 1), self._for_one(tensor, self.rank + 1)
+        into, cut = self._for_one(out, self.before[self.rank]), self._for_one(tensor, self.after[self.rank])
         return self.to_few(out, into, tensor, cut, what)
 
     def _for_one(self, tensor: Tensor, peer: int) -> list[int]:
-        """The split sizes of a message with this rank alone, counted modulo the size."""
-        return [tensor.numel() if r == peer % self.size else 0 for r in range(self.size)]
+        """The split sizes of a message with this rank alone."""
+        return [tensor.numel() if r == peer else 0 for r in range(self.size)]
 
     def reduce_scatter(self, flat: Tensor, what: str, cuts: Sequence[slice]) -> Pending:
         """Starts giving rank r the part cuts[r], which is one of `shards`, of the sum of all ranks' `flat` (1-D), in

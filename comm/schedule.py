@@ -35,7 +35,7 @@ class Op:
 
     pack: gradients to the flat buffer. exchange: messages between all workers, by the transport. wait: for the bucket's
     last message. reduce: adds up the contributions that the exchange brought. measure: sums of squares of the mean
-    gradient. mirror: the next worker gets this one's shard of the gradient. share: every worker gets all parts.
+    gradient. mirror: the worker after it gets this one's shard of the gradient. share: every worker gets all parts.
     barrier: until all buckets have come here, on this worker; for sharded state the workers' sums of squares are shared
     there. orthogonalise: of the matrices that this worker owns, by the optimizer. update: by the optimizer.
     """
@@ -233,6 +233,6 @@ def orthogonalise(program: Program) -> Program:
 
 
 def mirror(program: Program) -> Program:
-    """The next worker gets a worker's shard of the gradient too, and so can repeat its update: see `Group.pass_on`."""
+    """The worker after one gets its shard of the gradient too, so it can repeat its update: see `Group.pass_on`."""
     barrier = program.index("barrier")
     return Program((*program.ops[:barrier], Op("mirror", SHARD), Op("wait"), *program.ops[barrier:]))

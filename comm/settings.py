@@ -146,6 +146,16 @@ class CommSettings(TypedDict, total=False):
             at_least=1,
         ),
     ]
+    comm_audit_on_corruption: Annotated[
+        str,
+        Setting(
+            "report",
+            "what follows where an audit's gradients differ; report: an event, and training goes on; replace: the "
+            "worker that two others contradict is ended, another one is started, and the step is made again; stop: the "
+            "job ends",
+            choices=("report", "replace", "stop"),
+        ),
+    ]
     comm_timeout_s: Annotated[
         float,
         Setting(
@@ -160,9 +170,10 @@ class CommSettings(TypedDict, total=False):
         str,
         Setting(
             "mirror",
-            "where a lost worker's part of the sharded optimizer state comes from; mirror: the next worker has a copy "
-            "and repeats its updates; snapshot: all go back to the last one; none: all go back to the last checkpoint; "
-            "without effect with comm.state=replicated, where each worker has all of it",
+            "where a lost worker's part of the sharded optimizer state comes from; mirror: another worker, where "
+            "possible on another host, has a copy and repeats its updates; snapshot: all go back to the last one; "
+            "none: all go back to the last checkpoint; without effect with comm.state=replicated, where each worker "
+            "has all of it",
             choices=("mirror", "snapshot", "none"),
         ),
     ]
@@ -209,6 +220,7 @@ class CommOptions:
     sma_momentum: float = DEFAULTS["comm_sma_momentum"]
     check_every: int | None = DEFAULTS["comm_check_every"]
     audit_every: int | None = DEFAULTS["comm_audit_every"]
+    audit_on_corruption: str = DEFAULTS["comm_audit_on_corruption"]
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> CommOptions:

@@ -6,9 +6,10 @@ import contextlib
 import logging
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.settings import CommOptions
@@ -23,6 +24,7 @@ Record = Callable[[str, dict[str, Any]], None]
 
 _LOG = logging.getLogger("kfuse")
 
+_ENDED_S = 5.0  # until then the supervisor, told that the job must end, has ended this process
 _MOST_LANES = 8  # only optimizers that take part in the same backward need different lanes
 
 
@@ -55,6 +57,7 @@ class Session:
         self.apart = False  # each worker is at a step of its own (pair averaging): no collective can be made
         self.training = 0  # which training of this process is under way, from 1
         self.in_training = False
+        self.run_dir: TextIO | None = None  # holds its lock, so that no other run uses it while this process may write
 
     @property
     def local_rank(self) -> int:
@@ -80,7 +83,7 @@ class Session:
 
     @property
     def mirrors(self) -> bool:
-        """Whether the next worker repeats a worker's updates of sharded state, in case that one is lost."""
+        """Whether another worker repeats a worker's updates of sharded state, in case that one is lost."""
         return self.elastic and self.comm.redundancy == "mirror"
 
     def on_group_change(self, listener: Callable[[Group], None]) -> None:
@@ -115,6 +118,12 @@ class Session:
     def stop_reason(self) -> str | None:
         """Why the supervisor asks training to stop; None if it does not, or there is no supervisor."""
         return None if self.control_client is None else self.control_client.stop
+
+    @property
+    def writes_last(self) -> bool:
+        """Where training has failed: whether the last checkpoint is this worker's. The leader's, or as told."""
+        told = None if self.control_client is None else self.control_client.writes_last
+        return self.group.rank == 0 if told is None else told
 
     def ask_supervisor(self, what: str, **fields: int) -> None:
         """Sends the supervisor, if there is one, a request of rank 0; other ranks' requests are dropped.
@@ -156,7 +165,7 @@ class Session:
         client, generation = self.client, self._generation
         if client.view(generation, recovers=True) is None:
             client.send("broken", generation=generation, why=str(error))
-        return self._enter(client.await_view(generation, 2 * self.group.timeout_s + 10, recovers=True))
+        return self._enter(self._await_recovery())
 
     def _enter(self, view: View, new: bool = False) -> bool:
         """Ends the group before, and forms that of `view`; False if this worker is not in it.
@@ -238,12 +247,27 @@ class Session:
         assert self.control_client is not None, "this job has no supervisor"
         return self.control_client
 
+    def evict(self, worker: int, why: str, event: dict[str, Any]) -> None:
+        """Has the supervisor end a worker of this view, and waits for the view without it. Every worker calls it.
+
+        The one that is to end only waits for that. why: what it did, for the event of its loss; event: to record too.
+        Raises ControlError if the supervisor is lost, or forms no view.
+        """
+        if worker != self.worker:
+            self.client.send("evict", worker=worker, why=why, event=event)
+        self._await_recovery()
+
+    def _await_recovery(self) -> View:
+        return self.client.await_view(self._generation, 2 * self.group.timeout_s + 10, recovers=True)
+
     def give_up(self, why: str, event: dict[str, Any] | None = None, lines: Sequence[str] = ()) -> None:
-        """Tells the supervisor, if there is one, that the job must end: no other worker could go on either.
+        """Has the supervisor, if there is one, end the job, this process too: no other worker could go on either.
 
         event, lines: to record and to show; of several workers that give up, only the first one's are.
         """
         self.send("fatal", why=why, event=event, lines=list(lines))
+        if self.elastic:
+            time.sleep(_ENDED_S)  # what this process would print, as others would, is said by the supervisor
 
     def begin_training(self) -> None:
         """A training starts. Raises RuntimeError if another one is under way in an elastic job."""

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import torch
@@ -24,6 +25,7 @@ from kfuse.elastic import notice, protocol
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.logs import set_up_logging
 from kfuse.membership import Record, Session
+from kfuse.observe.earlier import share
 from kfuse.settings import rules
 from kfuse.settings.tree import by_key, resolved
 
@@ -107,6 +109,8 @@ def connect_to_supervisor(client: ControlClient, comm: CommOptions, timeout_s: f
         set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")
     notice.pass_on(client)
     made = _use(Session(Group(device=_take_device(comm), timeout_s=timeout_s), comm, client))
+    if "run_dir" in client.job:
+        made.run_dir = share(Path(client.job["run_dir"]))
     _close_at_exit(made)
     return made
 

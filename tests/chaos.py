@@ -12,11 +12,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import faulty
 
 from kfuse import BasePolicy, session
 from kfuse.comm import chunks
@@ -41,6 +44,12 @@ def strike(how: str) -> None:
             others = [] if view is None else [member.pid for member in view.members if member.pid != os.getpid()]
             for pid in [*others, os.getpid()]:
                 os.kill(pid, signal.SIGKILL)
+        case "kill_host":  # this worker last
+            members = session.current().view.members  # type: ignore[union-attr]
+            own = next(member.host for member in members if member.pid == os.getpid())
+            pids = [member.pid for member in members if member.host == own]
+            for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+                os.kill(pid, signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "notice":
@@ -61,6 +70,10 @@ def strike(how: str) -> None:
         case "linger":  # until a second worker has come
             while session.current().group.size < 2:
                 time.sleep(0.001)
+        case "wrong":  # from now on all gradients of this process are
+            faulty.wrong_backwards = sys.maxsize
+        case "wrong_once":
+            faulty.wrong_backwards = 1
         case "exception":
             raise RuntimeError("struck by chaos")
         case "silence":  # of this host, a network namespace: no packet comes or goes, and nobody is told
@@ -68,6 +81,9 @@ def strike(how: str) -> None:
                 subprocess.run(["iptables", "-w", "-A", chain, "-j", "DROP"], check=True)
         case "unplug":
             subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        case _ if how.startswith("apart_from "):  # this host and that address reach all others, and not each other
+            for chain, side in (("INPUT", "-s"), ("OUTPUT", "-d")):
+                subprocess.run(["iptables", "-w", "-A", chain, side, how.split()[1], "-j", "DROP"], check=True)
         case _:
             raise ValueError(f"how={how!r}: unknown")
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.elastic import protocol
 
+wrong_backwards = 0  # so many of this process's coming backwards through a `Faulty` have a flipped bit
+
 
 class Faulty(nn.Module):
     """An MLP with BatchNorm and dropout. Worker number `worker`, -1 for none, flips a bit in every gradient."""
@@ -22,14 +24,18 @@ class Faulty(nn.Module):
         self.first = nn.Sequential(nn.Flatten(), first)
         self.norm = nn.BatchNorm1d(24)
         self.last = nn.Sequential(nn.ReLU(), nn.Dropout(0.1), nn.Linear(24, num_classes))
-        if worker >= 0 and os.environ.get(protocol.ENV_WORKER) == str(worker):
+        always = worker >= 0 and os.environ.get(protocol.ENV_WORKER) == str(worker)
 
-            def wrong(grad: Tensor) -> Tensor:
-                grad = grad.clone(memory_format=torch.contiguous_format)
-                grad.view(-1).view(torch.int32)[17] ^= 1 << 2
+        def wrong(grad: Tensor) -> Tensor:
+            global wrong_backwards
+            if not (always or wrong_backwards):
                 return grad
+            wrong_backwards -= not always
+            grad = grad.clone(memory_format=torch.contiguous_format)
+            grad.view(-1).view(torch.int32)[17] ^= 1 << 2
+            return grad
 
-            first.weight.register_hook(wrong)  # type: ignore[no-untyped-call]
+        first.weight.register_hook(wrong)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.first(x)

@@ -11,8 +11,9 @@ import contextlib
 import ctypes
 import os
 import shutil
+import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,6 +122,24 @@ class HostLauncher(WarmLauncher):
         self._started += 1
         host = self._hosts[number % len(self._hosts)]
         return FarProcess(self.fork(_work_inside, host, env, self._logs / f"worker-{number}.log"))
+
+
+class NamedHosts(WarmLauncher):
+    """Starts workers on this machine, each under the name of the next of these hosts."""
+
+    def __init__(self, names: Sequence[str], log: Path) -> None:
+        super().__init__(log)
+        self._names = names
+
+    async def start(self, env: Mapping[str, str]) -> WarmProcess:
+        name = self._names[len(self.started) % len(self._names)]
+        self.started.append(WarmProcess(self.fork(_work_as, name, env, self.log)))
+        return self.started[-1]
+
+
+def _work_as(name: str, env: Mapping[str, str], log: Path) -> None:
+    socket.gethostname = lambda: name
+    work(env, log)
 
 
 def _work_inside(host: Host, env: Mapping[str, str], log: Path) -> None:

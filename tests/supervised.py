@@ -162,6 +162,18 @@ class Stage:
         known.last_message_at = asyncio.get_running_loop().time()
         await self.supervisor._receive(known, {"type": message, **fields})
 
+    async def lose_contact(self, number: int, generation: int) -> None:
+        await self.says(number, "broken", generation=generation, why="a message was late")
+        await self.settle()
+
+    async def cut(self, *pairs: tuple[int, int]) -> None:
+        """Whoever is asked now does not reach the other one of these pairs."""
+        for number, worker in enumerate(self.workers):
+            for asked in worker.of_kind("reach")[-1:] if not worker.killed else ():
+                missing = [other for pair in pairs if number in pair for other in pair if other != number]
+                await self.says(number, "reached", inquiry=asked["inquiry"], missing=missing)
+        await self.settle()
+
     async def steps(self, number: int, *steps: int) -> None:
         for step in steps:
             await self.says(number, "record", kind="metrics", data={"step": step})

@@ -105,6 +105,18 @@ def test_closing_does_not_wait_for_a_supervisor_that_is_gone(stopped: Stopped) -
         client.send("ready")
 
 
+def test_a_worker_that_writes_a_last_checkpoint_is_not_ended(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(client_module, "_SUPERVISOR_LOST_GRACE_S", 0.2)
+    monkeypatch.setattr(client_module.os, "_exit", lambda status: ended.set())
+    client = ControlClient()
+    with client.saving():
+        stopped.end()
+        assert not ended.wait(1.0)
+    assert ended.wait(60.0), "else it would stay behind"
+    client.close()
+
+
 def test_of_records_that_are_too_many_to_wait_it_is_said_which_are_lost(
     stopped: Stopped, monkeypatch: pytest.MonkeyPatch
 ) -> None:

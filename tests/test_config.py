@@ -172,8 +172,8 @@ def test_run_gets_the_configuration_that_is_on_disk_and_its_directory_is_used_on
     written = (run_dir / ".hydra" / "config.yaml").read_text()
     assert "${" not in written
     assert OmegaConf.create(written) == cfg
-    assert [path.name for path in run_dir.iterdir()] == [".hydra"]
-    status, _, err = command("hydra.run.dir=here", "seed=1")
+    assert sorted(path.name for path in run_dir.iterdir()) == [".hydra", ".lock"]
+    status, _, err = command("hydra.run.dir=here", "seed=1", "checkpoint.resume=never")
     assert status == 2 and "holds a run already" in err
     assert (run_dir / ".hydra" / "config.yaml").read_text() == written
     assert len(runs) == 1

@@ -42,3 +42,21 @@ def test_hosts_that_are_cut_off_are_left_behind(tmp_path: Path) -> None:
     # Their processes have ended too: see run_job.
     ends = [path.read_text().splitlines()[-1:] for path in tmp_path.glob("worker-*.log")]
     assert sum("ends: the supervisor is gone" in "".join(end) for end in ends) == 2
+
+
+def test_two_hosts_that_do_not_reach_each_other_are_parted(tmp_path: Path) -> None:
+    """Both reach the supervisor. The leader's stays, with the third one, and the other one's worker ends."""
+    alone = run_job(tmp_path / "alone", [*TRAINING, *chaos(tmp_path / "none")])
+    with network(3) as (first, hosts):
+        cut = {"step": 12, "moment": "mid_reduction", "rank": 0, "how": f"apart_from {hosts[1].address}", "workers": 3}
+        launcher = HostLauncher(first.address, hosts, tmp_path)
+        more = ["workers.count=3", "comm.timeout_s=5"]
+        job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path, events=[cut]), *more], launcher=launcher)
+    assert_same_training(job, alone)
+    assert [worker["pid"] for worker in job.views[-1]["workers"]] == [
+        worker["pid"] for rank, worker in enumerate(job.views[0]["workers"]) if rank != 1
+    ]
+    [event], [failure] = job.of_kind("cut"), job.of_kind("failure")
+    lost = failure["worker"]
+    assert event["evicted"] == [lost] and [lost in pair for pair in event["workers"]] == [True]
+    assert "did not reach worker" in failure["how"]

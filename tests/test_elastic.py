@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from elastic_job import (
     Job,
     assert_exact,
     assert_none_left,
+    assert_same_steps,
     assert_same_training,
     chaos,
     command_line,
@@ -115,33 +117,83 @@ def test_all_killed_with_checkpoints_restarts_from_the_last(undisturbed: Job, tm
     assert len(job.pids) == 6
 
 
+@pytest.mark.full
+def test_a_job_that_gives_up_leaves_a_last_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
+    """Each leader is killed in the same step. The worker that is left was none, and has the state."""
+    kills = [{"step": 40, "moment": "mid_reduction", "rank": 0, "how": "kill"}]
+    settings = [*TRAINING, *CHECKPOINTS, "workers.count=3", "elastic.max_failures=2", "elastic.replace=false"]
+    job = run_job(tmp_path / "run", [*settings, *chaos(tmp_path, events=kills, again=True)])
+    assert job.error is not None and job.error.startswith("2 workers were lost in a row"), job.told()
+    assert [event["step"] for event in job.of_kind("checkpoint")] == [25, 40]
+    resumed = run_job(tmp_path / "run", [*TRAINING, *CHECKPOINTS, *chaos(tmp_path), "checkpoint.resume=auto"])
+    assert_same_training(resumed, undisturbed)
+
+
 # -- the supervisor is stopped or lost ----------------------------------------------------------------------------
 
 
 def assert_resumes(job: Job, step: int, workers: int, settings: list[str], undisturbed: Job) -> None:
-    """The same run directory, on another number of workers, to its end."""
-    arguments = [*settings, "checkpoint.resume=auto", f"workers.count={workers}"]
-    with command_line(job.directory, arguments) as (process, resumed):
-        assert process.wait(DEADLINE_S) == 0
-    assert_none_left(resumed.pids)
-    assert_same_training(resumed, undisturbed)
-    assert [event["step"] for event in resumed.of_kind("resumed")] == [step]
+    """The same run directory, on another number of workers, to its end; which is not overwritten."""
+    for status in (0, 2):
+        with command_line(job.directory, [*settings, f"workers.count={workers}"]) as (process, resumed):
+            assert process.wait(DEADLINE_S) == status
+        assert_none_left(resumed.pids)
+        assert_same_training(resumed, undisturbed)
+        assert [event["step"] for event in resumed.of_kind("resumed")] == [step]
+    assert "must be a new one: the run in it has ended (epochs)" in resumed.lines[-1]
 
 
 @pytest.mark.full
 def test_a_killed_supervisor_leaves_a_checkpoint_and_no_worker(undisturbed: Job, tmp_path: Path) -> None:
-    settings = [*TRAINING, *CHECKPOINTS]
-    slowly = [*settings, "workers.count=2", *chaos(tmp_path, pace_s=0.05)]
+    """Also where none were asked for."""
+    slowly = [*TRAINING, "workers.count=2", *chaos(tmp_path, pace_s=0.05)]
     with command_line(tmp_path / "run", slowly) as (process, job):
         wait_until("40 steps", lambda: len(job.metrics) >= 40)
         process.kill()
         process.wait()
         assert_none_left(job.pids)
         assert len(job.pids) == 2
-    saved = max(int(path.name.removeprefix("step-")) for path in (job.directory / "checkpoints").glob("step-*"))
-    assert saved >= 40, "the workers' last act was a checkpoint, later than the periodic one of step 25"
+    [saved] = [int(path.name.removeprefix("step-")) for path in (job.directory / "checkpoints").glob("step-*")]
+    assert saved > job.metrics[-1]["step"], "the workers' last act was a checkpoint"
     assert not (job.directory / "summary.json").exists()
-    assert_resumes(job, saved, 1, [*settings, *chaos(tmp_path)], undisturbed)
+    assert_resumes(job, saved, 1, [*TRAINING, *chaos(tmp_path)], undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.jobs
+def test_a_run_is_not_gone_on_with_before_its_last_worker_has_ended(undisturbed: Job, tmp_path: Path) -> None:
+    """Its supervisor is killed while the leader is stopped, whose last checkpoint is what the next job begins with."""
+    settings = [*TRAINING, *CHECKPOINTS]
+    slowly = [*settings, "workers.count=2", *chaos(tmp_path, pace_s=0.05)]
+    with command_line(tmp_path / "run", slowly) as (process, job):
+        wait_until("40 steps", lambda: len(job.metrics) >= 40)
+        leader = ranks(job.views[0])[0]
+        os.kill(leader, signal.SIGSTOP)
+        process.kill()
+        process.wait()
+        with command_line(job.directory, [*settings, *chaos(tmp_path)]) as (again, resumed):
+            log = job.directory.with_suffix(".log")
+            wait_until("it to wait", lambda: "waiting until the processes of the run in it" in log.read_text())
+            os.kill(leader, signal.SIGCONT)
+            assert again.wait(DEADLINE_S) == 0
+    assert [event["step"] >= 40 for event in resumed.of_kind("resumed")] == [True]
+    assert_same_steps(resumed, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.jobs
+def test_a_supervisor_that_is_stopped_for_a_while_is_waited_for(undisturbed: Job, tmp_path: Path) -> None:
+    """For three times as long as a worker may send nothing, while a new one boots, and a view is to be formed."""
+    grows = {"phases": [{"step": 10, "workers": 3}], "gates": [{"step": 60, "workers": 3}]}
+    settings = [*TRAINING, "workers.count=2", "elastic.heartbeat_timeout_s=2", *chaos(tmp_path, pace_s=0.05, **grows)]
+    with command_line(tmp_path / "run", settings) as (process, job):
+        wait_until("12 steps", lambda: len(job.metrics) >= 12)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(6)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(DEADLINE_S) == 0
+    assert_same_training(job, undisturbed)
+    assert [view["reason"] for view in job.views] == ["start", "grow"] and job.of_kind("failure") == []
 
 
 @pytest.mark.full

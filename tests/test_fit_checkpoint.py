@@ -176,7 +176,7 @@ net = t.network()
 opt = kf.FusedAdamW(net.parameters(), lr=0.05)
 {"fit": t.with_fit, "loader": t.with_loader}[how](
     net, opt, Paced(), **t.ARGUMENTS | {"train_epochs": 12}, batch_micro=2, checkpoint_dir=folder / "kept",
-    checkpoint_every_steps=3, checkpoint_resume="auto", run_dir=folder / "run",
+    checkpoint_every_steps=3, run_dir=folder / "run",
 )
 (folder / f"ended-{kf.rank()}").write_text(params_sha256(net))
 """
@@ -210,11 +210,12 @@ def newest(folder: Path) -> int:
 @pytest.mark.full
 @pytest.mark.parametrize(("how", "starter"), [("fit", "kfuse-run"), ("loader", "plain")])
 def test_killed_twice_it_ends_with_the_undisturbed_bits(how: str, starter: str, tmp_path: Path) -> None:
-    """All processes get SIGKILL, the supervisor too."""
-    befores = [under_supervisor(tmp_path / f"run-{n}") if starter == "kfuse-run" else [] for n in range(3)]
+    """All processes get SIGKILL, the supervisor too. Then the same command comes again; and once more at the end."""
+    run_dir = tmp_path / "killed" / "run"
+    before = under_supervisor(run_dir) if starter == "kfuse-run" else []
     resumed = []
     for target in (6, 18):
-        process = start(tmp_path, "killed", 0.1, befores.pop(), how)
+        process = start(tmp_path, "killed", 0.1, before, how)
         wait_until("a checkpoint", lambda target=target: newest(tmp_path / "killed" / "kept") >= target)
         pids = descendants(process.pid)
         for pid in (process.pid, *pids):
@@ -222,10 +223,15 @@ def test_killed_twice_it_ends_with_the_undisturbed_bits(how: str, starter: str, 
         process.wait(DEADLINE_S)
         assert_none_left(pids)
         resumed.append(newest(tmp_path / "killed" / "kept"))
-    assert start(tmp_path, "killed", 0.0, befores.pop(), how).wait(DEADLINE_S) == 0
+    assert start(tmp_path, "killed", 0.0, before, how).wait(DEADLINE_S) == 0
     assert resumed == sorted(set(resumed)) and resumed[-1] < newest(tmp_path / "killed" / "kept")
     ends = [path.read_text() for path in tmp_path.glob("killed/ended-*")]
     assert ends == run_workers(1, reproducible, 12) * (1 if starter == "plain" else 2)
+    files = {path: path.read_bytes() for path in run_dir.glob("*.json*")}
+    assert start(tmp_path, "killed", 0.0, before, how).wait(DEADLINE_S) == (1 if starter == "plain" else 2)
+    assert {path: path.read_bytes() for path in run_dir.glob("*.json*")} == files
+    steps = [line["step"] for line in read_lines(run_dir / "metrics.jsonl")]
+    assert steps == list(range(len(steps))) and len(steps) == json.loads(files[run_dir / "summary.json"])["steps"]
 
 
 def descendants(pid: int) -> list[int]:

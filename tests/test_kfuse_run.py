@@ -166,6 +166,26 @@ print(number, loop(hook=notice), len(own))
 
 
 @pytest.mark.full
+def test_a_stop_does_not_wait_for_the_import_of_torch(tmp_path: Path) -> None:
+    """Which takes long on a busy machine, and begins in the supervisor with the second worker: here without end."""
+    (tmp_path / "train.py").write_text("import os, time\nopen(f'{__file__}-{os.getpid()}', 'w')\ntime.sleep(1000)")
+    (tmp_path / "run.py").write_text(
+        "import sys, time, types\nfrom kfuse.cli import kfuse_run\nfrom kfuse.elastic import processes\n"
+        "processes.importlib = types.SimpleNamespace(import_module=lambda name: time.sleep(1000))\n"
+        "sys.exit(kfuse_run.main())"
+    )
+    command = [sys.executable, "run.py", "--workers", "2", "--run-dir", "run", "train.py"]
+    process = subprocess.Popen(command, cwd=tmp_path)
+    try:
+        wait_until("both scripts", lambda: len(list(tmp_path.glob("train.py-*"))) == 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 143
+        assert_none_left([int(path.name.rpartition("-")[2]) for path in tmp_path.glob("train.py-*")])
+    finally:
+        process.kill()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
 def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, status: int, tmp_path: Path) -> None:
     """Not even one that knows nothing of kfuse."""

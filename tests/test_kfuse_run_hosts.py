@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,13 @@ kf.init(comm_reproducible=True, comm_timeout_s=60)
 loop(hook=wait)
 """
 
+WAIT = "def wait(steps):"
+WAIT_FOR_ANOTHER = """
+    own = kf.session.current()
+    while steps > 10 and own.group.size < 2 and not own.proposed_generation():
+        time.sleep(0.01)
+"""
+
 
 @contextmanager
 def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -53,6 +62,49 @@ def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def line(address: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """An address that leads to this one, and what cuts all connections through it. Another one can be made at once."""
+    host, port = address.split(":")
+
+    def there() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex((host, int(port))) == 0
+
+    wait_until("somebody listens", there)
+    ends: list[socket.socket] = []
+
+    def pass_on(one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while more := one.recv(2**16):
+                other.sendall(more)
+        cut()
+
+    def cut() -> None:
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        while True:
+            try:
+                ends.append(server.accept()[0])
+            except OSError:  # the test is over
+                return
+            ends.append(socket.create_connection((host, int(port))))
+            pair = ends[-2], ends[-1]
+            for one, other in (pair, pair[::-1]):
+                threading.Thread(target=pass_on, args=(one, other), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}", cut
+        server.shutdown(socket.SHUT_RDWR)
+    cut()
+    for end in ends:
+        end.close()
 
 
 def wait_for_views(count: int, job: Job, *processes: subprocess.Popen[bytes]) -> list[int]:
@@ -101,7 +153,9 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(meeting: list[str], t
         wait_for_views(2, job, first)
         (tmp_path / "go-on").touch()
         assert first.wait(DEADLINE_S) == 0, (tmp_path / "first.log").read_text()
-    assert len(job.of_kind("failure")) == 2
+    failures, [lost] = job.of_kind("failure"), job.of_kind("host_lost")
+    assert lost["host"] == socket.gethostname() and lost["workers"] == [failure["worker"] for failure in failures]
+    assert len(failures) == 2 and all("was lost with its host" in failure["how"] for failure in failures)
     with started(tmp_path / "alone.log", "--run-dir", str(alone.directory), *script) as process:
         assert process.wait(DEADLINE_S) == 0
     assert job.summary["params_sha256"] == alone.summary["params_sha256"]
@@ -135,19 +189,56 @@ def test_an_agent_with_notice_has_its_workers_leave(in_time: bool, meeting: list
     assert job.summary["params_sha256"] == Job(tmp_path / "alone").summary["params_sha256"]
 
 
-def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(meeting: list[str], tmp_path: Path) -> None:
-    job = Job(tmp_path / "run")
-    words = ["--run-dir", str(job.directory), "--workers", "2", str(tmp_path / "train.py"), str(tmp_path / "never")]
+def test_an_agent_that_loses_its_supervisor_offers_its_slots_again(meeting: list[str], tmp_path: Path) -> None:
+    """Its workers end. A supervisor that is started anew at the same place gets others, and the agent ends with it."""
+    jobs = Job(tmp_path / "run"), Job(tmp_path / "again")
+    script = [str(tmp_path / "train.py"), str(tmp_path / "go-on")]
+    words = [["--run-dir", str(job.directory), "--workers", "2", *script] for job in jobs]
+    with started(tmp_path / "other.log", "--join", *meeting, "1") as other:
+        with started(tmp_path / "first.log", "--listen", *meeting, "1", *words[0]) as first:
+            pids = wait_for_views(1, jobs[0], first, other)
+            os.kill(first.pid, signal.SIGKILL)
+            assert_none_left(pids)
+        said = f"kfuse-run: the supervisor at {meeting[0]} is gone"
+        wait_until("its loss is told", lambda: said in (tmp_path / "other.log").read_text())
+        with started(tmp_path / "again.log", "--listen", *meeting, "1", *words[1]) as again:
+            pids = wait_for_views(1, jobs[1], again, other)
+            assert sorted(parent(pid) for pid in pids) == sorted([again.pid, other.pid])
+            (tmp_path / "go-on").touch()
+            assert again.wait(DEADLINE_S) == 0, (tmp_path / "again.log").read_text()
+        assert other.wait(DEADLINE_S) == 0, (tmp_path / "other.log").read_text()
+    assert jobs[1].summary["exit_reason"]
+
+
+def test_an_agent_that_was_cut_off_takes_part_again(meeting: list[str], tmp_path: Path) -> None:
+    """For the supervisor it is lost, and then a new one, which gets the lost worker's replacement."""
+    job, script = Job(tmp_path / "run"), [str(tmp_path / "train.py"), str(tmp_path / "go-on")]
+    (tmp_path / "train.py").write_text(SCRIPT.replace(WAIT, WAIT + WAIT_FOR_ANOTHER))
+    settings = ["--run-dir", str(job.directory), "--workers", "2", "--elastic-grace-s", "2"]
     with (
-        started(tmp_path / "first.log", "--listen", *meeting, "1", *words) as first,
-        started(tmp_path / "other.log", "--join", *meeting, "1") as other,
+        started(tmp_path / "first.log", "--listen", *meeting, "1", *settings, *script) as first,
+        line(meeting[0]) as (address, cut),
+        started(tmp_path / "other.log", "--join", address, *meeting[1:], "1") as other,
     ):
-        pids = wait_for_views(1, job, first, other)
-        os.kill(first.pid, signal.SIGKILL)
-        assert other.wait(DEADLINE_S) == 1
-        said = (tmp_path / "other.log").read_text().splitlines()[-1]
-        assert said.startswith(f"kfuse-run: error: the supervisor at {meeting[0]} is gone")
-        assert_none_left(pids)
+        wait_for_views(1, job, first, other)
+        wait_until("step 9", lambda: len(job.metrics) == 9)  # they wait in step 10
+        cut()
+        assert first.wait(DEADLINE_S) == 0, (tmp_path / "first.log").read_text()
+        assert other.wait(DEADLINE_S) == 0, (tmp_path / "other.log").read_text()
+    [lost], [failure] = job.of_kind("host_lost"), job.of_kind("failure")
+    assert lost["workers"] == [failure["worker"]]
+    assert [len(view["workers"]) for view in job.views] == [2, 1, 2]
+
+
+def test_an_agent_that_waits_for_its_supervisor_ends_in_order_at_sigterm(meeting: list[str], tmp_path: Path) -> None:
+    log = tmp_path / "other.log"
+    with started(log, "--join", *meeting, "1") as other:
+        wait_until("it waits", lambda: f"kfuse-run: waits for a supervisor at {meeting[0]}" in log.read_text())
+        other.send_signal(signal.SIGTERM)
+        assert other.wait(DEADLINE_S) == 0, log.read_text()
+    assert log.read_text().splitlines()[1:] == [
+        f"kfuse-run: ended by SIGTERM as it waited for the supervisor at {meeting[0]}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +251,7 @@ def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(meeti
         (["--join", "127.0.0.1:1", "--token-file", "open"], "--token-file open: must be readable by its owner alone"),
         (["--workers", "3", "--max-workers", "2", "train.py"], "workers.max=2"),
         (["absent.py"], "absent.py: no such file"),
-        (["--run-dir", "used", "train.py"], "--run-dir used: holds a run already"),
+        (["--run-dir", "used", "train.py"], "--run-dir used: must be a new directory: the run in it has ended"),
     ],
 )
 def test_wrong_arguments_end_in_one_line(
@@ -168,7 +259,8 @@ def test_wrong_arguments_end_in_one_line(
 ) -> None:
     Path("train.py").touch()
     Path("used").mkdir()
-    Path("used/metrics.jsonl").touch()
+    Path("used/summary.json").write_text('{"exit_reason": "epochs"}')
+    Path("used/.lock").touch()
     for name, secret, mode in (("short", "secret", 0o600), ("open", TOKEN, 0o640)):
         Path(name).write_text(secret)
         Path(name).chmod(mode)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from elastic_job import assert_none_left
 
-from kfuse.elastic.launchers import LocalLauncher
+from kfuse.elastic.launchers import HostsLauncher, LocalLauncher
+from kfuse.elastic.launchers.agent import offer
 from kfuse.elastic.launchers.local import LocalProcess
 from kfuse.train.build import set_threads
 
@@ -58,6 +59,25 @@ def test_a_free_slot_is_used_again() -> None:
         return slots
 
     assert asyncio.run(asyncio.wait_for(act(), 60)) == ["0", "1", "0"]
+
+
+def test_a_host_that_others_do_not_reach_gets_workers_last() -> None:
+    async def act() -> list[bool]:
+        launcher = HostsLauncher(["sleep", "1000"], "127.0.0.1", 0, "token", slots=0, most=4, grace_s=1)
+        await launcher.open()
+        agents = [asyncio.create_task(offer("127.0.0.1", launcher._port, "token", slots)) for slots in (2, 3)]
+        while len(launcher._hosts) < 2:
+            await asyncio.sleep(0.01)
+        processes = [await launcher.start({})]
+        processes[0].cut_off = True
+        processes[0].kill()
+        await processes[0].wait()
+        processes += [await launcher.start({}) for _ in range(3)]
+        await launcher.close()
+        assert await asyncio.gather(*agents) == [True, True]
+        return [process.agent is processes[0].agent for process in processes]
+
+    assert asyncio.run(asyncio.wait_for(act(), 60)) == [True, False, False, True]
 
 
 CHILD = """

@@ -26,6 +26,7 @@ from kfuse.comm import devices
 from kfuse.comm.sync import pair as pair_module
 from kfuse.comm.sync.pair import Pair, PairError, Peer, Snapshots, SnapshotServer, pull, random_peer
 from kfuse.elastic.meetings import Meetings
+from kfuse.elastic.protocol import HEARTBEAT_S
 from kfuse.observe.run_dir import RunDirectory
 
 CPU = devices.of(torch.device("cpu"))
@@ -329,7 +330,8 @@ def test_a_ledger_line_is_kept_once_in_each_workers_order(tmp_path: Path) -> Non
 
 def test_those_that_stand_learn_that_others_move() -> None:
     sent = list[str]()
-    both: Any = [SimpleNamespace(number=k, send=lambda kind, **fields: sent.append(kind)) for k in range(2)]
+    writer = SimpleNamespace(is_closing=lambda: False, write=lambda line: sent.append(json.loads(line)["type"]))
+    both: Any = [SimpleNamespace(number=k, connections=[writer], last_message_at=0.0) for k in range(2)]
     stands, moves = both
     processes: Any = SimpleNamespace(workers=dict(enumerate(both)), alive=lambda: both, members=lambda: both)
     job: Any = SimpleNamespace(view=SimpleNamespace(generation=3), stopping=None)
@@ -341,3 +343,8 @@ def test_those_that_stand_learn_that_others_move() -> None:
     assert sent == []
     where.moved(moves, 4)
     assert sent == ["moving"]
+    where.moved(moves, 5)
+    assert sent == ["moving"], "they know it already"
+    moves.last_message_at += HEARTBEAT_S
+    where.moved(moves, 6)
+    assert sent == ["moving", "moving"]

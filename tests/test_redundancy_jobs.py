@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from distributed import run_workers
 from elastic_job import Job, assert_exact, assert_same_steps, chaos, run_job, until, words
+from hosts import NamedHosts
 from test_kfuse_run import run_script
 
+from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.processes import State
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.train.evaluation import params_sha256
@@ -137,6 +139,20 @@ def test_owner_and_mirror_together_go_back_to_the_checkpoint(tmp_path: Path) -> 
     assert "no worker has this optimizer state any more" in back["why"]
 
 
+@pytest.mark.parametrize(("hosts", "rank", "left", "beside"), [("aabb", 1, 2, []), ("aaab", 3, 3, [2])])
+def test_a_lost_host_takes_no_state_with_it_whose_copy_is_on_another(
+    hosts: str, rank: int, left: int, beside: list[int], tmp_path: Path
+) -> None:
+    """All its workers are lost in the midst of an update. Where not all copies can be on another host, an event says of
+    how many workers.
+    """
+    strikes = [event(20, "updating", rank, "kill_host", 4)]
+    launcher = NamedHosts(hosts, tmp_path / "run.log")
+    job = with_events(tmp_path, strikes, ["elastic.replace=false"], 4, launcher)
+    assert not job.of_kind("went_back") and len(job.views[-1]["workers"]) == left
+    assert [len(told["workers"]) for told in job.of_kind("copy_beside")] == beside
+
+
 def test_snapshots_are_gone_back_to(tmp_path: Path) -> None:
     """Also for a worker that is lost while a snapshot is sent, and for one that has joined since the last."""
     events = [event(17, "updating", 1), event(30, "sharing", 2), event(31, "forward", 2), event(61, "forward", 0)]
@@ -158,7 +174,9 @@ def test_none_without_a_checkpoint_ends_the_job(tmp_path: Path) -> None:
     assert job.error is not None and "there is no checkpoint to go on from" in job.error, job.told()
 
 
-def with_events(tmp_path: Path, events: list[dict[str, Any]], settings: list[str], workers: int) -> Job:
+def with_events(
+    tmp_path: Path, events: list[dict[str, Any]], settings: list[str], workers: int, launcher: Launcher | None = None
+) -> Job:
     """A job with these events, all of which strike: with the bits of an undisturbed one."""
     more = [*settings, *REPRODUCIBLE, "train.steps=80"]
     faults: dict[str, Any] = {"events": events, "adaptive": False}
@@ -167,6 +185,7 @@ def with_events(tmp_path: Path, events: list[dict[str, Any]], settings: list[str
     job = run_job(
         tmp_path / "run",
         [*TRAINING, *SHARDED, *more, f"workers.count={workers}", *chaos(tmp_path, **faults)],
+        launcher=launcher,
     )
     assert job.error is None, job.told()
     marks = {path.name for path in (tmp_path / "events").glob("event-*")}

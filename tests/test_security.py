@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import resource
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -92,6 +93,31 @@ def test_the_oldest_stranger_goes_first() -> None:
             writer.close()
 
     assert served(visit) == [7]
+
+
+def test_more_workers_may_wait_to_be_accepted_than_asyncio_lets() -> None:
+    """They come while the supervisor does something else. The next one's connection would time out."""
+
+    async def visit(port: int) -> None:
+        crowd = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(120)]
+        await say(port, hello())
+        for each in crowd:
+            each.close()
+
+    assert served(visit) == [7]
+
+
+def test_as_many_files_are_allowed_as_many_workers_need() -> None:
+    async def nothing(port: int) -> None: ...
+
+    _, hard = before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = server.MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, server.MAX_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, hard))
+    try:
+        served(nothing)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def listeners(pids: Iterable[int]) -> Iterator[tuple[str, int]]:

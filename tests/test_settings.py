@@ -79,6 +79,7 @@ def test_an_unknown_setting_is_named_with_the_one_that_may_be_meant() -> None:
         resolved("kf.fit", TrainSettings, {"micro": 3})
 
 
+AUDITS = {"comm.reproducible": True, "comm.audit_every": 5, "comm.audit_on_corruption": "replace"}
 # What each rule refuses, beside the defaults.
 REFUSED: list[dict[str, Any]] = [
     {"batch.micro": 64},
@@ -99,6 +100,9 @@ REFUSED: list[dict[str, Any]] = [
     {"comm.reproducible": True, "comm.dtype": "bf16"},
     {"comm.schedule": "symmetric", "comm.dtype": "bf16"},
     {"comm.audit_every": 5},
+    {"comm.audit_on_corruption": "stop"},
+    {**AUDITS, "workers.max": 3, "job": "fixed"},
+    {**AUDITS, "workers.max": 2},
     {"comm.state": "sharded", "optimizer": "SGD", "optimizer.shards_state": False},
     {"comm.state": "sharded", "policy": "CurvaturePolicy", "policy.fisher": True},
     {"optimizer": "SGD", "optimizer.tells_fisher": False, "policy": "CurvaturePolicy", "policy.fisher": True},

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kfuse.comm.copies import ranks_after
 from kfuse.comm.group import Group
 from kfuse.kernels import BLOCK
 from kfuse.optim.sharding import hand_overs, plan_moves
@@ -37,7 +38,8 @@ def test_a_resize(old: int, new: int, blocks: int, data: st.DataObject) -> None:
     new_ranks = [ranks[stay.index(rank)] if rank in stay else None for rank in range(old)]
     before, after = group(old).shards(numel, BLOCK), group(new).shards(numel, BLOCK)
 
-    taken = hand_overs(before, [rank for rank in range(old) if rank not in stay])
+    after_each = ranks_after(data.draw(st.lists(st.sampled_from("abc"), min_size=old, max_size=old)))
+    taken = hand_overs(before, [rank for rank in range(old) if rank not in stay], after_each)
     moves = plan_moves([[shard] for shard in before], taken)
     assert all(new_ranks[move.source] is None and new_ranks[move.target] is not None for move in moves)
     held: list[list[slice]] = [[] for _ in range(new)]
@@ -58,27 +60,43 @@ def test_a_resize(old: int, new: int, blocks: int, data: st.DataObject) -> None:
         assert not elements(travelled) & elements(held[target])
 
 
-def with_mirrors(numel: int, size: int) -> list[list[slice]]:
+HOSTS = st.lists(st.sampled_from("abc"), min_size=1, max_size=8)
+
+
+@given(HOSTS)
+def test_as_many_mirrors_as_can_be_are_on_another_host(hosts: list[str]) -> None:
+    """Each worker has one, and is one. On one host, or with a host each, it is the next worker."""
+    after, size = ranks_after(hosts), len(hosts)
+    assert sorted(after) == list(range(size)) and (size == 1 or all(rank != other for rank, other in enumerate(after)))
+    beside = sum(hosts[rank] == hosts[other] for rank, other in enumerate(after))
+    most = max(hosts.count(host) for host in hosts)
+    assert beside == max(0, most - (size - most))
+    if len({*hosts}) in (1, size):
+        assert after == [(rank + 1) % size for rank in range(size)]
+
+
+def with_mirrors(numel: int, hosts: list[str]) -> list[list[slice]]:
     """What each rank has: its own shard, and the one of the rank before."""
-    own = Group(0, size).shards(numel, 8)
-    return [[own[r], own[r - 1]] if size > 1 else [own[r]] for r in range(size)]
+    group = Group(0, len(hosts), hosts=hosts)
+    own = group.shards(numel, 8)
+    return [[own[r], own[group.before[r]]] if group.size > 1 else [own[r]] for r in range(group.size)]
 
 
 @st.composite
-def losses(draw: st.DrawFn) -> tuple[int, int, list[int], int]:
-    """(elements, workers before, ranks that survive, new workers)."""
-    size = draw(st.integers(1, 6))
-    alive = draw(st.lists(st.integers(0, size - 1), min_size=1, unique=True))
-    return draw(st.integers(0, 300)), size, sorted(alive), draw(st.integers(0, 2))
+def losses(draw: st.DrawFn) -> tuple[int, list[str], list[int], int]:
+    """(elements, the host of each worker before, ranks that survive, new workers)."""
+    hosts = draw(HOSTS)
+    alive = draw(st.lists(st.integers(0, len(hosts) - 1), min_size=1, unique=True))
+    return draw(st.integers(0, 300)), hosts, sorted(alive), draw(st.integers(0, 2))
 
 
 @given(losses())
-def test_survivors_get_all_unless_owner_and_mirror_are_lost(case: tuple[int, int, list[int], int]) -> None:
-    numel, size, alive, new = case
-    before = with_mirrors(numel, size)
+def test_survivors_get_all_unless_owner_and_mirror_are_lost(case: tuple[int, list[str], list[int], int]) -> None:
+    numel, hosts, alive, new = case
+    before, after, size = with_mirrors(numel, hosts), ranks_after(hosts), len(hosts)
     held = [before[r] for r in alive] + [[] for _ in range(new)]
-    wanted = with_mirrors(numel, len(held))
-    lost = [r for r in range(size) if r not in alive and (r + 1) % size not in alive]
+    wanted = with_mirrors(numel, [hosts[r] for r in alive] + ["c"] * new)
+    lost = [r for r in range(size) if r not in alive and after[r] not in alive]
     if any(before[r][0].stop > before[r][0].start for r in lost):
         with pytest.raises(ShardsLost):
             plan_moves(held, wanted)

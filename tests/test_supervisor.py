@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from supervised import Stage, play
 
+from kfuse.elastic import protocol
 from kfuse.elastic.supervisor import Elasticity
 
 TWO = Elasticity(2, 1, 3)
@@ -162,6 +164,45 @@ async def test_workers_lost_together_are_one_loss(stage: Stage) -> None:
     await stage.end_well(0, 4, 5, 6)
 
 
+@job(Elasticity(40, 1, 40, replace=False, max_failures=2), failure=20)
+async def test_losses_at_one_moment_make_one_view_that_is_encoded_once(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their ends come one after the other, while no time passes. Each is a failure, at its rank; together one loss."""
+    await stage.train(*range(40))
+    encoded, encode = list[str](), protocol.encode
+    monkeypatch.setattr(protocol, "encode", lambda message: encoded.append(message["type"]) or encode(message))
+    for number in range(1, 21):
+        stage.workers[number].end(-9)
+        for _ in range(10):
+            await asyncio.sleep(0)
+    await stage.settle()
+    assert stage.workers[0].view == [0, *range(21, 40)]
+    assert (
+        encoded == ["view"] and [len(worker.of_kind("view")) for worker in stage.workers] == [2] + [1] * 20 + [2] * 19
+    )
+    assert [failure["rank"] for failure in stage.events("failure")] == [*range(1, 21)]
+    await stage.join(0, *range(21, 40))
+    await stage.end_well(0, *range(21, 40))
+
+
+@job(Elasticity(3, 1, 4, replace=False), failure=1)
+async def test_no_planned_view_is_proposed_to_workers_that_have_lost_one(stage: Stage) -> None:
+    """A newcomer is ready between a loss and the view without the lost worker."""
+    await stage.train(0, 1, 2)
+    await stage.supervisor.views.resize(4)
+    stage.workers[1].end(-9)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    await stage.boot(3)
+    await stage.settle()
+    assert [message["view"]["recovers"] for message in stage.workers[0].of_kind("view")] == [False, True]
+    await stage.join(0, 2)
+    assert stage.workers[0].view == [0, 2, 3]
+    await stage.join(0, 2, 3)
+    await stage.end_well(0, 2, 3)
+
+
 @pytest.mark.parametrize("error", [None, "3 workers were lost in a row, the last one was ended by SIGKILL"])
 @job(Elasticity(2, 1, 2, max_failures=3))
 async def test_losses_without_a_step_in_between_end_the_job(stage: Stage, error: str | None) -> None:
@@ -177,15 +218,25 @@ async def test_losses_without_a_step_in_between_end_the_job(stage: Stage, error:
     if error is None:
         await stage.join(0)
         await stage.end_well(0)
+    else:  # it may write a last checkpoint, and does not end in time
+        assert stage.workers[0].of_kind("failed")[0]["saves"] and not stage.workers[0].killed
+        for _ in range(20):
+            await stage.says(0, "alive")
+            await stage.settle(1)
+        assert stage.workers[0].killed
 
 
 @job(Elasticity(2, 1, 2, max_failures=2), "workers lose contact again and again: a message was late")
 async def test_workers_that_lose_contact_without_progress_end_the_job(stage: Stage) -> None:
+    """They reach each other's hosts, so none has to go. Each is told of the end, and the first one saves its state."""
     await stage.train(0, 1)
     for generation in (1, 2):
-        await stage.says(1, "broken", generation=generation, why="a message was late")
-        await stage.settle()
+        await stage.lose_contact(1, generation)
         await stage.join(0, 1)
+    await stage.cut()
+    assert [each["saves"] for worker in stage.workers for each in worker.of_kind("failed")] == [True, False]
+    assert not stage.workers[0].killed
+    stage.workers[0].end(1)
 
 
 # -- workers that come, leave, or cannot be started -------------------------------------------------------------------

@@ -51,7 +51,8 @@ class Checkpoints:
     ) -> None:
         """directory: of the checkpoints; None: there is none to look in. every_steps: steps between two.
 
-        each_epoch: one at the end of each epoch. With neither, none are written. keep: how many of the newest are kept.
+        each_epoch: one at the end of each epoch. With neither, one is written only where a training that goes on by
+        itself (resume=auto) is stopped, or loses its supervisor. keep: how many of the newest are kept.
         resume: which one to resume from: never, auto (the newest valid one in `directory`, if there is one), or a path.
         script: the directory is a script's, which may hold another run's too. report: gets events, as ("event",
         fields); None: `session.report`.
@@ -80,7 +81,7 @@ class Checkpoints:
         if found is None and self._resume not in ("never", "auto"):
             found = self._load_path(Path(self._resume).expanduser())
         if found is None:
-            if self._resume == "auto" and not restarted:
+            if self._resume == "auto" and not restarted and self._directory is not None and self._directory.is_dir():
                 self._report({"kind": "started", "note": f"no checkpoint to resume from in {self._directory}"})
             return None
         state, path = found
@@ -113,16 +114,25 @@ class Checkpoints:
         """Whether `every_steps` asks for a checkpoint after so many steps. The same on every worker."""
         return bool(self._every_steps) and steps % (self._every_steps or 1) == 0
 
-    def save_last(self, step: int, state: CaptureState) -> None:
-        """Writes one more and waits for it (`_LAST_TIMEOUT_S` at most), unless this step has one."""
-        if not (self._every_steps or self._each_epoch):
+    def save_last(self, step: int, state: CaptureState, over: bool = False, alone: bool | None = None) -> None:
+        """Writes one more and waits for it (`_LAST_TIMEOUT_S` at most), unless this step has one.
+
+        over: training has come to its end; else it ends before that, and the next process is to go on. alone: workers
+        or the supervisor are lost; whether this worker writes it. None: all of them call it.
+        """
+        if self._directory is None or not (self._every_steps or self._each_epoch or self._goes_on(over)):
             return
-        if self._session.group.rank != 0 and not self._session.comm.sharded:
+        writes = self._session.group.rank == 0 if alone is None else alone
+        if not writes and (alone is not None or not self._session.comm.sharded):
             return
         if self._writer is not None:
             self._writer.wait(_LAST_TIMEOUT_S)
-        if step != self._written and self._save(step, state) and self._writer is not None:
+        saved = step != self._written and (self._write(step, state()) if alone else self._save(step, state))
+        if saved and self._writer is not None:
             self._writer.wait(_LAST_TIMEOUT_S)
+
+    def _goes_on(self, over: bool) -> bool:
+        return self._resume == "auto" and not over
 
     def close(self) -> None:
         """Waits for the write under way, however long it takes."""
@@ -148,8 +158,10 @@ class Checkpoints:
             if not told.item():
                 return False
         captured = state() if leads or self._session.comm.sharded else {}
-        if not leads:
-            return True
+        return self._write(step, captured) if leads else True
+
+    def _write(self, step: int, captured: dict[str, Any]) -> bool:
+        """Returns False while the last one is being written."""
         if self._writer is None:
             assert self._directory is not None
             self._writer = Checkpointer(self._directory, self._keep, self._report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
@@ -18,12 +19,14 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from kfuse.cli.check import prepare, validate
 from kfuse.cli.first import FirstWorker
-from kfuse.cli.output import survive_closed_output
+from kfuse.cli.output import leave, survive_closed_output
 from kfuse.elastic.protocol import STOP_STATUS
+from kfuse.observe.earlier import resume_by_default, taken
 from kfuse.settings.shell import explain, explain_flags
 from kfuse.settings.tree import ConfigError
 from kfuse.version import __version__
@@ -63,7 +66,7 @@ def main() -> int:
     if words and words[0] in _TOOLS:
         return _tool(words[0], words[1:])
     if "WORLD_SIZE" not in os.environ:  # else torchrun has started this process
-        return _main(words)
+        return leave(_main(words))
     from kfuse.cli.torchrun import follow  # not before it is needed: a wrong command line is refused without torch
     from kfuse.elastic.rendezvous import Rendezvous
 
@@ -230,13 +233,17 @@ def _run_hydra(sweep: int, first: FirstWorker) -> int:
 
 def _job(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
     """One run, in the directory that Hydra made for it; returns its exit status."""
-    prepare(cfg, list(HydraConfig.get().overrides.task))
+    context = HydraConfig.get()
+    given = any(word.lstrip("+").startswith("hydra.run.dir=") for word in context.overrides.hydra)
+    goes_on = cfg.checkpoint.resume is None and given and context.mode == RunMode.RUN
+    prepare(cfg, list(context.overrides.task))
     OmegaConf.resolve(cfg)
     try:
-        _claim(run_dir, cfg)
-        from kfuse.cli.run import run  # not before it is needed: `--help` is quick
+        with contextlib.ExitStack() as held:
+            _claim(run_dir, cfg, goes_on, held)
+            from kfuse.cli.run import run  # not before it is needed: `--help` is quick
 
-        return run(cfg, run_dir, first)
+            return run(cfg, run_dir, first)
     except ConfigError as error:
         return _refuse(str(error))
     except Exception as error:
@@ -247,14 +254,18 @@ def _job(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
         return 1
 
 
-def _claim(run_dir: Path, cfg: DictConfig) -> None:
-    """Writes .hydra/config.yaml; a run's directory is refused to a second one that does not resume it."""
-    path = run_dir / ".hydra" / "config.yaml"
+def _claim(run_dir: Path, cfg: DictConfig, goes_on: bool, held: contextlib.ExitStack) -> None:
+    """Takes the run directory until `held` ends, and writes .hydra/config.yaml.
+
+    A run's directory is refused to a second one that does not resume it. goes_on: resumes if it holds a run.
+    """
+    path, where = run_dir / ".hydra" / "config.yaml", f"hydra.run.dir={run_dir}"
     path.parent.mkdir(exist_ok=True)
-    try:
-        with path.open("x" if cfg.checkpoint.resume == "never" else "w") as file:
-            OmegaConf.save(cfg, file)
-    except FileExistsError:
-        raise ConfigError(
-            f"hydra.run.dir={run_dir}: holds a run already; use a new one, or checkpoint.resume=auto"
-        ) from None
+    if cfg.checkpoint.resume == "never" and not goes_on and path.exists():
+        raise ConfigError(f"{where}: holds a run already; use a new one, or checkpoint.resume=auto")
+    held.enter_context(taken(run_dir, where))
+    if goes_on:
+        resume_by_default(run_dir, run_dir / "checkpoints", where, shell=True)
+        cfg.checkpoint.resume = "auto"
+    with path.open("w") as file:
+        OmegaConf.save(cfg, file)

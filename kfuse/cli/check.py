@@ -37,6 +37,8 @@ def prepare(cfg: DictConfig, overrides: Sequence[str]) -> None:
         cfg.batch.min = min(cfg.batch.micro, cfg.batch.size)
     if cfg.batch.max is None:
         cfg.batch.max = min(64 * cfg.batch.size, BATCH_MAX)
+    if cfg.checkpoint.resume is None:
+        cfg.checkpoint.resume = "never"  # `kfuse` itself resumes in a run directory that it was given
 
 
 def _drop_replaced_arguments(cfg: DictConfig, overrides: Sequence[str]) -> None:

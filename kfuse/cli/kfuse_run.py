@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -13,14 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kfuse.cli.output import survive_closed_output
+from kfuse.cli.output import leave, survive_closed_output
 from kfuse.cli.run import supervise
 from kfuse.comm import devices
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
-from kfuse.elastic.launchers.hosts import AgentError, offer
+from kfuse.elastic.launchers.agent import AgentError, join
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.logs import set_up_logging
+from kfuse.observe.earlier import earlier, taken
 from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.observe.sinks import missing
@@ -50,13 +52,26 @@ def main(argv: list[str] | None = None) -> int:
     if args.join is not None:
         return _join(args)
     run_dir = args.run_dir or Path("runs", time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S"))
-    if RunDirectory.is_used(run_dir):
-        return _refuse(f"--run-dir {run_dir}: holds a run already; must be a new directory")
-    try:
-        shown = args.settings["observe_sinks"], args.settings["observe_ledger"]
-        directory = RunDirectory(run_dir, *shown, settings=by_key(args.settings))
-    except OSError as error:
-        return _refuse(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}")
+    where = f"--run-dir {run_dir}"
+    with contextlib.ExitStack() as held:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            held.enter_context(taken(run_dir, where))
+            run = earlier(run_dir)
+            if run is not None and (run.ended or args.run_dir is None):
+                how = "has ended" if run.ended else "is another command's"
+                return _refuse(f"{where}: must be a new directory: the run in it {how}")
+            shown = args.settings["observe_sinks"], args.settings["observe_ledger"]
+            directory = RunDirectory(run_dir, *shown, settings=by_key(args.settings))
+        except ConfigError as error:
+            return _refuse(str(error))
+        except OSError as error:
+            return _refuse(f"{where}: cannot be written: {error.strerror or error}")
+        return leave(_run(args, directory, None if run is None else run.trainings))
+
+
+def _run(args: argparse.Namespace, directory: RunDirectory, trainings: int | None) -> int:
+    """trainings: of the run in the directory that goes on, those of which steps are recorded; None: there is no run."""
     settings = args.settings
     recorder = Recorder(directory, Display(progress=settings["observe_progress"] is not False))
     set_up_logging(settings["observe_log_level"], "supervisor", recorder.line)
@@ -69,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         most = settings["workers_max"]
         launcher = HostsLauncher(command, host, port, args.token, args.slots, most, grace_s, signals)
     told = {"log_level": settings["observe_log_level"], "ledger": settings["observe_ledger"]}
-    job = {"run_dir": str(run_dir.absolute()), "observe": told}
+    job = {"run_dir": str(directory.path.absolute()), "trainings": trainings, "observe": told}
     return supervise(launcher, job, recorder, Elasticity.of(settings, script=True))
 
 
@@ -81,7 +96,7 @@ def _refuse(message: str, status: int = 2) -> int:
 def _join(args: argparse.Namespace) -> int:
     host, port = args.join
     try:
-        left = asyncio.run(offer(host, port, args.token, args.slots, takes_notice=True))
+        left = asyncio.run(join(host, port, args.token, args.slots))
     except AgentError as error:
         return _refuse(str(error), 1)
     except KeyboardInterrupt:
@@ -101,7 +116,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         # --observe-sinks csv,wandb
         kind: Callable[[str], Any] = _value if leaf.kind != list[str] else lambda text: text.split(",")
         parser.add_argument(_flag(leaf), dest=leaf.name, metavar="VALUE", type=kind, default=leaf.default, help=about)
-    parser.add_argument("--run-dir", type=_path, help="new directory for metrics and events (default runs/DATE/TIME)")
+    directory = "for metrics and events: new, or that of a run that has not ended (default runs/DATE/TIME)"
+    parser.add_argument("--run-dir", type=_path, help=directory)
     parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
     parser.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")

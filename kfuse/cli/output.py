@@ -1,4 +1,4 @@
-"""Standard output and standard error that may be closed or full: a run goes on, and prints no traceback."""
+"""The command's output, which may be closed or full: a run goes on, and prints no traceback; and the command's end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import errno
 import io
 import os
 import sys
+import threading
 from typing import Any
+
+from kfuse.elastic.processes import IMPORT_THREAD
 
 
 class _Output(io.FileIO):
@@ -33,3 +36,16 @@ def survive_closed_output() -> None:
             output = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
             lines = stream.line_buffering or stream.write_through
             setattr(sys, name, io.TextIOWrapper(output, stream.encoding, stream.errors, line_buffering=lines))
+
+
+def leave(status: int) -> int:
+    """Returns the exit status, with which the command is to end now.
+
+    Where torch is still being imported, as in a job that is stopped early, ends the process itself: the interpreter's
+    end in the middle of that would be an abort.
+    """
+    if any(thread.name == IMPORT_THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status

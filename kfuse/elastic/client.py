@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
@@ -18,10 +18,13 @@ from kfuse.elastic import protocol
 from kfuse.elastic.protocol import ControlError, Met, View
 
 _SUPERVISOR_LOST_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
+_SAVING_S = 30.0  # and as long as it writes a last checkpoint, at most so many more: twice its own limit
 _STUCK_S = 60.0  # without the interpreter's lock, after which the process is ended
 _MOST_WAITING = 100_000  # messages; beyond it only records of steps are dropped
 _SENT_AT_ONCE = 64  # messages that wait, in one call of the system
 _POLL_S = 0.01
+_MOST_REACHED = 512  # connections of other workers that were accepted and are dropped, with each heartbeat
+_ENDS_POLL_S = 0.1
 
 T = TypeVar("T")
 
@@ -31,6 +34,8 @@ class ControlClient:
 
     step: int | None = None  # steps made so far, which heartbeats report while workers are at steps of their own
     stop: str | None = None  # why the supervisor asks to stop; None if it does not
+    failed: str | None = None  # why the job has failed, where this worker has a moment for a last checkpoint
+    writes_last: bool | None = None  # of a failed job: whether this worker writes it; None: the leader does
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         """Connects. Raises ControlError if the supervisor does not answer."""
@@ -46,6 +51,7 @@ class ControlClient:
         self._unsent: deque[bytes] = deque()
         self._losses = protocol.Losses("the supervisor took no records, and too many waited in a worker")
         self._lost: str | None = None
+        self._saves = False  # a last checkpoint, as the supervisor is lost
         self._closing = threading.Event()
         try:
             self._socket, self._lines, welcome = self._connect((host, int(port)), timeout_s)
@@ -59,10 +65,15 @@ class ControlClient:
         threading.Thread(target=self._receive, name="kfuse-control", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="kfuse-heartbeat", daemon=True).start()
 
-    def _connect(self, address: tuple[str, int], timeout_s: float, **more: bool) -> tuple[socket.socket, BinaryIO, Any]:
+    def _connect(self, address: tuple[str, int], timeout_s: float, **more: Any) -> tuple[socket.socket, BinaryIO, Any]:
         """A connection, what comes over it, and the supervisor's welcome. Raises ControlError and OSError."""
         connection = socket.create_connection(address, timeout=timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not more:  # other workers find out here whether they reach this host; nothing is read from it
+            own = (connection.getsockname()[0], 0)
+            self._reached = socket.create_server(own, family=connection.family, backlog=socket.SOMAXCONN)
+            self._reached.setblocking(False)
+            more = {"address": self._reached.getsockname()[:2]}
         who = {"worker": self.worker, "pid": os.getpid(), "host": socket.gethostname()}
         connection.sendall(protocol.encode({"type": "hello", "token": os.environ[protocol.ENV_TOKEN], **who, **more}))
         lines = connection.makefile("rb")
@@ -82,7 +93,7 @@ class ControlClient:
         which steps. Raises ControlError if the supervisor is gone.
         """
         with self._changed:
-            self.check()
+            self._check_connection()
             if message == "record" and fields["kind"] in protocol.OF_STEPS and len(self._unsent) >= _MOST_WAITING:
                 self._losses.add(fields["data"]["step"])
                 return
@@ -116,11 +127,11 @@ class ControlClient:
             self.send("goodbye")
             while self._unsent:
                 self._changed.wait(_POLL_S)
-                self.check()
+                self._check_connection()
                 self._flush()
         self._closing.set()
-        self._messages.close()
-        self._socket.close()
+        for each in (self._messages, self._socket, self._reached):
+            each.close()
 
     # -- views ----------------------------------------------------------------------------------------------------
 
@@ -181,15 +192,29 @@ class ControlClient:
                 self._changed.wait(left)
             return None if self.view(generation, recovers=True) else self._met
 
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context: the supervisor is lost, and this process is not ended meanwhile, since it writes a checkpoint."""
+        self._saves = True
+        try:
+            yield
+        finally:
+            self._saves = False
+
     def check(self) -> None:
-        """Raises ControlError if the supervisor is gone."""
+        """Raises ControlError if the supervisor is gone, or the job has failed."""
+        self._check_connection()
+        if self.failed:
+            raise ControlError(f"the job has failed: {self.failed}")
+
+    def _check_connection(self) -> None:
         if self._lost:
             raise ControlError(self._lost)
 
     def _await(self, find: Callable[[], T | None], timeout_s: float | None = None) -> T | None:
         """Waits until `find` returns a value, and returns it; None after the timeout. Raises ControlError."""
         with self._changed:
-            self._changed.wait_for(lambda: find() is not None or self._lost, timeout_s)
+            self._changed.wait_for(lambda: find() is not None or self._lost or self.failed, timeout_s)
             if (found := find()) is None:
                 self.check()
             return found
@@ -209,6 +234,12 @@ class ControlClient:
                             self.stop = message["reason"]
                         case "over":
                             self._over = True
+                        case "failed":
+                            self.failed, self.writes_last = message["why"], message["saves"]
+                        case "reach":
+                            from kfuse.elastic.reach import answer  # only where workers have lost contact
+
+                            threading.Thread(target=answer, args=(self,), kwargs=message, daemon=True).start()
                         case "announce":
                             self._announced[message["number"]] = message["announcement"]
                         case "decision":
@@ -226,7 +257,11 @@ class ControlClient:
             self._lost = f"the supervisor is gone{why}"
             self._changed.notify_all()
         # The main thread notices at its next wait. If it is stuck elsewhere, the process must not stay behind.
-        if not self._closing.wait(_SUPERVISOR_LOST_GRACE_S):
+        lost_at = time.monotonic()
+        while time.monotonic() - lost_at < _SUPERVISOR_LOST_GRACE_S + _SAVING_S * self._saves:
+            if self._closing.wait(_ENDS_POLL_S):
+                break
+        else:
             with contextlib.suppress(OSError):  # the supervisor was the reader
                 print(f"kfuse: worker {self.worker} ends: {self._lost}", file=sys.stderr, flush=True)
             os._exit(70)
@@ -246,6 +281,9 @@ class ControlClient:
                     due = now + protocol.HEARTBEAT_S
                     faulthandler.dump_traceback_later(_STUCK_S, exit=True)
                     self._socket.sendall(protocol.encode({"type": "alive", "step": self.step}))
+                    with contextlib.suppress(BlockingIOError):  # there are no more
+                        for _ in range(_MOST_REACHED):
+                            self._reached.accept()[0].close()
             except (OSError, ControlError):
                 break
         faulthandler.cancel_dump_traceback_later()

@@ -69,12 +69,19 @@ class Job:
         self.late_failure: JobFailed | None = None  # a script that failed when its training was over
         self.over = asyncio.Event()
         self.error: BaseException | None = None  # what ended the job, once `over` is set; None if it ended in order
+        self.saves = False  # whether workers that have a state write a last checkpoint before that error is raised
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the job; only the first call counts."""
         if not self.over.is_set():
             self.error = error
             self.over.set()
+
+    def give_up(self, why: str) -> None:
+        """Ends the job after too many losses: what the workers have is as good as before."""
+        if not self.over.is_set():
+            self.saves = True
+            self.end(JobFailed(why))
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs a part of the supervisor beside the rest; an error in it ends the job."""

@@ -7,16 +7,20 @@ says of views, stopping and announcements is the same for all. A lost worker end
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kfuse.elastic.job import Job
-from kfuse.elastic.processes import Processes, Worker
+from kfuse.elastic.processes import Processes, Worker, send_to_all
+from kfuse.elastic.protocol import HEARTBEAT_S
 
 
 class Meetings:
     def __init__(self, job: Job, processes: Processes) -> None:
         self._job, self._processes = job, processes
-        self._waiting: dict[int, dict[str, Any]] = {}  # the message of each worker that stands still, by its number
+        self._generation, self._members = 0, frozenset[int]()  # of the view whose workers stand still
+        self._waiting: dict[int, dict[str, Any]] = {}  # the message of each of them, by its number
+        self._told_at = -math.inf  # when those that stand still were told that another one moves
         self._steps: dict[int, int] = {}  # by worker: the newest step that its heartbeats have told of
         self._announced = 0
         # By number: announcements that some worker may still have to apply.
@@ -26,8 +30,7 @@ class Meetings:
         """Passes on what the leader announces, numbered from 1, to all workers in the same order."""
         self._announced += 1
         self._unapplied[self._announced] = announcement
-        for worker in self._processes.alive():
-            worker.send("announce", number=self._announced, announcement=announcement)
+        send_to_all(self._processes.alive(), "announce", number=self._announced, announcement=announcement)
 
     def connected(self, worker: Worker) -> None:
         """A new worker gets the announcements of before: after a loss it may be with the others before they meet."""
@@ -38,11 +41,15 @@ class Meetings:
 
     def stand(self, worker: Worker, message: dict[str, Any]) -> None:
         """A worker stands still. Where it is the last of its view's members, all get the answer."""
-        self._waiting[worker.number] = message
         members, generation = message["members"], message["generation"]
-        found = [each for number in members if (each := self._waiting.get(number)) and each["generation"] == generation]
-        if len(found) < len(members):
+        if generation < self._generation:  # of a view that lost a worker: not all will come
             return
+        if generation > self._generation:
+            self._generation, self._members, self._waiting = generation, frozenset(members), {}
+        self._waiting[worker.number] = message
+        if len(self._waiting) < len(members):
+            return
+        found, self._waiting = self._waiting.values(), {}
         steps, by_all = [each["step"] for each in found], min(each["applied"] for each in found)
         self._unapplied = {number: each for number, each in self._unapplied.items() if number > by_all}
         answer: dict[str, Any] = {
@@ -53,19 +60,21 @@ class Meetings:
             "stop": self._job.stopping or "",
             "announced": self._announced,
         }
-        for number in members:
-            del self._waiting[number]
-            self._processes.workers[number].send("met", **answer)
+        send_to_all(map(self._processes.workers.__getitem__, members), "met", **answer)
 
     @property
     def under_way(self) -> bool:
-        return any(each["generation"] == self._job.view.generation for each in self._waiting.values())
+        return bool(self._waiting) and self._generation == self._job.view.generation
 
     def moved(self, worker: Worker, step: int | None) -> None:
-        """A heartbeat tells how many steps a worker has made. Those that stand still learn that another one moves."""
+        """A heartbeat tells how many steps a worker has made. Those that stand still learn that another one moves,
+        once for all heartbeats of a period.
+        """
         if step is None or step == self._steps.get(worker.number):
             return
         self._steps[worker.number] = step
-        for number, each in self._waiting.items():
-            if worker.number in each["members"] and number != worker.number:
-                self._processes.workers[number].send("moving")
+        now = worker.last_message_at
+        if self._waiting and now - self._told_at >= HEARTBEAT_S and worker.number in self._members:
+            self._told_at = now
+            others = (self._processes.workers[number] for number in self._waiting if number != worker.number)
+            send_to_all(others, "moving")

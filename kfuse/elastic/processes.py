@@ -6,8 +6,9 @@ import asyncio
 import importlib
 import re
 import signal
+import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from kfuse.elastic import protocol
 from kfuse.elastic.job import Job, JobFailed, Records
 from kfuse.elastic.launchers import Launcher, WorkerProcess
+
+IMPORT_THREAD = "kfuse-import"
 
 _KEPT_LINES = 200
 _TRACEBACK = "Traceback (most recent call last):\n"
@@ -32,6 +35,9 @@ class State(Enum):
     ENDED = "ended"
 
 
+_NEW, _GONE = (State.BOOTING, State.READY), (State.LEFT, State.ENDED)
+
+
 @dataclass(eq=False)
 class Worker:
     """What the supervisor knows about one worker."""
@@ -43,6 +49,8 @@ class Worker:
     connections: list[asyncio.StreamWriter] = field(default_factory=list)
     pid: int | None = None  # None until it has connected
     host: str = ""
+    address: list[Any] = field(default_factory=list)  # host and port at which other workers may reach it
+    held: bool = False  # it waits for members that it does not reach
     gpu: int | None = None  # the number of its GPU, until its process ends; None: the launcher chooses, or none
     started_at: float = 0.0
     last_message_at: float = 0.0  # by the event loop's clock
@@ -57,8 +65,7 @@ class Worker:
     killed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, kind: str, **fields: Any) -> None:
-        if self.connections:
-            protocol.send(self.connections[0], kind, **fields)
+        send_to_all([self], kind, **fields)
 
     def kill(self) -> None:
         self.killed.set()
@@ -81,6 +88,11 @@ class Worker:
         return f"ended with exit status {status}"
 
 
+def send_to_all(workers: Iterable[Worker], kind: str, **fields: Any) -> None:
+    """Sends the same message to each that has connected."""
+    protocol.send_to_all((worker.connections[0] for worker in workers if worker.connections), kind, **fields)
+
+
 Ended = Callable[[Worker, State, int | None], Awaitable[None]]
 
 
@@ -91,6 +103,14 @@ class LaunchError(JobFailed):
         super().__init__(f"the launcher cannot start workers: {' '.join(str(error).split()) or type(error).__name__}")
 
 
+def _import_store() -> None:
+    """Imports what a view of several workers needs of torch in this process, while they import theirs.
+
+    It takes seconds, on a busy machine many. The end of a job that is stopped meanwhile does not wait for it.
+    """
+    importlib.import_module("torch.distributed")
+
+
 class Processes:
     """All workers that a job has started, by number."""
 
@@ -98,30 +118,33 @@ class Processes:
         """ended: called with each worker that has ended, the state it was in, and its exit status (None: unknown)."""
         self._launcher, self._job, self._records, self._ended = launcher, job, records, ended
         self.workers: dict[int, Worker] = {}
+        self._alive: dict[int, Worker] = {}  # those among them that have not ended
         self.environment: dict[str, str] = {}  # of workers: the supervisor's address and the job's token
         # How many GPUs the machine of all workers has. 0: none, or the launcher gives each worker its own.
         self.gpus: int = getattr(launcher, "gpus", 0)
         self.awaits_gpu = False  # a worker is to be started as soon as one that ends has left its GPU
         self._starting = asyncio.Lock()
         self._undecided = 0  # how many workers have ended and are still being handled by `ended`
+        self._importing: threading.Thread | None = None  # see `_import_store`
         self._tasks: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[int]] = set()  # of processes: one may come late, or never, from a cut-off host
 
     def alive(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.state is not State.ENDED]
+        return [*self._alive.values()]
 
     def members(self) -> list[Worker]:
         """The workers of the newest view that have not ended, nor left it, in rank order."""
-        workers = [self.workers[member.worker] for member in self._job.view.members]
-        return [worker for worker in workers if worker.state not in (State.LEFT, State.ENDED)]
+        workers = map(self.workers.__getitem__, self._job.view.workers)
+        return [worker for worker in workers if worker.state not in _GONE]
 
     def newcomers(self) -> list[Worker]:
         """Workers that are to join and are in no view yet."""
-        return [each for each in self.alive() if each.state in (State.BOOTING, State.READY) and not each.noticed]
+        return [each for each in self._alive.values() if each.state in _NEW and not each.noticed]
 
     def leavers(self) -> list[Worker]:
         """Workers that the newest view is without, as planned, and that have not left yet."""
-        return [worker for worker in self.alive() if worker.state is State.MEMBER and self.rank_of(worker) is None]
+        here = self._alive.values()
+        return [worker for worker in here if worker.state is State.MEMBER and self.rank_of(worker) is None]
 
     def rank_of(self, worker: Worker) -> int | None:
         return self._job.view.rank_of(worker.number)
@@ -131,6 +154,8 @@ class Processes:
 
         A killed worker has its GPU until its process has ended. But where no other one trains the job does not wait.
         """
+        if not self.gpus:
+            return None
         taken = {worker.gpu for worker in (self.workers.values() if self.members() else self.alive())}
         return next((gpu for gpu in range(self.gpus) if gpu not in taken), None)
 
@@ -153,18 +178,16 @@ class Processes:
                 except Exception as error:  # a launcher may be the user's own
                     raise LaunchError(error) from error
                 now = asyncio.get_running_loop().time()
-                self.workers[number] = Worker(number, process, gpu=gpu, started_at=now, last_message_at=now)
+                worker = Worker(number, process, gpu=gpu, started_at=now, last_message_at=now)
+                self.workers[number] = self._alive[number] = worker
                 if not self._job.takes_newcomers:  # meanwhile training has ended, perhaps another has begun
-                    self.workers[number].kill()
-                task = self._job.run(self._watch(self.workers[number]))
+                    worker.kill()
+                task = self._job.run(self._watch(worker))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            if len(self.alive()) > 1:
-                self._job.run(self._import_store())
-
-    async def _import_store(self) -> None:
-        """Imports what a view of several workers needs of torch in this process, while they import theirs."""
-        await asyncio.to_thread(importlib.import_module, "torch.distributed")
+            if len(self._alive) > 1 and self._importing is None:
+                self._importing = threading.Thread(target=_import_store, name=IMPORT_THREAD, daemon=True)
+                self._importing.start()
 
     async def _watch(self, worker: Worker) -> None:
         """Passes on what a worker prints until it ends."""
@@ -177,6 +200,7 @@ class Processes:
         await asyncio.wait([end], timeout=_KILL_GRACE_S)
         status = end.result() if end.done() else None
         was, worker.state = worker.state, State.ENDED
+        del self._alive[worker.number]
         if status is None:  # cut off: if it can be reached again, it must not take part any more
             lines.cancel()
             for connection in worker.connections:
@@ -203,8 +227,15 @@ class Processes:
 
     def end_if_none_left(self) -> None:
         """Ends the job when no worker is left, none is being started, and each one's end has been decided on."""
-        if not (self.alive() or self._undecided or self._starting.locked()):
+        if not (self._alive or self._undecided or self._starting.locked()):
             self._job.end(self._job.late_failure)
+
+    def end(self, number: int, why: str) -> None:
+        """Kills a worker. Its end is then handled like any other. why: what it did."""
+        worker = self.workers[number]
+        if worker.state is not State.ENDED and not worker.why:  # else another worker has asked for it, or it is lost
+            worker.why = why
+            worker.kill()
 
     def check_heartbeats(self, late_s: float) -> None:
         """Kills workers that send no heartbeat, or are not ready in time. Their end is then handled like any other.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -81,9 +81,13 @@ class View:
         """The workers' numbers, in rank order."""
         return [member.worker for member in self.members]
 
+    @cached_property
+    def _ranks(self) -> dict[int, int]:
+        return {number: rank for rank, number in enumerate(self.workers)}
+
     def rank_of(self, worker: int) -> int | None:
         """The rank of worker number `worker`; None if it is not in this view."""
-        return next((r for r, member in enumerate(self.members) if member.worker == worker), None)
+        return self._ranks.get(worker)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> View:
@@ -137,8 +141,15 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 def send(writer: asyncio.StreamWriter, kind: str, **fields: Any) -> None:
     """Writes a message, unless the connection is closing."""
-    if not writer.is_closing():
-        writer.write(encode({"type": kind, **fields}))
+    send_to_all([writer], kind, **fields)
+
+
+def send_to_all(writers: Iterable[asyncio.StreamWriter], kind: str, **fields: Any) -> None:
+    """Writes the same message to each, unless it is closing. A view of many workers is large: it is encoded once."""
+    line = encode({"type": kind, **fields})
+    for writer in writers:
+        if not writer.is_closing():
+            writer.write(line)
 
 
 def set_acknowledgement_timeout(connection: socket.socket, silence_s: float) -> None:

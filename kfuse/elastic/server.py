@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import resource
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +14,7 @@ from kfuse.elastic import protocol
 
 HELLO_TIMEOUT_S = 10.0
 MAX_HELLO = 4096  # bytes
+MAX_FILES = 2**16  # some programs go through all that are allowed
 MAX_UNKNOWN = 512  # asyncio accepts 100 at a time: a worker's hello is read well before its connection is the oldest
 
 Serve = Callable[[dict[str, Any], asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -30,7 +34,11 @@ class Server:
 
     async def open(self, host: str, port: int = 0) -> int:
         """Listens from now on; returns the port. Raises OSError."""
+        allow_files()
         self._server = await asyncio.start_server(self._accept, host, port, limit=protocol.MAX_LINE)
+        for each in self._server.sockets:
+            with each.dup() as listener:  # asyncio accepts as many at a time as may wait: here more may wait
+                listener.listen(socket.SOMAXCONN)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
@@ -69,6 +77,18 @@ class Server:
         finally:
             del self._connections[task]
             writer.close()
+
+
+def allow_files() -> None:
+    """Raises the soft limit of this process's open files, often 1024, towards the hard one; new processes inherit it.
+
+    A worker takes about five of them here: two connections, one to its view's store, its output, and its process.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 async def _first_line(reader: asyncio.StreamReader) -> bytes:

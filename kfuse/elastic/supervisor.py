@@ -17,7 +17,7 @@ from kfuse.elastic import protocol
 from kfuse.elastic.job import Elasticity, Job, JobFailed, Recorder, Records
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.meetings import Meetings
-from kfuse.elastic.processes import LaunchError, Processes, State, Worker
+from kfuse.elastic.processes import LaunchError, Processes, State, Worker, send_to_all
 from kfuse.elastic.server import Server
 from kfuse.elastic.views import Views
 
@@ -26,6 +26,7 @@ __all__ = ["Elasticity", "JobFailed", "Supervisor"]
 _log = logging.getLogger("kfuse")
 
 _SAME_SIGNAL_S = 1.0
+_POLL_S = 0.05
 _CATCH_UP = 0.4  # of the grace: for workers that are behind to make their steps up to the furthest one (pair averaging)
 _BROKEN_GRACE_S = 0.1  # a lost connection mostly means a process that has ended, which is reported soon
 
@@ -40,6 +41,8 @@ class Supervisor:
         self._launcher, self._settings = launcher, settings
         self.job = Job(elasticity)
         self.records = Records(recorder, self.job)
+        if hasattr(launcher, "event"):
+            launcher.event = self.records.event
         self.processes = Processes(launcher, self.job, self.records, self._ended)
         self.views = Views(self.job, self.processes, self.records)
         self._meetings = Meetings(self.job, self.processes)
@@ -80,6 +83,8 @@ class Supervisor:
             self.processes.end_if_none_left()
             await over
             if job.error is not None:
+                if job.saves:
+                    await self._save_last(str(job.error))
                 raise job.error
             return job.outcome
         finally:
@@ -91,13 +96,27 @@ class Supervisor:
             await self.processes.all_ended()
             await self._launcher.close()
 
+    async def _save_last(self, why: str) -> None:
+        """The job has failed, and workers with the training's state are left: one of them writes a last checkpoint."""
+        job, workers = self.job, [each for each in self.processes.members() if each.joined and not each.why]
+        able = [worker for worker in workers if not self.views.out_of_loop(worker)]
+        if not able or not job.training or job.done:
+            return
+        for worker in workers:
+            worker.send("failed", why=why, saves=worker is able[0])
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + job.elasticity.grace_s
+        while able[0].state is not State.ENDED and loop.time() < deadline:
+            await asyncio.sleep(_POLL_S)
+
     async def _watch(self) -> None:
         """Looks after heartbeats, notices that the launcher knows of, and for a GPU that a new worker waits for."""
         job, time = self.job, asyncio.get_running_loop().time
+        checked_at = time()
         while True:
-            asleep = time()
             await asyncio.sleep(protocol.HEARTBEAT_S)
-            self.processes.check_heartbeats(time() - asleep - protocol.HEARTBEAT_S)
+            before, checked_at = checked_at, time()
+            self.processes.check_heartbeats(checked_at - before - protocol.HEARTBEAT_S)
             for worker in self.processes.alive():
                 if getattr(worker.process, "noticed", False):
                     await self._take_notice(worker)
@@ -126,14 +145,16 @@ class Supervisor:
         if self.job.stopping == reason and loop.time() - self._stop_asked_at < _SAME_SIGNAL_S:
             return
         self._stop_asked_at = loop.time()
+        if self.job.over.is_set():  # a last checkpoint may be under way
+            for worker in self.processes.alive():
+                worker.kill()
         if self.job.stopping is not None or not self.processes.members():
             self.job.stopping = self.job.stopping or reason
             self.job.end()
             return
         _log.info("stop asked: %s", reason)
         self.job.stopping = reason
-        for worker in self.processes.alive():
-            worker.send("stop", reason=reason)
+        send_to_all(self.processes.alive(), "stop", reason=reason)
         loop.call_later(_CATCH_UP * self.job.elasticity.grace_s, self._end_catching_up)
         loop.call_later(self.job.elasticity.grace_s, self.job.end)
 
@@ -164,7 +185,7 @@ class Supervisor:
             worker.kill()
         await self.views.refill()
         members = self.processes.members()
-        coming = any(newcomer.process.running for newcomer in self.processes.newcomers())
+        coming = any(each.process.running and not each.held for each in self.processes.newcomers())
         if members and all(member.noticed for member in members) and not coming and not job.done:
             self.stop("terminated")  # nobody can take over: a last checkpoint remains
 
@@ -184,7 +205,7 @@ class Supervisor:
         if has_messages:
             protocol.send(writer, "welcome")
         else:
-            worker.pid, worker.host = pid, host
+            worker.pid, worker.host, worker.address = pid, host, list(hello.get("address", []))
             limits = self.job.elasticity
             silence_s, signals = limits.heartbeat_timeout_s, limits.notice_signals
             worker.send("welcome", job=self._settings, silence_s=silence_s, notice_signals=signals)
@@ -211,11 +232,9 @@ class Supervisor:
             case "record":
                 self._keep(message["kind"], message["data"])
             case "ready":
-                worker.state = State.READY
-                self.views.booted()
                 if self.job.view.generation:
                     self.records.event("ready", worker=worker.number, boot_s=worker.last_message_at - worker.started_at)
-                self.views.propose()
+                self.views.booted(worker)
             case "joined":
                 self.views.joined(worker, message["generation"])
             case "left":  # as a planned view said
@@ -224,6 +243,8 @@ class Supervisor:
                 worker.ended_loop = min(worker.ended_loop, self.job.training - 1)  # it is in the next one
                 loop, contact_lost = asyncio.get_running_loop(), self.views.contact_lost
                 loop.call_later(_BROKEN_GRACE_S, contact_lost, worker, message["generation"], message["why"])
+            case "reached":
+                await self.views.cuts.take(worker, message)
             case "fatal" if not self.job.over.is_set():  # no worker can go on; of several only the first one's counts
                 if message["event"] is not None:
                     self.records.add("event", message["event"])
@@ -236,13 +257,15 @@ class Supervisor:
                 await self.views.resize(message["workers"])
             case "replace":
                 await self.views.replace(message["worker"])
+            case "evict":  # an audit by the others has named a worker, whose loss then is one like any other
+                self.records.add("event", message["event"])
+                self.processes.end(message["worker"], message["why"])
             case "announce":
                 self._meetings.announce(message["announcement"])
             case "decision":  # of rank 0, for all others
                 number, decision = message["number"], message["decision"]
-                for other in self.processes.alive():
-                    if other is not worker:
-                        other.send("decision", worker=worker.number, number=number, decision=decision)
+                others = (other for other in self.processes.alive() if other is not worker)
+                send_to_all(others, "decision", worker=worker.number, number=number, decision=decision)
             case "meet":
                 self._meetings.stand(worker, message)
             case "alive":  # a heartbeat

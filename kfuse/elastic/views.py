@@ -7,14 +7,16 @@ the step under way.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from kfuse.elastic.cuts import Cuts
 from kfuse.elastic.job import Job, JobFailed, Records
-from kfuse.elastic.processes import LaunchError, Processes, State, Worker
+from kfuse.elastic.processes import LaunchError, Processes, State, Worker, send_to_all
 from kfuse.elastic.protocol import Member, View
 
 if TYPE_CHECKING:
@@ -22,12 +24,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kfuse")
 
+_TOGETHER_S = 20e-6  # a worker of the view, until it is formed anew: as long as that takes this process
+
 
 @dataclass
 class _Row:
     """Workers lost in a row, and the exceptions that ended them, each with its step if one was under way."""
 
     lost: int = 0
+    contacts: int = 0  # how many of those are losses of contact, without a lost worker
     errors: set[tuple[str, int | None]] = field(default_factory=set)
 
 
@@ -38,10 +43,15 @@ class Views:
         self._job, self._processes, self._records = job, processes, records
         self.host = ""  # this machine's address, as workers reach it
         self.store: TCPStore | None = None  # the newest view's, in this process: no lost worker takes it down
+        self.cuts = Cuts(job, processes, records)
+        self._inquiry = 0  # generation of the view whose workers are being asked whom they reach
         self._asked = job.wanted
         self._since_step = _Row()  # workers lost since the last new step
         self._since_boot = _Row()  # newcomers lost since the last one that has booted
         self._progress = 0  # `Records.progress` when the last lost worker was counted
+        self._to_join: list[Worker] = []  # of the newest view: all that have not joined it yet, and perhaps others
+        self._must_recover = False  # a worker is lost, and the view without it is not formed yet
+        self._recovering: asyncio.Task[None] | None = None  # what forms it, and starts others
 
     # -- how many workers -----------------------------------------------------------------------------------------
 
@@ -122,10 +132,11 @@ class Views:
 
     def propose(self) -> None:
         """Proposes the next planned view, once its workers are ready and the view before it is active."""
-        job, newcomers, members = self._job, self._processes.newcomers(), self._processes.members()
-        if job.stopping or job.done or any(worker.state is State.PROPOSED for worker in members):
+        job = self._job
+        if job.stopping or job.done or self._must_recover or self._awaits_any():
             return
-        ready = [worker for worker in newcomers if worker.state is State.READY]
+        newcomers, members = self._processes.newcomers(), self._processes.members()
+        ready = [each for each in newcomers if each.state is State.READY and not (each.held and members)]
         booting = any(worker.state is State.BOOTING and worker.process.running for worker in newcomers)
         staying, leaving = [m for m in members if not m.leaving], [m for m in members if m.leaving]
         missing = job.wanted - len(staying)
@@ -150,19 +161,20 @@ class Views:
         leave in the next one. anew: training is over, and some of them are about to begin another one.
         """
         workers = self._processes.members() + self._processes.leavers()
-        members = [worker for worker in workers if anew or not self.out_of_loop(worker)]
+        members = [worker for worker in workers if not worker.why and (anew or not self.out_of_loop(worker))]
         if members and anew >= self._job.done:
             self._announce(members, reason, recovers=True)
 
     def _announce(self, workers: list[Worker], reason: str, recovers: bool = False) -> None:
         generation = self._job.view.generation + 1
-        leaving = [worker for worker in self._processes.members() if worker not in workers]
+        staying = {worker.number for worker in workers}
+        leaving = [worker for worker in self._processes.members() if worker.number not in staying]
         members = tuple(Member(worker.number, worker.pid or 0, worker.host) for worker in workers)
         view = self._job.view = View(generation, members, self._open_store(len(members)), reason, recovers)
         for worker in workers:
             worker.state = State.PROPOSED
-        for worker in workers + leaving:
-            worker.send("view", view=asdict(view))
+        self._to_join, self._must_recover = [*workers], False
+        send_to_all(workers + leaving, "view", view=asdict(view))
         numbers = [worker.number for worker in workers]
         _log.info("view %d formed (%s): workers %s on store %s:%d", generation, reason, numbers, *view.store)
 
@@ -184,6 +196,12 @@ class Views:
         self.store = TCPStore(self.host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         return self.host, port
 
+    def _awaits_any(self) -> bool:
+        """Whether a worker of the newest view has not joined it yet. Many calls together look at each worker once."""
+        while self._to_join and self._to_join[-1].state is not State.PROPOSED:
+            self._to_join.pop()
+        return bool(self._to_join)
+
     def left(self, worker: Worker) -> None:
         worker.state = State.LEFT
         if self._processes.rank_of(worker) is not None:  # a view that recovers was formed meanwhile
@@ -197,8 +215,12 @@ class Views:
 
     # -- lost workers ------------------------------------------------------------------------------------------------
 
-    def booted(self) -> None:
+    def booted(self, worker: Worker) -> None:
+        """A new worker is ready to join."""
         self._since_boot = _Row()
+        worker.state = State.READY
+        self.cuts.hold(worker, then=self.propose)
+        self.propose()
 
     async def ended(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker's process has ended. was: its state before that; status: None if its end was not reported."""
@@ -222,18 +244,37 @@ class Views:
         One that has not come to a proposed view, or is to leave, may tell the generation before.
         """
         job = self._job
+        if self._must_recover:  # a view is about to be formed
+            return
         proposed = not job.view.recovers and (worker.state is State.PROPOSED or worker in self._processes.leavers())
         if generation != job.view.generation and not (proposed and generation == job.view.generation - 1):
             return
         self._forget_before_progress()
-        self._since_step.lost += 1
-        if self._since_step.lost >= job.elasticity.max_failures:
-            job.end(JobFailed(f"workers lose contact again and again: {why}"))
+        if not self._since_step.contacts:  # it may have been a moment's
+            self._regroup(why)
+        elif self._inquiry != job.view.generation:
+            self._inquiry = job.view.generation
+            job.run(self._inquire(why))
+
+    def _regroup(self, why: str) -> None:
+        """The same workers form a new view."""
+        job, row = self._job, self._since_step
+        row.lost, row.contacts = row.lost + 1, row.contacts + 1
+        if row.lost >= job.elasticity.max_failures:
+            job.give_up(f"workers lose contact again and again: {why}")
             return
-        _log.info("contact lost in view %d: %s", generation, why)
+        _log.info("contact lost in view %d: %s", job.view.generation, why)
         for member in () if job.done else filter(self.out_of_loop, self._processes.members()):
             self.continue_without(member, "left the training loop, and the others waited for it")
         self.recover(anew=job.done)
+
+    async def _inquire(self, why: str) -> None:
+        """Contact was lost again: where some workers do not reach each other the others go on without one side."""
+        row, evicted = self._since_step, await self.cuts.evict()
+        if evicted:
+            row.lost, row.contacts = row.lost - row.contacts, 0  # these and the loss of those that go are one
+        elif evicted is False:
+            self._regroup(why)
 
     def _forget_before_progress(self) -> None:
         """Resets the counts if a step was completed since: with progress in between, lost workers are no crash loop."""
@@ -249,8 +290,9 @@ class Views:
 
     def _all_out_of_loop(self, worker: Worker) -> bool:
         """Whether this worker and the others that train have ended their loops, this one without an error."""
-        everyone = [worker, *(member for member in self._processes.members() if member.joined)]
-        return worker.failed_at is None and all(map(self.out_of_loop, everyone))
+        if worker.failed_at is not None or not self.out_of_loop(worker):
+            return False
+        return all(self.out_of_loop(member) for member in self._processes.members() if member.joined)
 
     def _quit(self, worker: Worker) -> None:
         """A worker's script ended with status 0. Before training is over that is no failure, but the others must do
@@ -285,10 +327,9 @@ class Views:
         recovering = job.view.recovers
         awaited = recovering and was is State.PROPOSED  # it ended before it was in the view that recovers
         # With another, whose loss the survivors have not recovered from yet, or recover from without this one.
-        together = awaited or (recovering and rank is None and worker.joined)
+        together = awaited or self._must_recover or (recovering and rank is None and worker.joined)
         # It was about to leave, as planned, and the others still train with it until they come to the proposed view.
-        proposed = any(member.state is State.PROPOSED for member in members)
-        leaving = rank is None and was is State.MEMBER and proposed and not recovering
+        leaving = rank is None and was is State.MEMBER and self._awaits_any() and not recovering
         how, cause = self._report_failure(worker, status)
         if job.stopping:
             if rank is not None or leaving:
@@ -309,14 +350,25 @@ class Views:
         row.errors.add((error, worker.failed_at))
         if again and error and worker.failed_at is not None and not awaited:
             where = f"at step {worker.failed_at}, as another did at that step"
-            job.end(JobFailed(f"worker {worker.number} {how} {where}: it would do so again{cause}"))
+            job.give_up(f"worker {worker.number} {how} {where}: it would do so again{cause}")
         elif row.lost >= limits.max_failures:
-            job.end(JobFailed(f"{row.lost} workers were lost in a row, the last one {how}{cause}"))
+            job.give_up(f"{row.lost} workers were lost in a row, the last one {how}{cause}")
         elif last and not limits.restart:
             job.end(JobFailed(f"no worker is left: the last one {how}{cause}"))
         else:
-            if rank is not None or leaving:
-                self.recover()
+            self._must_recover |= rank is not None or leaving
+            if self._recovering is None:
+                self._recovering = asyncio.create_task(self._recover_together())
+            await self._recovering
+
+    async def _recover_together(self) -> None:
+        """Forms the view without the lost workers and starts others: once for all losses that are known together."""
+        await asyncio.sleep(_TOGETHER_S * self._job.view.size)
+        self._recovering = None
+        if self._must_recover and not self._job.over.is_set():
+            self._must_recover = False
+            self.recover()
+        if not self._job.stopping:
             await self.refill()
 
     async def _boot_failed(self, worker: Worker, how: str) -> None:

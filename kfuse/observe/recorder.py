@@ -271,7 +271,10 @@ class Recorder:
         if self.directory.lines_lost:
             summary = {**summary, "lines_lost": self.directory.lines_lost}
         try:
-            self.directory.summary(summary)
+            if (
+                self._training is not None or self.directory.is_new
+            ):  # else it holds a run that could not be gone on with
+                self.directory.summary(summary)
         except OSError as error:
             self.line(f"kfuse: warning: {self.directory.path / 'summary.json'}: cannot be written: {error.strerror}")
         self.directory.close()

@@ -25,7 +25,6 @@ from kfuse.statistics.figures import METRICS
 if TYPE_CHECKING:
     from kfuse.observe.sinks.services import About
 
-_FILES = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "summary.json")
 _MOST_WAITING = 100_000  # lines of a file, some 30 MB, while the disk has no room
 _JSON = json.JSONEncoder(allow_nan=False)
 
@@ -69,10 +68,10 @@ class RunDirectory:
         self._full_since: float | None = None
         self._batching = False
 
-    @staticmethod
-    def is_used(path: Path) -> bool:
-        """Returns whether the directory holds a run's records already."""
-        return any((path / name).exists() for name in _FILES)
+    @property
+    def is_new(self) -> bool:
+        """Whether no step is recorded in it."""
+        return self._metrics.path.stat().st_size == 0
 
     def another(self, name: str) -> RunDirectory:
         """Returns a directory inside this one, for the next training of the same script. Raises OSError."""
@@ -160,6 +159,8 @@ class RunDirectory:
     def rewind(self, step: int) -> None:
         """Training goes on from `step`: what was recorded of that step and later ones is to be recorded again."""
         self._last_step, self._next_step = -1, step
+        with contextlib.suppress(OSError):  # what it says of the run's end no longer holds
+            (self.path / "summary.json").unlink()
         self._metrics.rewind(step, lambda record: setattr(self, "_last_step", record["step"]))
         if self._ledger is not None:
             self._last_entries.clear()

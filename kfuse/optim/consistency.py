@@ -139,7 +139,7 @@ def salt(numbers: Mapping[str, float]) -> int:
 
 class ConsistencyError(RuntimeError):
     """The workers' parameters or the optimizer's options are no longer the same; the message names the first that
-    differs.
+    differs. Or an audit has found wrong gradients, and training must not go on with them.
     """
 
 

@@ -292,7 +292,7 @@ class FlatUpdates(FlatState):
         group, copied, arriving = self.engine.group, list[list[Part]](), list[Pending]()
         for number, (bucket, state) in enumerate(self.pairs()):
             mine = {name: tensor.clone() for name, tensor in state.own.tensors.items()}  # updates change it meanwhile
-            before = bucket.shards[group.rank - 1]
+            before = bucket.shards[group.before[group.rank]]
             theirs = {name: torch.empty(before.stop - before.start, device=bucket.device) for name in mine}
             for name, tensor in mine.items():
                 what = f"step {step}, snapshot of bucket {number + 1}, {name}"

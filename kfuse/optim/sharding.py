@@ -142,7 +142,8 @@ def regroup(engine: Engine, states: Sequence[BucketState], has_state: bool) -> N
     wanted = []
     for bucket in buckets:
         mirrors, cuts = engine.mirrors and group.size > 1, bucket.shards
-        wanted.append([[cut, cuts[rank - 1]] if mirrors else [cut] for rank, cut in enumerate(cuts)])
+        before = group.before
+        wanted.append([[cut, cuts[before[rank]]] if mirrors else [cut] for rank, cut in enumerate(cuts)])
     moved = move(group, buckets, held, wanted, names, "optimizer state to its new owners")
     for state, new in zip(states, moved, strict=True):
         state.others += new
@@ -164,7 +165,7 @@ def hand_over(engine: Engine, states: Sequence[BucketState], leavers: Collection
     Every rank calls it. Raises CommError and ShardsLost.
     """
     buckets, group = engine.gradient_buckets, engine.group
-    wanted = [hand_overs(bucket.shards, leavers) for bucket in buckets]
+    wanted = [hand_overs(bucket.shards, leavers, group.after) for bucket in buckets]
     names = [_names_of(state) for state in states]
     held = [state.held() for state in states]
     moved = move(group, buckets, held, wanted, names, "optimizer state of workers that leave")
@@ -198,11 +199,13 @@ def collect(engine: Engine, states: Sequence[BucketState], rank: int, has_state:
             bucket.parameters.copy_(part.tensors["param"])
 
 
-def hand_overs(shards: Sequence[slice], leavers: Collection[int]) -> list[list[slice]]:
-    """Of each rank, the shards that it takes from ranks that leave: the next one that stays has it, as mirrors have."""
+def hand_overs(shards: Sequence[slice], leavers: Collection[int], after: Sequence[int]) -> list[list[slice]]:
+    """Of each rank, the shards that it takes from ranks that leave: the one that mirrors it, or else the next one that
+    stays. after: as `Group.after`.
+    """
     taken: list[list[slice]] = [[] for _ in shards]
     for leaver in leavers:
-        following = [(leaver + k) % len(shards) for k in range(1, len(shards))]
+        following = [after[leaver], *((leaver + k) % len(shards) for k in range(1, len(shards)))]
         for heir in [rank for rank in following if rank not in leavers][:1]:
             taken[heir].append(shards[leaver])
     return taken

@@ -47,6 +47,16 @@ class Is:
         return one_of + ", ".join(show(value, shell) for value in self.values)
 
 
+class AtLeast(Is):
+    """At least this number; true where it is None."""
+
+    def holds(self, value: Any, facts: Facts) -> bool:
+        return value is None or value >= self.values[0]
+
+    def words(self, facts: Facts, shell: bool) -> str:
+        return f"at least {self.values[0]}"
+
+
 class IsNot(Is):
     """None of these values."""
 
@@ -139,6 +149,9 @@ RULES = (
     Rule("comm.dtype", Is("fp32"), {"comm.reproducible": Is(True)}, "what is rounded depends on the workers' number"),
     Rule("comm.dtype", Is("fp32"), {"comm.schedule": Is("symmetric")}, "GPUs read each other's fp32 sums"),
     Rule("comm.reproducible", Is(True), {"comm.audit_every": _GIVEN}, "gradients are compared bit for bit"),
+    Rule("comm.audit_on_corruption", Is("report"), {"comm.audit_every": Is(None)}, "without audits nothing is found"),
+    Rule("comm.audit_on_corruption", IsNot("replace"), {"job": Is("fixed")}, "it needs a supervisor: kfuse, kfuse-run"),
+    Rule("workers.max", AtLeast(3), {"comm.audit_on_corruption": Is("replace")}, "two others must contradict a worker"),
     Rule("comm.state", Is("replicated"), {"optimizer.shards_state": Is(False)}, "it cannot keep a part"),
     Rule("comm.state", Is("replicated"), {"policy.fisher": Is(True)}, "it needs all second moments"),
     Rule("comm.state", Is("replicated"), {"optimizers": IsNot(1)}, "each may be at another update when one is lost"),

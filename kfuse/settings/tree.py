@@ -67,7 +67,8 @@ class JobSettings(ShownSettings, total=False):
         float,
         Setting(
             20.0,
-            "seconds that a worker has to leave after a notice, and a job to stop after SIGTERM; then it is killed",
+            "seconds that a worker has to leave after a notice, a job to stop after SIGTERM, and a failed job for a "
+            "last checkpoint; then it is killed",
             above=0,
             at_most=10**6,
         ),
@@ -165,8 +166,12 @@ class LoopSettings(ShownSettings, total=False):
         int, Setting(3, "how many of the newest are kept; more than one, in case one is damaged", at_least=1)
     ]
     checkpoint_resume: Annotated[
-        str | os.PathLike[str],
-        Setting("never", "where training goes on from: never, auto (the folder's newest good checkpoint), or a path"),
+        str | os.PathLike[str] | None,
+        Setting(
+            None,
+            "where training goes on from: never, auto (the folder's newest good one), or a path; null: auto in a "
+            "run directory that was given, else never",
+        ),
     ]
     run_dir: Annotated[
         str | os.PathLike[str] | None,

@@ -11,26 +11,32 @@ one of them computes wrongly. No error tells so, and as all workers add up the s
 4) Where they differ a third worker runs it too: the one that the other two contradict computes wrongly.
 
 A wait for another worker may fail in 3) and 4): then the step is undone and comes again, as after any loss.
+
+What follows, `comm.audit_on_corruption` says. With `replace` the step is undone, since its sum may have the wrong
+gradient: the supervisor ends the worker, and the others make the step again as after any loss. With `stop` it is undone
+too, and the state before it is the last checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import socket
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from kfuse.comm import devices
 from kfuse.comm.audit import AuditedGradient
-from kfuse.comm.group import Group
+from kfuse.comm.group import CommError, Group
 from kfuse.data.fetching import random_key
 from kfuse.data.sources import IterableStream
 from kfuse.elastic.protocol import Member
+from kfuse.optim import ConsistencyError
 from kfuse.train.context import TrainContext
 from kfuse.train.loss import Forward
 from kfuse.train.step import Step, StepSamples, generators_restored
@@ -66,8 +72,8 @@ def choose(step: int, every: int, samples: StepSamples, seed: int) -> Chosen | N
 class Audit:
     """The audits of one training, on this worker."""
 
-    def __init__(self, training: TrainContext, forward: Forward) -> None:
-        """Raises ValueError where kfuse cannot run a micro-batch again."""
+    def __init__(self, training: TrainContext, forward: Forward, save_last: Callable[[], None]) -> None:
+        """save_last: writes a last checkpoint. Raises ValueError where kfuse cannot run a micro-batch again."""
         session, data = training.session, training.data
         assert session.comm.audit_every is not None
         self._every, self._seed = session.comm.audit_every, training.settings.seed
@@ -81,13 +87,14 @@ class Audit:
                 f"comm.audit_every={self._every}: must be None with {type(data.dataset).__name__}, which cannot seek "
                 "back to another worker's samples; a kfuse.data.Source can"
             )
-        self._model, self._opt, self._forward = training.model, training.opt, forward
+        self._model, self._opt, self._forward, self._save_last = training.model, training.opt, forward, save_last
         self._session, self._progress, self._reporter = session, training.progress, training.reporter
         self._audited: AuditedGradient  # of such a step
         self._chosen: Chosen | None = None  # the audit of the step under way
         self._before: list[_Buffer] = []  # in such a step: the model's buffers before it
         self._unequal: Group | None = None  # the newest group whose workers differ in kind: no audit takes place in it
         self._warned = set[tuple[int, ...]]()  # the workers, together, that a warning was logged for
+        self._made_again: int | None = None  # the newest step that is made again because gradients of it differed
 
     def before_step(self, samples: StepSamples) -> int | None:
         """Chooses the coming step's audit. Returns its micro-batch, for the step's plan; None if there is no audit."""
@@ -106,20 +113,28 @@ class Audit:
         """After this worker's last backward of the step, before its update: runs the audit, if the step has one.
 
         Every worker calls it. All learn the outcome, and report it in the same way. Parameters, buffers, gradients and
-        random numbers are then as without an audit. If it raises (CommError: a worker was lost), gradients are gone and
-        buffers are as before the step, which must be run again.
+        random numbers are then as without an audit. If it raises, gradients are gone and buffers are as before the
+        step. CommError: a worker was lost, or is replaced, and the step must be run again. ConsistencyError, on all
+        workers: training must end.
         """
         if self._chosen is None:
             return
         try:
             self._opt.synchronize()  # a worker without a micro-batch takes part in the reduction only here
-            self._run(step, self._chosen)
+            found = self._run(step, self._chosen)
         except Exception:
-            self._opt.zero_grad()
-            _put_back(self._before)
+            self._undo()
             raise
+        if found is not None and self._session.comm.audit_on_corruption != "report":
+            self._undo()
+            self._answer(found)
 
-    def _run(self, step: Step, chosen: Chosen) -> None:
+    def _undo(self) -> None:
+        self._opt.zero_grad()
+        _put_back(self._before)
+
+    def _run(self, step: Step, chosen: Chosen) -> dict[str, Any] | None:
+        """Returns the event that is reported, where gradients differ."""
         owner, checker, *third = chosen.ranks
         rank = self._session.group.rank
         first = self._audited.digest() if rank == owner else None
@@ -133,14 +148,14 @@ class Audit:
                     "of CPU threads and one version of torch",
                     self._every,
                 )
-            return
+            return None
         digests = [found[owner][0], found[checker][1]]
         if digests[0] == digests[1]:
-            return
+            return None
         for judge in third:
             again = self._digest_again(step, chosen.micro_batch) if rank == judge else None
             digests.append(self._gather(None, again, "audit, third worker")[judge][1])
-        self._report(step.number, chosen.micro_batch, chosen.ranks[: len(digests)], digests)
+        return self._report(step.number, chosen.micro_batch, chosen.ranks[: len(digests)], digests)
 
     # -- the second run -------------------------------------------------------------------------------------------
 
@@ -175,8 +190,8 @@ class Audit:
         found: list[list[int]] = torch.stack(group.all_gather(mine, what)).tolist()
         return found
 
-    def _report(self, step: int, micro_batch: int, ranks: Sequence[int], digests: Sequence[int]) -> None:
-        """The runs differ: an event on each such audit, a warning once for the same workers."""
+    def _report(self, step: int, micro_batch: int, ranks: Sequence[int], digests: Sequence[int]) -> dict[str, Any]:
+        """The runs differ: an event on each such audit, which is returned; a warning once for the same workers."""
         session, at, wrong = self._session, self._progress, culprit(digests)
         members = None if session.view is None else session.view.members
         runs: list[dict[str, Any]] = []
@@ -185,13 +200,34 @@ class Audit:
             runs.append({**vars(who), "rank": rank, "digest": f"{digest % 2**64:016x}"})
         named = {name: None if wrong is None else runs[wrong][name] for name in ("worker", "rank")}
         note = _note(micro_batch, runs, wrong)
-        self._reporter.event(step, "corruption", micro_batch=micro_batch, **named, note=note, runs=runs)
+        about = {"micro_batch": micro_batch, **named, "note": note, "runs": runs}
+        self._reporter.event(step, "corruption", **about)
         if wrong is not None and runs[wrong]["worker"] not in at.corrupt:
             at.corrupt = (*at.corrupt, runs[wrong]["worker"])
         suspects = tuple(sorted(run["worker"] for run in (runs if wrong is None else [runs[wrong]])))
-        if suspects not in self._warned and session.group.rank == 0:
+        witness = 1 if named["rank"] == 0 else 0
+        is_said = suspects in self._warned or session.comm.audit_on_corruption == "stop"  # by the error
+        if not is_said and session.group.rank == witness:
             _LOG.warning("step %d: audit: %s", step, note)
         self._warned.add(suspects)
+        return {"step": step, "kind": "corruption", **about}
+
+    def _answer(self, event: dict[str, Any]) -> NoReturn:
+        """The runs differ, and the step is undone. Raises CommError, and ConsistencyError, on all workers alike."""
+        session, step, worker = self._session, event["step"], event["worker"]
+        why = f"step {step}: audit: {event['note']}"
+        replaces = session.comm.audit_on_corruption == "replace"
+        if replaces and worker is not None:
+            session.evict(worker, f"computed a wrong gradient at step {step}", event)
+        elif replaces and self._made_again != step:  # a fault that passes is not met again
+            self._made_again = step
+        else:
+            self._save_last()
+            with contextlib.suppress(CommError):
+                session.group.barrier("last checkpoint")  # a worker that ends may end the others
+            session.give_up(why, event)
+            raise ConsistencyError(why)
+        raise CommError(f"{why}; the step is made again")
 
 
 # A module, a buffer's name in it, the buffer, and a copy of its value; None for one that is None.

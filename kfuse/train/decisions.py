@@ -11,7 +11,6 @@ import itertools
 import json
 import operator
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -36,7 +35,6 @@ from kfuse.train.step import relative_throughput
 _SETTINGS, _MEASURED = ([each.name for each in fields(kind)] for kind in (StepSettings, Measured))
 _NUMBERS = itertools.count(1)  # of this process: a number is never used again, in another training neither
 _KEPT = 64  # more than the steps that any worker can be behind rank 0
-_KILLED_S = 5.0  # until then the supervisor, told of a policy's error, has ended this process
 
 
 class Published:
@@ -331,7 +329,6 @@ class PolicyCalls:
             event |= {"why": why, "traceback": frames}
             if self._session.elastic:
                 self._session.give_up(f"the policy's {name} has raised {why}", event, [told, *frames.splitlines()])
-                time.sleep(_KILLED_S)
             else:
                 self._reporter.of_any_worker(event)
                 print(told, file=sys.stderr, flush=True)  # Python prints the traceback of what is raised here

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kfuse.checkpoint.manager import Checkpoints, SavedModel
 from kfuse.elastic.protocol import LOOP_LEFT, View
 from kfuse.membership import Session
-from kfuse.observe.run_dir import RunDirectory
+from kfuse.observe.earlier import earlier, has_checkpoint, resume_by_default
 from kfuse.observe.sinks import missing
 from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
 from kfuse.session import current
@@ -49,7 +49,6 @@ class Output:
         rules.check(by_key(settings))
         given = settings["checkpoint_dir"], settings["run_dir"]
         folder, directory = (None if path is None else Path(path).expanduser().absolute() for path in given)
-        resume = settings["checkpoint_resume"]
         numbered = session.elastic and directory is not None
         if session.control_client is not None and directory is not None:
             session.report("event", {"step": None, "kind": "note", "note": _KEPT_ELSEWHERE.format(directory)})
@@ -59,8 +58,7 @@ class Output:
         progress = settings["observe_progress"]
         self._shown = keeps and (terminal if progress is None else progress)
         self._directory = directory if keeps else None
-        if keeps and directory is not None and resume == "never" and RunDirectory.is_used(directory):
-            raise ConfigError(f"run_dir={directory}: must be a new one, or one to resume (checkpoint_resume)")
+        resume = self._resume(settings["checkpoint_resume"], folder)
         self._kept = settings["observe_sinks"], settings["observe_ledger"]
         self._settings = by_key(settings)
         if self._directory is not None and (why := missing(settings["observe_sinks"])):
@@ -87,6 +85,28 @@ class Output:
         self.saved_model: SavedModel | None = None
         if where is not None and settings["train_save_model"] is not False:
             self.saved_model = SavedModel(where, session, numbered, self.report)
+
+    def _resume(self, asked: str | None, folder: Path | None) -> str:
+        """Where this training begins: see `checkpoint_resume`. Raises ConfigError.
+
+        asked: as the script says. folder: of its checkpoints.
+        """
+        client, default = self._session.control_client, "never" if folder is None else "auto"
+        if client is not None:  # the supervisor has looked at the run directory, but does not know the checkpoints
+            trainings = client.job.get("trainings")
+            recorded = trainings is not None and self._session.training < trainings
+            if recorded and (asked == "never" or (asked is None and not has_checkpoint(folder))):
+                none = "it has left no checkpoint to go on from" if asked is None else "checkpoint_resume='never'"
+                why = f"the run directory holds a run, and {none}: must be a new one"
+                self._session.give_up(why)
+                raise ConfigError(why)
+            return asked or ("never" if trainings is None else default)
+        directory = self._directory
+        if directory is None:
+            return asked or "never"
+        if asked == "never" and earlier(directory) is not None:
+            raise ConfigError(f"run_dir={directory}: must be a new one, or one to resume (checkpoint_resume)")
+        return asked or resume_by_default(directory, folder, f"run_dir={directory}")
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
         """Takes a record of rank 0's: it is written and shown, or sent to the supervisor."""
@@ -137,6 +157,7 @@ class Output:
         from rich.console import Console  # by a script that shows or records its training only
 
         from kfuse.observe.recorder import Display, Recorder
+        from kfuse.observe.run_dir import RunDirectory
 
         display = Display(self._shown, None if self._shown else Console(quiet=True), takes_output=True)
         if self._directory is None:

@@ -2,7 +2,7 @@
 
 Between meetings a worker's step has no collective: it averages its model with another's (`kfuse.comm.sync.pair`). The
 leader's announcements, views, stops and ledger lines go over the control channel. docs/synchronisation.md says when
-workers meet (`kfuse.elastic.views`), and what a lost worker changes.
+workers meet (`kfuse.elastic.meetings`), and what a lost worker changes.
 """
 
 from __future__ import annotations

@@ -58,13 +58,15 @@ class Recovery:
         self._arguments = training.settings.shared() | {
             "samples of data": training.samples_an_epoch,
             "comm.audit_every": session.comm.audit_every,
+            "comm.audit_on_corruption": session.comm.audit_on_corruption,
             "comm.state": session.comm.state,
             "types and memory layouts of parameters": parameter_layout(params),
         }
         self._snapshots: Snapshots | None = None
         if session.elastic and session.comm.sharded and session.comm.redundancy == "snapshot":
             self._snapshots = Snapshots(session, opt, state)
-        self._members: list[int] = []  # the workers of the newest view in which all had the state, in rank order
+        # The worker whose shards this one mirrors since the newest view in which all had the state.
+        self._mirrored: int | None = None
         self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
         # The state that training ended with, without the model and the optimizer; None: it has not ended.
         self._ended: Mapping[str, Any] | None = None
@@ -93,7 +95,9 @@ class Recovery:
                 if self._session.comm.sharded:
                     _LOG.warning("no last checkpoint is written: comm.state=sharded, and not all workers are there")
                 elif self._has_state and self._checkpoints is not None:
-                    self._checkpoints.save_last(self._progress.step, self._state.capture)
+                    client, writes = self._session.control_client, self._session.writes_last
+                    with contextlib.nullcontext() if client is None else client.saving():
+                        self._checkpoints.save_last(self._progress.step, self._state.capture, alone=writes)
             elif isinstance(error, ConsistencyError):
                 self._session.give_up(str(error))
             raise
@@ -165,10 +169,12 @@ class Recovery:
         if received is not None:
             self._state.restore_some(received)
 
-    def save_last(self) -> None:
+    def save_last(self, fails: bool = False) -> None:
+        """fails: training has not come to its end, but must not go on here."""
         if self._checkpoints is not None:
-            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader)
-            if STOP_REASONS[self._progress.stop] in ("", "stopped"):  # a job that was told to stop has little time left
+            ends = STOP_REASONS[self._progress.stop] in ("", "stopped")  # else it was told to stop: little time is left
+            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader, ends and not fails)
+            if ends:
                 self._checkpoints.close()
 
     # -- for kf.state_dict ----------------------------------------------------------------------------------------
@@ -244,7 +250,8 @@ class Recovery:
         for files in (self._checkpoints, self._snapshots):
             if files is not None:
                 files.agree()
-        self._has_state, self._torn, self._members = True, False, self._session.workers
+        self._has_state, self._torn = True, False
+        self._mirrored = self._session.workers[group.before[group.rank]]
         if begins:
             self._decisions.workers_requested = requested or self._decisions.workers_requested or view.size
         elif group.rank == 0:
@@ -314,8 +321,7 @@ class Recovery:
         take = None if begun else lambda structure: None
         given = chunks.share(group, source, lambda: begun_update(opt), take)
         if self._has_state:
-            rank = self._members.index(self._session.worker)
-            owner_is_lost = self._members[rank - 1] not in self._session.workers
+            owner_is_lost = self._mirrored not in self._session.workers
             resume_update(opt, given or begun_update(opt), at.step, owner_is_lost)
         opt.updates.collect_parameters(source, self._has_state)
         if group.rank == source:
@@ -381,6 +387,12 @@ class Recovery:
         if begins or self._session.group.rank == 0:
             self._reporter.resend(events=not begins)
         self._reporter.view(at.step, view, regroup_s, transfer_s)
+        group, comm = self._session.group, self._session.comm
+        if self._session.elastic and comm.sharded and comm.redundancy != "none" and len({*group.hosts}) > 1:
+            from kfuse.comm.copies import beside
+
+            if ranks := beside(group.hosts):
+                self._reporter.event(at.step, "copy_beside", workers=[workers[rank] for rank in ranks])
         if went_back is not None:
             step, why = went_back
             to = "checkpoint" if begins else "snapshot"

@@ -55,7 +55,6 @@ class Trainer:
             each.sync_buffers(model)
         self._passes = self._new_passes() if training.further else None
         self._fetcher = training.new_fetcher()
-        self._audit = None if self.session.comm.audit_every is None else self._new_audit()
         parts: dict[str, Stateful] = {"model": uncompiled(model)}
         for k, each in enumerate(training.opts):
             number = f" {k}" if k else ""
@@ -72,6 +71,7 @@ class Trainer:
             parts |= self._scheduler.parts()
         state = TrainingState(parts)
         self._recovery = Recovery(training, self.decisions, self.calls, state, self._record_finished_update)
+        self._audit = None if self.session.comm.audit_every is None else self._new_audit()
         self._newest: Step | None = None
         self._body_runs = False  # the newest step's, which the user may have written
         self.over = False  # training has ended, and the supervisor, if there is one, has the summary
@@ -89,7 +89,7 @@ class Trainer:
     def _new_audit(self) -> Audit:
         from kfuse.train.audit import Audit  # only where it is used
 
-        return Audit(self._training, self._forward)
+        return Audit(self._training, self._forward, partial(self._recovery.save_last, fails=True))
 
     # -- the loop -------------------------------------------------------------------------------------------------
 

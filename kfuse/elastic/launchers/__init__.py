@@ -16,8 +16,9 @@ __all__ = ["HostsLauncher", "Launcher", "LocalLauncher", "RayLauncher", "Torchru
 class WorkerProcess(Protocol):
     """A worker process, as the supervisor sees it.
 
-    It may have an attribute `cause`: how it ended, as a text for events ("was lost with its host 10.0.0.2"); and
-    `noticed`: whether its machine is about to be taken away.
+    It may have attributes. `cause`: how it ended, as a text for events ("was lost with its host 10.0.0.2"). `noticed`:
+    whether its machine is about to be taken away. `cut_off`: set before it is killed because others do not reach its
+    host.
     """
 
     running: bool  # False while it waits for a free slot or node, which may take any time
@@ -37,7 +38,8 @@ class Launcher(Protocol):
 
     A launcher whose workers all run on one machine may have an attribute `gpus`, how many GPUs they see (0: none). Then
     the supervisor gives each worker one of its own, by LOCAL_RANK. Any other launcher sets LOCAL_RANK itself, to the
-    number of the worker's GPU among those that the worker sees.
+    number of the worker's GPU among those that the worker sees. One that loses whole hosts may have an attribute
+    `event`: the supervisor sets it to a function that records an event, called with its kind and its fields.
     """
 
     async def open(self) -> str:

@@ -11,169 +11,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess
-from kfuse.elastic.protocol import HEARTBEAT_S, MAX_LINE, decode, send, set_acknowledgement_timeout
+from kfuse.elastic.launchers.agent import SILENCE_S, AgentError, offer, send_heartbeats
+from kfuse.elastic.protocol import ENV_WORKER, decode, send, set_acknowledgement_timeout
 from kfuse.elastic.server import Server
-
-_CONNECT_S = 60.0
-_SILENCE_S = 10.0  # without acknowledgements, after which a connection counts as lost
-_LAST_OUTPUT_S = 1.0
-
-
-class AgentError(RuntimeError):
-    """The supervisor is lost: it cannot be reached, has refused this agent, or has ended."""
-
-
-async def offer(
-    host: str,
-    port: int,
-    token: str,
-    slots: int,
-    kill_with_agent: bool = True,
-    only: int | None = None,
-    takes_notice: bool = False,
-) -> bool:
-    """Runs workers for the supervisor at host:port, at most `slots` at a time, until the job is over.
-
-    kill_with_agent: if this process ends, the kernel sends its workers SIGKILL; else SIGTERM. only: number of the one
-    process that this agent is for; None: it is for any. takes_notice: the job's notice signals, sent to this process,
-    go on to its workers; once these have left this function returns. Returns False where some had to be killed, as
-    they did not leave in time. Raises AgentError. In any case all of its workers have ended.
-    """
-    hello = {"token": token, "slots": slots, "host": socket.gethostname(), "only": only}
-    reader, writer, job = await _connect(host, port, hello)
-    folder = job["folder"] if os.path.isdir(job["folder"]) else None
-    end_signal = signal.SIGKILL if kill_with_agent else signal.SIGTERM
-    launcher = LocalLauncher(job["command"], parent_end_signal=end_signal, share=job["share"], folder=folder)
-    agent = _Agent(writer, launcher, job["grace_s"])
-    serving, leaving = asyncio.create_task(agent.serve(reader)), asyncio.create_task(agent.leave())
-    heartbeats = asyncio.create_task(_send_heartbeats(writer))
-    for name in job["notice_signals"] if takes_notice else ():
-        number = signal.Signals[name]
-        asyncio.get_running_loop().add_signal_handler(number, agent.take_notice, number)
-    try:
-        await asyncio.wait([serving, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if leaving.done():
-            return leaving.result()
-        if (why := serving.result()) is None:
-            return True
-        if agent.watching:
-            await asyncio.wait(agent.watching, timeout=job["grace_s"])
-    finally:
-        for task in (serving, leaving, heartbeats):
-            task.cancel()
-        for process in agent.processes.values():
-            process.kill()
-        writer.close()
-    raise AgentError(f"the supervisor at {host}:{port} is gone{why}")
-
-
-async def _connect(
-    address: str, port: int, hello: dict[str, Any]
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, dict[str, Any]]:
-    """A connection and the supervisor's welcome. Tries again for `_CONNECT_S`: hosts come up in any order.
-
-    Raises AgentError.
-    """
-    deadline = asyncio.get_running_loop().time() + _CONNECT_S
-    while True:
-        try:
-            reader, writer = await asyncio.open_connection(address, port, limit=MAX_LINE)
-            set_acknowledgement_timeout(writer.get_extra_info("socket"), _SILENCE_S)
-            send(writer, "hello", **hello)
-            if line := await reader.readline():
-                return reader, writer, decode(line)
-            raise AgentError(f"the supervisor at {address}:{port} refused this host: is the token its own?")
-        except OSError as error:
-            if asyncio.get_running_loop().time() > deadline:
-                raise AgentError(f"no supervisor at {address}:{port} within {_CONNECT_S:.0f} s: {error}") from error
-            await asyncio.sleep(0.2)
-
-
-async def _send_heartbeats(writer: asyncio.StreamWriter) -> None:
-    while not writer.is_closing():
-        send(writer, "alive")
-        await asyncio.sleep(HEARTBEAT_S)
-
-
-class _Agent:
-    def __init__(self, writer: asyncio.StreamWriter, launcher: LocalLauncher, grace_s: float) -> None:
-        self._writer, self._launcher, self._grace_s = writer, launcher, grace_s
-        self.processes: dict[int, LocalProcess] = {}
-        self.watching: set[asyncio.Task[None]] = set()
-        self._notice: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # the signal that gave it
-        self._left = asyncio.Event()  # the supervisor starts no worker here any more
-
-    async def serve(self, reader: asyncio.StreamReader) -> str | None:
-        """Does what the supervisor says, until the job is over: None. If the connection ends before: why, or ""."""
-        try:
-            while line := await reader.readline():
-                message = decode(line)
-                match message["type"]:
-                    case "over":
-                        return None
-                    case "start":
-                        await self.start(message["worker"], message["env"])
-                    case "kill" if message["worker"] in self.processes:
-                        self.processes[message["worker"]].kill()
-                    case "left":
-                        self._left.set()
-        except (OSError, ValueError) as error:
-            return f": {error}"
-        return ""
-
-    def take_notice(self, number: int) -> None:
-        if not self._notice.done():
-            self._notice.set_result(number)
-
-    async def leave(self) -> bool:
-        """Waits for a notice, and until all workers have left. Returns False after the grace."""
-        number = await self._notice
-        send(self._writer, "leaving")
-        try:
-            async with asyncio.timeout(self._grace_s):
-                await self._left.wait()  # a worker that is told before could be replaced by one here
-                for process in self.processes.values():
-                    process.send_signal(number)
-                while self.watching:
-                    await asyncio.wait(self.watching)
-        except TimeoutError:
-            return False
-        return True
-
-    async def start(self, number: int, env: dict[str, str]) -> None:
-        try:
-            process = await self._launcher.start(env)
-        except OSError as error:
-            send(self._writer, "line", worker=number, text=f"the worker cannot be started: {error}")
-            send(self._writer, "ended", worker=number, status=127)
-            return
-        self.processes[number] = process
-        watching = asyncio.create_task(self._watch(number, process))
-        self.watching.add(watching)
-        watching.add_done_callback(self.watching.discard)
-
-    async def _watch(self, number: int, process: LocalProcess) -> None:
-        reading = asyncio.create_task(self._pass_on(number, process))
-        status = await process.wait()
-        await asyncio.wait([reading], timeout=_LAST_OUTPUT_S)  # what it started may hold the pipe open
-        reading.cancel()
-        del self.processes[number]
-        send(self._writer, "ended", worker=number, status=status)
-
-    async def _pass_on(self, number: int, process: LocalProcess) -> None:
-        async for line in process.lines():
-            send(self._writer, "line", worker=number, text=line)
-            with contextlib.suppress(OSError):
-                await self._writer.drain()
-
-
-# -- the supervisor's side ---------------------------------------------------------------------------------------------
 
 
 class HostProcess:
@@ -183,6 +27,7 @@ class HostProcess:
         self.number, self.env = number, env
         self.running = False
         self.cause = ""  # how it ended, where that was with its host
+        self.cut_off = False  # others do not reach its host
         self.noticed = False  # its machine is about to be taken away; where it gets no signal of its own
         self.agent: asyncio.StreamWriter | None = None  # of the host that has started it
         self.printed: asyncio.Queue[str | None] = asyncio.Queue()  # its lines, then None
@@ -222,6 +67,7 @@ class _Host:
     slots: int
     only: int | None  # the one process that it is for; None: it is for any
     leaving: bool = False  # it is about to be taken away
+    cut_off: bool = False  # a worker on it was not reached by others: it gets workers where no other host has room
     processes: dict[int, HostProcess] = field(default_factory=dict)
 
     @property
@@ -258,6 +104,8 @@ class HostsLauncher:
         self._waiting: list[HostProcess] = []
         self._started = 0
         self._own: asyncio.Task[bool] | None = None
+        self._over = False
+        self.event: Callable[..., None] = lambda kind, **fields: None
 
     async def open(self) -> str:
         """Waits for hosts from now on, and offers this one's slots. Raises OSError."""
@@ -277,6 +125,7 @@ class HostsLauncher:
         return process
 
     async def close(self) -> None:
+        self._over = True
         for host in self._hosts:
             send(host.agent, "over")
             host.agent.close()
@@ -291,7 +140,7 @@ class HostsLauncher:
             hosts = [host for host in self._hosts if host.free > 0 and host.only in (None, process.number)]
             if not hosts:
                 continue
-            host = max(hosts, key=lambda host: host.free)
+            host = max(hosts, key=lambda host: (not host.cut_off, host.free))
             self._waiting.remove(process)
             host.processes[process.number] = process
             process.agent, process.running = host.agent, True
@@ -300,11 +149,11 @@ class HostsLauncher:
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one agent's connection. When it ends, the host is lost."""
         host = _Host(str(hello["host"]), writer, int(hello["slots"]), hello.get("only"))
-        set_acknowledgement_timeout(writer.get_extra_info("socket"), _SILENCE_S)
+        set_acknowledgement_timeout(writer.get_extra_info("socket"), SILENCE_S)
         limits = {"grace_s": self._grace_s, "notice_signals": [*self._notice_signals]}
         share = min(host.slots, self._most)
         send(writer, "welcome", command=self._command, folder=os.getcwd(), share=share, **limits)
-        beating = asyncio.create_task(_send_heartbeats(writer))
+        beating = asyncio.create_task(send_heartbeats(writer))
         self._hosts.append(host)
         self._place()
         try:
@@ -315,6 +164,7 @@ class HostsLauncher:
                     process.printed.put_nowait(str(message["text"]))
                 elif process is not None and message["type"] == "ended":
                     del host.processes[process.number]
+                    host.cut_off |= process.cut_off
                     process.end(int(message["status"]))
                     self._place()
                 elif message["type"] == "leaving":
@@ -323,5 +173,8 @@ class HostsLauncher:
         finally:
             beating.cancel()
             self._hosts.remove(host)
+            if host.only is None and not (host.leaving or self._over):
+                workers = [int(process.env[ENV_WORKER]) for process in host.processes.values()]
+                self.event("host_lost", host=host.name, workers=workers)
             for process in host.processes.values():
                 process.end(-signal.SIGKILL, f"was lost with its host {host.name}: the agent there is gone")

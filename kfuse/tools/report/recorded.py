@@ -20,6 +20,8 @@ MOST_PARTS = 1500
 SHOWN_EVENTS = {
     "decision": "decision",
     "failure": "worker lost",
+    "host_lost": "host lost",
+    "cut": "workers that do not reach each other",
     "view": "new group of workers",
     "resumed": "resumed from a checkpoint",
     "corruption": "wrong results of a worker",

@@ -1,0 +1,130 @@
+"""A run directory that holds a run: what goes on in it, what is refused, and who waits for whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_job import DEADLINE_S, environment, read_lines, wait_until
+
+import kfuse.cli.run
+from kfuse.observe.earlier import resume_by_default, share, taken
+from kfuse.settings.tree import ConfigError
+
+
+def put(run_dir: Path, reason: str | None = None, steps: int = 0, checkpoint: bool = False) -> Path:
+    """The records of a run, with its exit reason if it has told one."""
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text('{"step": 0}\n' * steps)
+    if reason is not None:
+        (run_dir / "summary.json").write_text(json.dumps({"exit_reason": reason}))
+    if checkpoint:
+        (run_dir / "checkpoints" / "step-00000001").mkdir(parents=True)
+        (run_dir / "checkpoints" / "step-00000001" / "manifest.json").touch()
+    return run_dir
+
+
+ENDED, NOTHING_LEFT = r"run: must be a new one: .* has ended \(.*resume=auto", "run: .* left no checkpoint.*resume=auto"
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"reason": None, "steps": 9, "checkpoint": True}, "auto"),
+    ({"reason": "terminated", "steps": 9, "checkpoint": True}, "auto"),
+    ({"reason": "failed", "steps": 9, "checkpoint": True}, "auto"),
+    ({"reason": None}, "auto"),  # lost before its first step was recorded: nothing is overwritten
+    ({"reason": "not_trained"}, "auto"),
+    ({"reason": "interrupted", "steps": 9}, NOTHING_LEFT),
+    ({"reason": None, "steps": 9}, NOTHING_LEFT),
+    ({"reason": "epochs", "steps": 9, "checkpoint": True}, ENDED),
+    ({"reason": "loop_left", "steps": 9}, ENDED),
+]
+
+
+@pytest.mark.parametrize(("left", "expected"), CASES)
+def test_what_a_directory_holds_decides(left: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    run_dir = put(tmp_path / "run", **left)
+    if expected == "auto":
+        assert resume_by_default(run_dir, run_dir / "checkpoints", "run", shell=True) == "auto"
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            resume_by_default(run_dir, run_dir / "checkpoints", "run", shell=True)
+
+
+def test_the_newest_of_several_trainings_decides(tmp_path: Path) -> None:
+    put(tmp_path / "run", "epochs", steps=9, checkpoint=True)
+    put(tmp_path / "run" / "2", steps=9)
+    assert resume_by_default(tmp_path / "run", tmp_path / "run" / "checkpoints", "run") == "auto"
+    assert resume_by_default(tmp_path / "other", None, "run") == "never"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("words", "resume"),
+    [
+        ("hydra.run.dir=here", "auto"),
+        ("hydra.run.dir=here checkpoint.resume=never", None),
+        ("-m seed=1 hydra.sweep.dir=. hydra.sweep.subdir=here", None),
+        ("-m seed=1 hydra.sweep.dir=. hydra.sweep.subdir=here hydra.run.dir=here", None),
+        ("hydra.run.dir=new", "auto"),
+        ("", "never"),
+        ("-m seed=1 hydra.sweep.dir=new", "never"),
+    ],
+)
+def test_the_command_resumes_in_a_directory_that_it_was_given(
+    words: str, resume: str | None, workplace: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(kfuse.cli.run, "run", lambda cfg, run_dir, first: seen.append(cfg.checkpoint.resume) or 0)
+    put(workplace / "here", steps=9, checkpoint=True)
+    (workplace / "here" / ".hydra").mkdir()
+    (workplace / "here" / ".hydra" / "config.yaml").touch()
+    status, _, err = command(*words.split())
+    assert seen == ([resume] if resume else [])
+    assert (status, "holds a run already" in err) == ((0, False) if resume else (2, True))
+
+
+def test_a_directory_is_taken_once_and_by_nobody_before_all_that_share_it_have_ended(tmp_path: Path) -> None:
+    said: list[str] = []
+    with taken(tmp_path, "run"):
+        own = share(tmp_path)
+        with pytest.raises(ConfigError, match="run: processes of another run in it have not ended within 0 s"):
+            taken(tmp_path, "run", wait_s=0.0).__enter__()
+    assert own is not None
+    code = "import sys, time; from pathlib import Path; from kfuse.observe.earlier import share\n"
+    code += "held = share(Path(sys.argv[1])); print(flush=True); time.sleep(1000)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        own.close()
+
+        def say(text: str) -> None:
+            said.append(text)
+            os.kill(worker.pid, signal.SIGKILL)
+
+        with taken(tmp_path, "run", say):
+            wait_until("the worker's end", lambda: worker.poll() is not None)
+    assert said == ["kfuse: run: waiting until the processes of the run in it have ended"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("resume", [None, "never"])
+def test_a_script_changes_no_record_where_it_cannot_go_on(resume: str | None, tmp_path: Path) -> None:
+    """The supervisor does not know where its checkpoints are."""
+    run_dir = put(tmp_path / "run", "terminated", steps=9)
+    before = {path.name: path.read_bytes() for path in (run_dir / "metrics.jsonl", run_dir / "summary.json")}
+    (tmp_path / "train.py").write_text(
+        "import torch, kfuse as kf\nnet = torch.nn.Linear(2, 3)\n"
+        "kf.fit(net, (torch.randn(8, 2), torch.randint(3, (8,))), kf.FusedSGD(net.parameters(), lr=0.1), "
+        f"checkpoint_dir='kept', checkpoint_resume={resume!r})"
+    )
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--run-dir", "run", "--workers", "2", "train.py"]
+    env = {**os.environ, **environment()}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("kfuse: error: the run directory holds a run, and ")
+    assert {name: (run_dir / name).read_bytes() for name in before} == before
+    assert [event["kind"] for event in read_lines(run_dir / "events.jsonl")] == ["failure"]
