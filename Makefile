@@ -47,7 +47,7 @@ test-frameworks: $(FRAMEWORKS_VENV)/.installed
 docs: $(DOCS_VENV)/.installed
 	rm -rf build/site
 	mkdir -p build/site/pages
-	cp -r --parents README.md CHANGELOG.md CONTRIBUTING.md docs examples benchmarks/*.md benchmarks/*.py benchmarks/results tests/gpu build/site/pages
+	cp -r --parents README.md CHANGELOG.md CONTRIBUTING.md docs examples benchmarks/*.md benchmarks/*.py benchmarks/elastic_systems benchmarks/results tests/gpu build/site/pages
 	cp site/api.md build/site/pages
 	cp site/zensical.toml build/site
 	cd build/site && $(CURDIR)/$(DOCS_VENV)/bin/zensical build --clean

@@ -164,7 +164,7 @@ class Series:
             if self.model is None:
                 self.model = self._undisturbed(Job(self.name, directory / "undisturbed", self.epochs))
         except NotBackError as error:
-            self.result.not_back.append(str(error))
+            self._not_back(error)
             return
         tries = 0
         while plan:
@@ -183,7 +183,7 @@ class Series:
 
     def _struck(self, job: Job, plan: list[str], chance: random.Random) -> None:
         """What is done to the job is taken from the plan."""
-        result = self.result
+        result, planned = self.result, len(plan)
         try:
             job.await_all(0.0)
             result.start_s.append(job.log.done[0].time - job.started)
@@ -201,15 +201,20 @@ class Series:
                     plan.pop(0)
             job.finish()
             result.contents.append(contents(job.log, self.epochs))
+            result.struck.append(planned - len(plan))
             pairs = [(value, self.model[name]) for name, value in job.model().items()] if self.model else []
             result.equal.append(all(torch.equal(*pair) for pair in pairs))
             result.difference.append(max((a - b).abs().max().item() for a, b in pairs))
         except NotBackError as error:
-            result.not_back.append(str(error))
+            self._not_back(error)
             del plan[:1]
         finally:
             job.system.stop()
         result.growths += job.system.growths()
+
+    def _not_back(self, error: NotBackError) -> None:
+        print(error, file=sys.stderr)
+        self.result.not_back.append(str(error).splitlines()[0])  # the rest may have paths of this machine
 
     def _add_rate(self, lines: list[Line]) -> None:
         if len(lines) > 4 * WORKERS:
@@ -248,7 +253,7 @@ def main() -> int:
                 plan += ["resize"] if known[name].resizes else []
                 series[name].turn(Path(folder, f"{name}-{turn}"), plan, chance)
                 bar.advance(task)
-            save(results, args.json)
+                save(results, args.json)
     show(results, BACK_S)
     return 0
 

@@ -46,6 +46,8 @@ class Result:
     undisturbed: list[Contents] = field(default_factory=list)
     """Of the job to which nothing was done."""
     contents: list[Contents] = field(default_factory=list)
+    struck: list[int] = field(default_factory=list)
+    """By job that came to its end: kills, notices and resizes."""
     equal: list[bool] = field(default_factory=list)
     """By job: whether its final model has the bits of the undisturbed job's."""
     difference: list[float] = field(default_factory=list)
@@ -66,7 +68,7 @@ def percentiles(values: Sequence[float | None]) -> dict[str, float | int | None]
 def summarize(result: Result) -> dict[str, Any]:
     kills = [each for each in result.episodes if each.kind == "kill"]
     notices = [each for each in result.episodes if each.kind == "notice"]
-    done, struck = result.contents, len(result.episodes) + len(result.shrink_s) + len(result.growth_s)
+    done, struck = result.contents, sum(result.struck)
     planned, steps = sum(each.planned for each in done), sum(each.steps for each in done)
     return {
         "kills": len(kills),
@@ -79,8 +81,8 @@ def summarize(result: Result) -> dict[str, Any]:
         "notice: steps made again": percentiles([each.again for each in notices]),
         "jobs with the bits of the undisturbed": f"{sum(result.equal)} of {len(result.equal)}",
         "largest difference of a parameter": max(result.difference, default=None),
-        "samples lost, a kill, notice or resize": sum(each.lost for each in done) / struck if struck else None,
-        "samples done twice, the same": sum(each.twice for each in done) / struck if struck else None,
+        "samples lost, each time": sum(each.lost for each in done) / struck if struck else None,
+        "samples done twice, each time": sum(each.twice for each in done) / struck if struck else None,
         "samples lost, %": 100 * sum(each.lost for each in done) / planned if planned else None,
         "samples done twice, %": 100 * sum(each.twice for each in done) / planned if planned else None,
         "steps with another batch, %": 100 * sum(each.drifted for each in done) / steps if steps else None,
