@@ -154,7 +154,8 @@ def strike(plan: Plan, directory: Path, bar: Progress, task: TaskID) -> None:
 
 
 def told(directory: Path) -> str:
-    return "\n".join([Job(directory / "disk" / "run").told(), (directory / "output").read_text()[-4000:]])
+    logs = [path.read_text()[-4000:] for path in (directory / "output", directory / "agents.log") if path.exists()]
+    return "\n".join([Job(directory / "disk" / "run").told(), *logs])
 
 
 def measure(plan: Plan, folder: Path, bar: Progress) -> dict[str, Any]:
