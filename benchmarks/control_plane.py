@@ -280,11 +280,11 @@ def real(workers: int) -> dict[str, Any]:
         seconds = time.monotonic() - since
         events = [json.loads(line) for line in Path(directory, "run", "events.jsonl").read_text().splitlines()]
         steps = len(Path(directory, "run", "metrics.jsonl").read_text().splitlines())
-    if process.returncode or steps < REAL_STEPS:
-        raise SystemExit(f"{workers} real workers: status {process.returncode} after {seconds:.0f} s and {steps} steps")
-    view = next(event for event in events if event["kind"] == "view")
+    view = next((event for event in events if event["kind"] == "view"), {"workers": [], "time": math.nan})
     return {
         "options": options,
+        "status": process.returncode,
+        "steps": steps,
         "workers": len(view["workers"]),
         "lost": sum(event["kind"] == "failure" for event in events),
         "first_view_s": view["time"] - when,
@@ -326,13 +326,17 @@ def main() -> None:
     show(results)
     job = real(args.real) if args.real else None
     if job is not None:
-        times = f"{job['first_view_s']:.0f} s until all train, {job['end_s']:.0f} s until the end of {REAL_STEPS} steps"
+        times = (
+            f"{job['first_view_s']:.0f} s until all train, {job['end_s']:.0f} s until the end of {job['steps']} steps"
+        )
         print(f"{args.real} real workers: {times}; {job['mb_a_worker']:.0f} MB a worker")
     about = {"heartbeat_s": protocol.HEARTBEAT_S, "silence_s": Elasticity(1, 1, 1).heartbeat_timeout_s}
     figures = {"sizes": results, "before": before, "rounds": found, "real": job}
     write(args.json, ["torch", "orjson"], benchmark="control_plane", settings=about, **figures)
     if args.plot is not None:
         plot(results, {int(size): each for size, each in before.items()}, args.plot)
+    if job is not None and (job["status"] or job["steps"] < REAL_STEPS):
+        raise SystemExit(f"the job of real workers has ended with status {job['status']}")
 
 
 def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:

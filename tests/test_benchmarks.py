@@ -175,6 +175,14 @@ def test_other_transports_hold_one_gradient_and_their_messages(script: Script) -
     assert {name: row[name] for name in wanted} == pytest.approx(wanted, abs=PADDING)
 
 
+@pytest.mark.full
+@pytest.mark.jobs
+def test_a_supervisor_of_stand_ins_goes_through_all_phases(tmp_path: Path) -> None:
+    result = run(tmp_path, "control_plane", "--sizes", "4", "--rounds", "1")[0]["sizes"]["4"]
+    assert (result["failures"], len(result["phases"])) == (1 + 2 + 2, 6)
+    assert all(phase["views"] >= 1 and phase["cpu_s"] > 0 for phase in result["phases"].values())
+
+
 def test_the_planner_without_pauses_and_arrivals_is_the_forecast(script: Script) -> None:
     plan = script("plan")
     trace = [plan.Arrival(0.0, each.samples, each.options) for each in plan.draw(12, 16, 1.0, 0)]
