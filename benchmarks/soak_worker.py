@@ -51,7 +51,7 @@ class Obedient(kf.BasePolicy):
     def __init__(self, requests: str | None = None, pace_s: float = 0.0, marks: str | None = None) -> None:
         self._requests, self._pace_s = None if requests is None else Path(requests), pace_s
         self._adapts = GNSPolicy(every=5)
-        self._marks = None if marks is None else os.open(marks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._marks = None if marks is None else Path(marks)
         self._began = time.monotonic()
         if protocol.ENV_WORKER in os.environ:
             signal.signal(RAISE, _raise)
@@ -61,7 +61,8 @@ class Obedient(kf.BasePolicy):
         time.sleep(max(0.0, self._began + self._pace_s - time.monotonic()))
         self._began = time.monotonic()
         if self._marks is not None:
-            os.write(self._marks, struct.pack("<dq", self._began, os.getpid()))
+            with self._marks.open("ab", buffering=0) as file:
+                file.write(struct.pack("<dq", self._began, os.getpid()))
 
     def decide(self, signals: Signals) -> Decision | None:
         batch_size = (self._adapts.decide(signals) or Decision()).batch_size
