@@ -46,11 +46,10 @@ class Cuts:
             self._tell(pairs, gone)
         for worker in (self._processes.workers[number] for number in gone):
             others = [other for pair in pairs if worker.number in pair for other in pair if other != worker.number]
-            worker.why = f"did not reach {', '.join(map(self._named, others))}"
             self._hosts.add(worker.host)
             if hasattr(worker.process, "cut_off"):
                 worker.process.cut_off = True
-            worker.kill()
+            self._processes.end(worker, f"did not reach {', '.join(map(self._named, others))}")
         return bool(gone)
 
     def hold(self, worker: Worker, then: Callable[[], None]) -> None:

@@ -230,10 +230,9 @@ class Processes:
         if not (self._alive or self._undecided or self._starting.locked()):
             self._job.end(self._job.late_failure)
 
-    def end(self, number: int, why: str) -> None:
-        """Kills a worker. Its end is then handled like any other. why: what it did."""
-        worker = self.workers[number]
-        if worker.state is not State.ENDED and not worker.why:  # else another worker has asked for it, or it is lost
+    def end(self, worker: Worker, why: str) -> None:
+        """Kills a worker, once. Its end is then handled like any other. why: what it did."""
+        if worker.state is not State.ENDED and not worker.why:
             worker.why = why
             worker.kill()
 
@@ -249,11 +248,11 @@ class Processes:
                 worker.last_message_at = now
             slow = worker.state is State.BOOTING or worker.said_goodbye  # imports, or the interpreter's end
             silent = now - worker.last_message_at
-            if silent > (elasticity.boot_timeout_s if slow else elasticity.heartbeat_timeout_s) and not worker.why:
-                worker.why = f"sent no heartbeat for {silent:.0f} s"
+            if silent > (elasticity.boot_timeout_s if slow else elasticity.heartbeat_timeout_s):
+                why = f"sent no heartbeat for {silent:.0f} s"
                 if not worker.connections and elasticity.script:
-                    worker.why = f"did not call kf.init, kf.fit or kf.DataLoader within {silent:.0f} s"
-                worker.kill()
+                    why = f"did not call kf.init, kf.fit or kf.DataLoader within {silent:.0f} s"
+                self.end(worker, why)
 
     async def all_ended(self) -> None:
         """Returns when all workers have ended, and their output was passed on."""

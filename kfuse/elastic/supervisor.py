@@ -191,9 +191,8 @@ class Supervisor:
 
     def _end_grace(self, worker: Worker) -> None:
         job = self.job
-        if not (worker.state is State.ENDED or worker.why or job.stopping or job.done):
-            worker.why = f"did not leave within {job.elasticity.grace_s:g} s of its notice"
-            worker.kill()
+        if not (job.stopping or job.done):
+            self.processes.end(worker, f"did not leave within {job.elasticity.grace_s:g} s of its notice")
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One of a worker's two connections: see `protocol`."""
@@ -259,7 +258,7 @@ class Supervisor:
                 await self.views.replace(message["worker"])
             case "evict":  # an audit by the others has named a worker, whose loss then is one like any other
                 self.records.add("event", message["event"])
-                self.processes.end(message["worker"], message["why"])
+                self.processes.end(self.processes.workers[message["worker"]], message["why"])
             case "announce":
                 self._meetings.announce(message["announcement"])
             case "decision":  # of rank 0, for all others
