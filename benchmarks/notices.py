@@ -18,10 +18,7 @@ import asyncio
 import json
 import os
 import random
-import secrets
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,15 +40,15 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
 from elastic_job import Job, assert_exact, assert_same_steps, compose, override, parent, words  # noqa: E402
-from soak_job import MARKS, Recorder  # noqa: E402
+from soak_job import GRACE_S, MARKS, Agents, Recorder  # noqa: E402
 from warm import WarmLauncher  # noqa: E402
 
-from kfuse.elastic.launchers import HostsLauncher, RayLauncher  # noqa: E402
+from kfuse.elastic.launchers import RayLauncher  # noqa: E402
 from kfuse.elastic.processes import State, Worker  # noqa: E402
 from kfuse.elastic.supervisor import Elasticity, Supervisor  # noqa: E402
 from kfuse.settings.tree import flat  # noqa: E402
 
-WORKERS, GRACE_S, PREEMPTED = 3, 5, 2  # the last: the reason's number in Ray's protocol
+WORKERS, PREEMPTED = 3, 2  # the second: the reason's number in Ray's protocol
 TRAINING = words(
     "comm=reproducible comm.state=sharded comm.bucket_mb=0.02 lr.base=0.003 train.clip_norm=0.5 model=mlp",
     "model.hidden=[64] model.dropout=0.1 data._target_=soak_worker.blobs policy._target_=soak_worker.Obedient",
@@ -82,29 +79,14 @@ def workers(directory: Path) -> Places:
 
 
 def agents(directory: Path) -> Places:
-    token = secrets.token_hex(16)
-    secret = directory.with_suffix(".token")
-    secret.touch(0o600)
-    secret.write_text(token)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    closing = ExitStack()
-    joining = ["--join", f"127.0.0.1:{port}", "--token-file", str(secret), "--slots", "1"]
-    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", *joining]
-
-    async def replace(count: int) -> None:
-        for _ in range(count):
-            with directory.with_suffix(".log").open("ab") as log:
-                agent = subprocess.Popen(command, stdout=log, stderr=log)
-            closing.callback(agent.wait)
-            closing.callback(agent.kill)
+    its, closing = Agents(directory.parent, None), ExitStack()
+    closing.callback(its.end)
 
     async def take(chosen: list[Worker]) -> None:
         for worker in chosen:
             os.kill(parent(worker.pid or 0), signal.SIGTERM)
 
-    launcher = HostsLauncher(None, "127.0.0.1", port, token, 0, 1, GRACE_S, ("SIGTERM",))
-    return Places(launcher, take, replace, closing)
+    return Places(its.launcher, take, its.start, closing)
 
 
 def nodes(directory: Path) -> Places:

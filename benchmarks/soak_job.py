@@ -136,17 +136,18 @@ class Recorder:
 
 
 class Agents:
-    """Agents of `kfuse-run --join` on this machine, each with one slot."""
+    """Agents of `kfuse-run --join` on this machine, each with one slot. command: the workers', as for HostsLauncher."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, command: list[str] | None) -> None:
         self._log, self._secret = directory / "agents.log", directory / "token"
         self._secret.touch(0o600)
         self._secret.write_text(token := secrets.token_hex(16))
-        command = [sys.executable, SCRIPT, str(directory / "worker.json")]
         self.launcher = HostsLauncher(command, "127.0.0.1", 0, token, 0, 1, GRACE_S, notice_signals=("SIGTERM",))
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, count: int) -> None:
+    async def start(self, count: int) -> None:
+        while not self.launcher._port:  # the supervisor has not opened it yet
+            await asyncio.sleep(0.01)
         address = f"127.0.0.1:{self.launcher._port}"
         command = ["--join", address, "--token-file", str(self._secret), "--slots", "1"]
         for _ in range(count):
@@ -240,7 +241,7 @@ class Soak:
             await self._recorder.until(f"word of worker {victim.pid}", lambda: victim.pid in self._recorder.lost)
         await self._recorder.until(f"worker {victim.pid} to end", lambda: victim.state is State.ENDED)
         if self._agents is not None and pid != victim.pid:
-            self._agents.start(1)
+            await self._agents.start(1)
         await self._recorder.until("another view", self._settled)
 
     def _wish(self, workers: int) -> None:
@@ -331,8 +332,8 @@ async def struck(soak: Soak) -> AsyncIterator[asyncio.Task[None]]:
 async def run(plan: Plan, directory: Path, workers: int = START, disturb: bool = True) -> str | None:
     """Runs the job, as a supervisor does; returns the stop reason. Raises JobFailed, AssertionError."""
     recorder = Recorder(directory / "disk" / "run")
-    agents = Agents(directory) if plan.agents and disturb else None
     script = [SCRIPT, str(directory / "worker.json")]
+    agents = Agents(directory, [sys.executable, *script]) if plan.agents and disturb else None
     launcher: Any = WarmLauncher(directory / "workers.log", script=script) if agents is None else agents.launcher
     limits = Elasticity(workers, 1, MOST, heartbeat_timeout_s=5, max_failures=12, grace_s=GRACE_S, script=True)
     job = {"run_dir": str(directory / "disk" / "run"), "observe": {"log_level": "warning", "ledger": True}}
@@ -344,9 +345,7 @@ async def run(plan: Plan, directory: Path, workers: int = START, disturb: bool =
         if not disturb:
             return await running
         if agents is not None:
-            while not agents.launcher._port:
-                await asyncio.sleep(0.01)
-            agents.start(MOST)
+            await agents.start(MOST)
         async with struck(Soak(plan, directory, supervisor, recorder, agents)) as striking:
             await asyncio.wait([running, striking], return_when=asyncio.FIRST_COMPLETED)
             if striking.done():
