@@ -21,10 +21,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
 WORKER = str(Path(__file__).parents[1] / "elastic_worker.py")
 WORKERS, BATCH, LR, SNAPSHOT_EVERY = 2, 64, 1e-3, 20
@@ -100,6 +102,35 @@ def batches(sampler: Iterable[int], size: int, done: int) -> Iterator[list[int]]
             done -= 1
         else:
             yield part
+
+
+def ddp_steps(
+    task: Task, ddp: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor, rank: int, size: int, step: int
+) -> Iterator[int]:
+    """Trains a DistributedDataParallel model on from `step` to the end. Yields the number of steps after each one."""
+    log, sampler = Log(task), DistributedSampler(x, size, rank, seed=0)
+    while step < task.steps:
+        epoch = step // EPOCH_STEPS
+        sampler.set_epoch(epoch)
+        for part in batches(sampler, BATCH // size, step % EPOCH_STEPS):
+            log.begin(step + 1, epoch, part)
+            opt.zero_grad()
+            F.cross_entropy(ddp(x[part]), y[part]).backward()
+            opt.step()
+            step += 1
+            log.done(step, size, rank)
+            yield step
+
+
+def state_of(model: nn.Module, opt: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    return {"model": model.state_dict(), "opt": opt.state_dict(), "step": step}
+
+
+def restore(state: dict[str, Any], model: nn.Module, opt: torch.optim.Optimizer) -> int:
+    """Loads what `state_of` has returned; returns the step."""
+    model.load_state_dict(state["model"])
+    opt.load_state_dict(state["opt"])
+    return int(state["step"])
 
 
 class System(ABC):

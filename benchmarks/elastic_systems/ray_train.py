@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from elastic_systems import BATCH, EPOCH_STEPS, LR, SNAPSHOT_EVERY, WORKERS, Log, System, Task, batches, problem
+from elastic_systems import LR, SNAPSHOT_EVERY, WORKERS, System, Task, ddp_steps, problem, restore, state_of
 
 
 class RayTrain(System):
@@ -50,37 +49,22 @@ class RayTrain(System):
 def _train(config: dict[str, Any]) -> None:
     from ray import train
     from ray.train.torch import prepare_model
-    from torch.utils.data import DistributedSampler
 
     torch.set_num_threads(1)
     task: Task = config["task"]
     rank, size = train.get_context().get_world_rank(), train.get_context().get_world_size()
     model, x, y = problem()
     opt = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    log, sampler, step = Log(task), DistributedSampler(x, size, rank, seed=0), 0
+    step = 0
     if (checkpoint := train.get_checkpoint()) is not None:
         with checkpoint.as_directory() as folder:
-            state = torch.load(Path(folder, "state.pt"))
-        model.load_state_dict(state["model"])
-        opt.load_state_dict(state["opt"])
-        step = state["step"]
-    ddp = prepare_model(model)
-    while step < task.steps:
-        epoch = step // EPOCH_STEPS
-        sampler.set_epoch(epoch)
-        for part in batches(sampler, BATCH // size, step % EPOCH_STEPS):
-            log.begin(step + 1, epoch, part)
-            opt.zero_grad()
-            F.cross_entropy(ddp(x[part]), y[part]).backward()
-            opt.step()
-            step += 1
-            log.done(step, size, rank)
-            if step % SNAPSHOT_EVERY == 0:
-                with tempfile.TemporaryDirectory() as folder:
-                    if rank == 0:
-                        state = {"model": model.state_dict(), "opt": opt.state_dict(), "step": step}
-                        torch.save(state, os.path.join(folder, "state.pt"))
-                    train.report({"step": step}, train.Checkpoint.from_directory(folder) if rank == 0 else None)
+            step = restore(torch.load(Path(folder, "state.pt")), model, opt)
+    for done in ddp_steps(task, prepare_model(model), opt, x, y, rank, size, step):
+        if done % SNAPSHOT_EVERY == 0:
+            with tempfile.TemporaryDirectory() as folder:
+                if rank == 0:
+                    torch.save(state_of(model, opt, done), os.path.join(folder, "state.pt"))
+                train.report({"step": done}, train.Checkpoint.from_directory(folder) if rank == 0 else None)
     task.save_final(model)
 
 

@@ -10,9 +10,8 @@ import signal
 import socket
 
 import torch
-import torch.nn.functional as F
 
-from elastic_systems import BATCH, EPOCH_STEPS, LR, SNAPSHOT_EVERY, WORKERS, Log, System, Task, batches, problem, save
+from elastic_systems import LR, SNAPSHOT_EVERY, WORKERS, System, Task, ddp_steps, problem, restore, save, state_of
 
 
 class Torchrun(System):
@@ -33,35 +32,21 @@ class Torchrun(System):
     def work(cls, task: Task) -> None:
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
-        from torch.utils.data import DistributedSampler
 
         notices: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: notices.append(number))
         dist.init_process_group("gloo")
         rank, size = dist.get_rank(), dist.get_world_size()
         model, x, y = problem()
-        ddp, sampler = DistributedDataParallel(model), DistributedSampler(x, size, rank, seed=0)
+        ddp = DistributedDataParallel(model)
         opt = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-        log, snapshot, step = Log(task), task.directory / "snapshot.pt", 0
-        if snapshot.exists():
-            state = torch.load(snapshot)
-            model.load_state_dict(state["model"])
-            opt.load_state_dict(state["opt"])
-            step = state["step"]
-        while step < task.steps:
-            epoch = step // EPOCH_STEPS
-            sampler.set_epoch(epoch)
-            for part in batches(sampler, BATCH // size, step % EPOCH_STEPS):
-                log.begin(step + 1, epoch, part)
-                opt.zero_grad()
-                F.cross_entropy(ddp(x[part]), y[part]).backward()
-                opt.step()
-                step += 1
-                log.done(step, size, rank)
-                if notices or (rank == 0 and step % SNAPSHOT_EVERY == 0):
-                    save({"model": model.state_dict(), "opt": opt.state_dict(), "step": step}, snapshot)
-                if notices:
-                    os._exit(128 + notices[0])  # without destructors: those of gloo have been seen to hang
+        snapshot = task.directory / "snapshot.pt"
+        step = restore(torch.load(snapshot), model, opt) if snapshot.exists() else 0
+        for done in ddp_steps(task, ddp, opt, x, y, rank, size, step):
+            if notices or (rank == 0 and done % SNAPSHOT_EVERY == 0):
+                save(state_of(model, opt, done), snapshot)
+            if notices:
+                os._exit(128 + notices[0])  # without destructors: those of gloo have been seen to hang
         task.save_final(model)
 
 
