@@ -383,3 +383,29 @@ async def test_where_one_worker_leaves_the_loop_the_others_go_on(stage: Stage, e
     await stage.join(0)
     await stage.end_well(0)
     stage.workers[1].end(0)
+
+
+@pytest.mark.parametrize("status", [1, 0])
+@job(SCRIPTS)
+async def test_one_whose_error_ended_its_loop_long_before_its_process_is_replaced(stage: Stage, status: int) -> None:
+    """The others have lost contact meanwhile. Where its script has caught the error, it has left."""
+    await stage.train(0, 1)
+    await stage.says(1, "loop_ended", training=1, failed_at=1)
+    await stage.says(0, "broken", generation=1, why="rank 1 does not answer")
+    await stage.settle()
+    assert stage.workers[0].view == [0] and not stage.events("quit")
+    await stage.join(0)
+    await stage.steps(0, 1)
+    stage.workers[1].end(status)
+    await stage.settle()
+    failed = status != 0
+    assert (len(stage.events("failure")), len(stage.events("quit")), len(stage.workers)) == (
+        failed,
+        1 - failed,
+        2 + failed,
+    )
+    if failed:
+        await stage.boot(2)
+        assert stage.workers[0].view == [0, 2]
+        await stage.join(0, 2)
+    await stage.end_well(*([0, 2] if failed else [0]))

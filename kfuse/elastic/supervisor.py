@@ -171,7 +171,7 @@ class Supervisor:
         await self.views.ended(worker, was, status)
 
     async def _take_notice(self, worker: Worker) -> None:
-        """A worker's machine is about to be taken away: it leaves at the next step boundary, and another is started."""
+        """A worker's machine is about to be taken away: it leaves at the next step boundary; then another is started."""
         job = self.job
         if worker.noticed or worker.said_goodbye:
             return
@@ -183,10 +183,14 @@ class Supervisor:
             return
         if worker.state in (State.BOOTING, State.READY):  # it has nothing to hand over
             worker.kill()
-        await self.views.refill()
         members = self.processes.members()
+        nobody_stays = all(member.noticed for member in members)
+        if nobody_stays:
+            await self.views.refill()  # others are to take over the state
+        else:
+            self.views.propose()
         coming = any(each.process.running and not each.held for each in self.processes.newcomers())
-        if members and all(member.noticed for member in members) and not coming and not job.done:
+        if members and nobody_stays and not coming and not job.done:
             self.stop("terminated")  # nobody can take over: a last checkpoint remains
 
     def _end_grace(self, worker: Worker) -> None:
@@ -237,7 +241,7 @@ class Supervisor:
             case "joined":
                 self.views.joined(worker, message["generation"])
             case "left":  # as a planned view said
-                self.views.left(worker)
+                await self.views.left(worker)
             case "broken":  # it has lost contact with another one
                 worker.ended_loop = min(worker.ended_loop, self.job.training - 1)  # it is in the next one
                 loop, contact_lost = asyncio.get_running_loop(), self.views.contact_lost

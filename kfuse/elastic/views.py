@@ -202,10 +202,15 @@ class Views:
             self._to_join.pop()
         return bool(self._to_join)
 
-    def left(self, worker: Worker) -> None:
+    async def left(self, worker: Worker) -> None:
+        """A worker has left, as a planned view said. If for a notice, another is started only now: its start takes a
+        processor, on the same machine perhaps, from those that hand over.
+        """
         worker.state = State.LEFT
         if self._processes.rank_of(worker) is not None:  # a view that recovers was formed meanwhile
             self.recover()
+        elif worker.noticed and not self._job.stopping:
+            await self.refill()
 
     def joined(self, worker: Worker, generation: int) -> None:
         worker.joined = True
@@ -226,7 +231,9 @@ class Views:
         """A worker's process has ended. was: its state before that; status: None if its end was not reported."""
         job = self._job
         if worker.noticed and not worker.joined and self._processes.rank_of(worker) is None:
-            return  # it had nothing to hand over
+            if not job.stopping:
+                await self.refill()  # it had nothing to hand over
+            return
         if status == 0:
             self._quit(worker)
         elif not job.done and not self._all_out_of_loop(worker):
@@ -265,7 +272,8 @@ class Views:
             return
         _log.info("contact lost in view %d: %s", job.view.generation, why)
         for member in () if job.done else filter(self.out_of_loop, self._processes.members()):
-            self.continue_without(member, "left the training loop, and the others waited for it")
+            if member.failed_at is None:  # else it is lost as soon as its process has ended
+                self.continue_without(member, "left the training loop, and the others waited for it")
         self.recover(anew=job.done)
 
     async def _inquire(self, why: str) -> None:
@@ -299,16 +307,18 @@ class Views:
         without it: another one would end in the same way.
         """
         rank = self._processes.rank_of(worker)
-        if self._job.done or (rank is None and worker.joined):  # in good order
+        in_good_order = rank is None and worker.joined and worker.failed_at is None
+        if self._job.done or in_good_order:
             return
-        if rank is None:
+        if rank is None and not worker.joined:
             self.continue_without(worker, "ended with exit status 0 before it used kf.fit or kf.DataLoader")
             self.propose()
             return
         self.continue_without(worker, "ended with exit status 0 before training did")
         if not self._processes.members():
             self._training_is_left()
-        self.recover("quit")
+        if rank is not None:
+            self.recover("quit")
 
     def _report_failure(self, worker: Worker, status: int | None) -> tuple[str, str]:
         """Reports a failure. Returns how the worker ended, and its exception, or "", as texts for messages."""

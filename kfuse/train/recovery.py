@@ -87,8 +87,9 @@ class Recovery:
         try:
             with generators_restored(self._session.group.device):
                 yield
-        except Exception as error:
-            failed_at = self._progress.step
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit | SystemExit):  # by these a script leaves its loop
+                failed_at = self._progress.step
             if isinstance(error, ControlError | CommError):
                 self._session.lost = True
                 self._abort()
