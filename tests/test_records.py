@@ -126,6 +126,14 @@ def test_a_gap_in_the_steps_is_said_in_an_event_and_in_the_summary(tmp_path: Pat
     assert json.loads((tmp_path / "summary.json").read_text())["lines_lost"] == 8
 
 
+def test_what_is_missing_is_counted_over_all_processes_of_a_run(tmp_path: Path) -> None:
+    for steps in ([3, 4], [10]):
+        recorder = quiet(tmp_path)
+        recorder.keep([start(1), ("event", {"step": 4, "kind": "left_out", "workers": [*steps], "steps": steps})])
+        recorder.close(None)
+    assert json.loads((tmp_path / "summary.json").read_text())["steps_left_out"] == 17
+
+
 def test_a_training_that_begins_while_the_disk_is_full_is_kept(tmp_path: Path) -> None:
     told: list[str] = []
     recorder = quiet(tmp_path)

@@ -268,8 +268,8 @@ class Recorder:
             "eval_metrics": {},
             "exit_reason": why,
         }
-        if self.directory.lines_lost:
-            summary = {**summary, "lines_lost": self.directory.lines_lost}
+        missing = {name: getattr(self.directory, name) for name in ("lines_lost", "steps_left_out")}
+        summary = {**summary, **{name: count for name, count in missing.items() if count}}
         try:
             if (
                 self._training is not None or self.directory.is_new

@@ -61,7 +61,10 @@ class RunDirectory:
         self._files = [file for file in (self._metrics, self._events, self._ledger) if file is not None]
         self._last_step = -1
         self._next_step: int | None = None  # the one whose record is to come; None: any may
-        self.lines_lost = 0  # lines of the JSON lines files that are known to be missing; each was said in an event
+        # What events say is missing, also of earlier processes of this run: lines of the JSON lines files, and steps of
+        # workers whose samples pair averaging did not use.
+        self.lines_lost = sum(event["lines"] for event in self._events.records("records_lost"))
+        self.steps_left_out = sum(sum(event["steps"]) for event in self._events.records("left_out"))
         self._last_entries: dict[int | None, tuple[int, int]] = {}  # of the ledger, by the worker that reports its own
         self._sinks = Sinks(map(self._sink, dict.fromkeys(sinks)), lambda text: self.warn(text))
         self._summary: Mapping[str, Any] = {}
@@ -140,6 +143,8 @@ class RunDirectory:
         if record["kind"] == "records_lost":
             self.lines_lost += record["lines"]
             self._next_step = max(self._next_step or 0, record["steps"][1] + 1)
+        elif record["kind"] == "left_out":
+            self.steps_left_out += sum(record["steps"])
         self._events.add(_JSON.encode({**first, **rest}).encode() + b"\n")
         if first["kind"] == "evaluation":
             self._sinks.log({"evaluation": rest, "evaluation/metrics": rest.get("metrics", {})}, first["step"])
@@ -263,11 +268,14 @@ class _Lines:
         self._file.truncate(kept)
         self._waiting = deque([*behind, *filter(stays, self._waiting)])
 
+    def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        """What was written, of this kind; torn lines are passed over."""
+        with self.path.open("rb") as file:
+            yield from (record for record in map(_record, file) if record and kind in (None, record.get("kind")))
+
     def last_step(self, kind: str | None = None) -> int:
         """Returns the last step of the lines, of those of this kind; -1 where there is none."""
-        with self.path.open("rb") as file:
-            records = (record for record in map(_record, file) if record and kind in (None, record.get("kind")))
-            return max((record["step"] for record in records), default=-1)
+        return max((record["step"] for record in self.records(kind)), default=-1)
 
     def close(self) -> int:
         """Returns how many lines could not be written. None of them waits any longer."""
