@@ -5,7 +5,7 @@
 Three jobs of three workers with sharded state, one after the other. Notice is given to workers (SIGTERM), to agents
 of `kfuse-run --join` that have a worker each (SIGTERM), and to the nodes of a Ray cluster on this machine (drained).
 Each third notice is for two at once. New workers take the places, on new agents and nodes. Before each notice the job
-shrinks by as many workers as planned, by the policy's decision, and grows again.
+shrinks by as many workers as planned, by the policy's decision, and grows again; or after it, by chance.
 
 Each job must end with the bits, the metrics and the ledger of an undisturbed run on one worker, without a lost worker.
 Compared is the gap at a shrink and at a notice: the longest time between two steps' beginnings on a worker that stays,
@@ -161,12 +161,13 @@ class Notices:
         while given < self.count:
             turn += 1
             leaving = min(2 if turn % 3 == 0 else 1, self.count - given)
-            await self._change("shrink", leaving)
-            self._wish(WORKERS)
-            await self._whole()
-            await self._change("notice", leaving)
-            await self.places.replace(leaving)
-            await self._whole()
+            for kind in self.chance.sample(["shrink", "notice"], 2):  # what comes second takes longer, whichever it is
+                await self._change(kind, leaving)
+                if kind == "shrink":
+                    self._wish(WORKERS)
+                else:
+                    await self.places.replace(leaving)
+                await self._whole()
             given += leaving
             self.done(leaving)
         self.supervisor.stop("interrupted")

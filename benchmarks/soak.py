@@ -6,8 +6,8 @@ Twelve runs, each one training with a seed of its own: kf.fit and a loop over a 
 with replicated and with sharded state, workers on agents of `kfuse-run --join`, and pair averaging. Events, at random
 moments, over 1 to 4 workers: SIGKILL, SIGSTOP, os._exit, an exception at whatever line the worker is; notice (SIGTERM)
 to a worker, an agent, the supervisor; growth and shrinkage; the loss of an agent, of a loader process and of the
-supervisor (SIGKILL), which is started again as the same command would be; a full disk (in a file system of the run's
-own, which needs root; else it is left out).
+supervisor (SIGKILL), which is started again as the same command would be; a full disk, and a cut link between two
+agents' hosts (in a file system and in network namespaces of the run's own, which need root; else they are left out).
 
 Then the same number of steps on one worker, undisturbed: parameters, every step's metrics and the ledger must be the
 same, and no worker but those struck may have been lost. With pair averaging nothing is compared: the samples that are
@@ -46,6 +46,7 @@ from rich.table import Table
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
+import hosts  # noqa: E402
 from elastic_job import Job, assert_exact, assert_same_steps, is_alive  # noqa: E402
 from soak_job import MARKS, Plan, samples_of  # noqa: E402
 
@@ -59,15 +60,17 @@ RUNS = (
     ("pair", {"comm": {"comm_sync": "pair"}}),
 )
 ROUNDS = 2
+_HOSTS = 6  # of the agents
 _AGENTS_SHARE = 0.25  # of a run's events where each new worker is a new agent, which takes seconds
 TRAIN = {"batch_size": 32, "batch_micro": 4, "batch_max": 64, "train_epochs": 10**6, "train_save_model": False}
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 SLACK = {"fds": 4.0, "threads": 4.0, "shared": 4.0}
 _WATCHED_FROM = 8  # of each supervisor's events: before that caches fill
+_JUDGED_FROM = 100  # of its samples: a trend over fewer is what one worker more or less holds
 _SILENT_S = 400.0  # without a new sample, after which a job counts as stuck
 
 
-def plans(events: int, seed: int, disk: bool) -> list[Plan]:
+def plans(events: int, seed: int, disk: bool, network: bool) -> list[Plan]:
     names = [(f"{name}, {turn + 1}", more) for turn in range(ROUNDS) for name, more in RUNS]
     shares = np.array([_AGENTS_SHARE if "agents" in more else 1.0 for _, more in names])
     counts = np.diff(np.round(np.concatenate([[0], np.cumsum(shares)]) / shares.sum() * events)).astype(int)
@@ -76,6 +79,8 @@ def plans(events: int, seed: int, disk: bool) -> list[Plan]:
         given: Any = {**more, "comm": {"comm_bucket_mb": 0.02, "comm_timeout_s": 30, **more.get("comm", {})}}
         if given["comm"].get("comm_sync") is None:
             given["comm"]["comm_reproducible"] = True
+        if network and "agents" in more:
+            given |= {"network": True, "comm": {**given["comm"], "comm_timeout_s": 5}}  # after which a cut is found
         found.append(Plan(name, int(count), seed + index, disk=disk, **given))
     return found
 
@@ -163,7 +168,10 @@ def measure(plan: Plan, folder: Path, bar: Progress) -> dict[str, Any]:
     directory, alone = folder / "soak", folder / "alone"
     task = bar.add_task(plan.name, total=plan.events)
     started = time.perf_counter()
-    with file_system(directory / "disk", plan.disk):
+    network: Any = hosts.network(_HOSTS) if plan.network else contextlib.nullcontext()
+    with file_system(directory / "disk", plan.disk), network as found_hosts:
+        every = [] if found_hosts is None else [found_hosts[0], *found_hosts[1]]
+        (directory / "hosts.json").write_text(json.dumps([asdict(host) for host in every]))
         strike(plan, directory, bar, task)
         wall_s, job = time.perf_counter() - started, Job(directory / "disk" / "run")
         found: dict[str, Any] = {"plan": asdict(plan), "wall_s": wall_s, **figures(directory, job)}
@@ -188,7 +196,7 @@ def figures(directory: Path, job: Job) -> dict[str, Any]:
         first, last = np.searchsorted(marks, [sample["began"], ended])
         gaps.setdefault(sample["kind"], []).append(float(np.diff(marks[max(0, first - 1) : last + 1]).max(initial=0.0)))
     failures = job.of_kind("failure")
-    strikes = {"kill", "exception", "exit", "stop", "agent lost"}
+    strikes = {"kill", "exception", "exit", "stop", "agent lost", "link cut"}
     return {
         "events": Counter(sample["kind"] for sample in samples),
         "steps": job.summary["steps"],
@@ -214,7 +222,7 @@ def resources(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             series[f"{who} {name}"] = its, [float(s[who][name]) for s in its]
     found = {}
     for name, (its, values) in series.items():
-        if len(its) < 2 * (len(firsts) + 3):
+        if len(its) < max(_JUDGED_FROM, 2 * (len(firsts) + 3)):
             continue
         seen = trend(its, values)
         allowed = next((most for kind, most in SLACK.items() if kind in name), max(8.0, 0.05 * seen["mean"]))
@@ -290,10 +298,13 @@ def main() -> int:
     args = parser.parse_args()
     if args.events < 120:
         parser.error(f"--events {args.events}: allowed is 120 or more")
-    disk, console = may_mount(), Console()
+    disk, no_network, console = may_mount(), hosts.why_not(), Console()
     if not disk:
         console.print("no file system of the run's own may be mounted here: the disk is never full")
-    chosen = [plan for plan in plans(args.events, args.seed, disk) if plan.name.startswith(tuple(args.runs or [""]))]
+    if no_network:
+        console.print(f"{no_network}: no link is cut")
+    every = plans(args.events, args.seed, disk, not no_network)
+    chosen = [plan for plan in every if plan.name.startswith(tuple(args.runs or [""]))]
     if not chosen:
         parser.error(f"--runs {' '.join(args.runs)}: allowed are {', '.join(name for name, _ in RUNS)}")
     runs: dict[str, dict[str, Any]] = {}

@@ -18,11 +18,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hosts import Host
 from warm import CONTEXT, WarmLauncher
 
 from kfuse.elastic.launchers import HostsLauncher
@@ -45,7 +46,7 @@ AGENTS = {"agent lost": signal.SIGKILL, "agent's notice": signal.SIGTERM}
 SUPERVISOR = {"supervisor lost": signal.SIGKILL, "supervisor's notice": signal.SIGTERM}
 WEIGHTS = {
     **{"kill": 8, "exception": 4, "exit": 4, "stop": 2, "notice": 8, "grow": 6, "shrink": 4},
-    **{"loader lost": 4, "disk full": 1, "agent lost": 4, "agent's notice": 4},
+    **{"loader lost": 4, "disk full": 1, "agent lost": 4, "agent's notice": 4, "link cut": 2},
     **{"supervisor lost": 1, "supervisor's notice": 1},
 }
 GRACE_S = 5.0
@@ -66,6 +67,7 @@ class Plan:
     comm: dict[str, Any] = field(default_factory=dict)
     loop: bool = False  # a loop over a kf.DataLoader with a loader process, instead of kf.fit
     agents: bool = False  # each worker on an agent of its own
+    network: bool = False  # the agents are in network namespaces, each with an address of its own
     disk: bool = False  # the run directory is a file system of its own, which may be filled
 
     @property
@@ -100,7 +102,8 @@ class Recorder:
         self.step = -1
         self.lost: dict[int, str] = {}
         """How each lost worker ended, by pid."""
-        self.changes: list[dict[str, Any]] = []
+        self.cuts = 0
+        """How often workers that do not reach each other were found."""
         self.stirred = asyncio.Event()
 
     def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
@@ -116,8 +119,8 @@ class Recorder:
                     self.step = max(self.step, data["step"])
                 elif kind == "event" and data["kind"] == "failure":
                     self.lost[data["pid"]] = data["how"]
-                elif kind == "event" and data["kind"] in ("view", "decision"):
-                    self.changes.append(data)
+                elif kind == "event" and data["kind"] == "cut":
+                    self.cuts += 1
         self.stirred.set()
 
     def line(self, text: str) -> None:
@@ -136,23 +139,43 @@ class Recorder:
 
 
 class Agents:
-    """Agents of `kfuse-run --join` on this machine, each with one slot. command: the workers', as for HostsLauncher."""
+    """Agents of `kfuse-run --join` on this machine, each with one slot. command: the workers', as for HostsLauncher.
 
-    def __init__(self, directory: Path, command: list[str] | None) -> None:
+    hosts: what network namespaces they are in, in turn, and before them the supervisor's own one.
+    """
+
+    def __init__(self, directory: Path, command: list[str] | None, hosts: Sequence[Host] = ()) -> None:
         self._log, self._secret = directory / "agents.log", directory / "token"
         self._secret.touch(0o600)
         self._secret.write_text(token := secrets.token_hex(16))
-        self.launcher = HostsLauncher(command, "127.0.0.1", 0, token, 0, 1, GRACE_S, notice_signals=("SIGTERM",))
+        self._address = hosts[0].address if hosts else "127.0.0.1"
+        self._hosts = hosts[1:]
+        self.launcher = HostsLauncher(command, self._address, 0, token, 0, 1, GRACE_S, notice_signals=("SIGTERM",))
         self._processes: list[subprocess.Popen[bytes]] = []
 
     async def start(self, count: int) -> None:
         while not self.launcher._port:  # the supervisor has not opened it yet
             await asyncio.sleep(0.01)
-        address = f"127.0.0.1:{self.launcher._port}"
-        command = ["--join", address, "--token-file", str(self._secret), "--slots", "1"]
+        address = f"{self._address}:{self.launcher._port}"
+        command = [*_KFUSE_RUN, "--join", address, "--token-file", str(self._secret), "--slots", "1"]
         for _ in range(count):
+            inside: list[str] = []
+            if self._hosts:
+                name = self._hosts[len(self._processes) % len(self._hosts)].name
+                inside = [*f"ip netns exec {name} unshare --uts sh -c".split(), 'hostname "$0"; exec "$@"', name]
             with self._log.open("ab") as log:
-                self._processes.append(subprocess.Popen([*_KFUSE_RUN, *command], stdout=log, stderr=log))
+                self._processes.append(subprocess.Popen([*inside, *command], stdout=log, stderr=log))
+
+    @contextlib.contextmanager
+    def apart(self, one: str, other: str) -> Iterator[None]:
+        """What a host sends does not reach the other one meanwhile. one, other: their names."""
+        by_name = {host.name: host for host in self._hosts}
+        rule = f"INPUT -s {by_name[one].address} -j DROP"
+        by_name[other].run(f"iptables -w -A {rule}")
+        try:
+            yield
+        finally:
+            by_name[other].run(f"iptables -w -D {rule}")
 
     def end(self) -> None:
         for process in self._processes:
@@ -205,6 +228,7 @@ class Soak:
             "shrink": several,
             "loader lost": plan.loop,
             "disk full": plan.disk,
+            "link cut": several and plan.network,
         }
         kinds = [kind for kind, can in possible.items() if can]
         return self._chance.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
@@ -225,6 +249,8 @@ class Soak:
             loaders = [pid for worker in self._members() for pid in _children(worker.pid or 0)]
             os.kill(self._chance.choice(loaders), signal.SIGKILL)
             await self._steps(_STEPS_BETWEEN)
+        elif kind == "link cut":
+            await self._cut()
         else:
             with filled(self._directory / "disk"):
                 await self._steps(2 * _STEPS_BETWEEN)
@@ -243,6 +269,22 @@ class Soak:
         if self._agents is not None and pid != victim.pid:
             await self._agents.start(1)
         await self._recorder.until("another view", self._settled)
+
+    async def _cut(self) -> None:
+        """Two members on different hosts do not reach each other, until one of them had to go."""
+        assert self._agents is not None
+        await self._recorder.until("members on two hosts", lambda: self._settled() and len(self._hosts()) > 1)
+        one, other = self._chance.sample(self._hosts(), 2)
+        cuts = self._recorder.cuts
+        with self._agents.apart(one, other):
+            await self._recorder.until(f"a cut of {one} and {other}", lambda: self._recorder.cuts > cuts)
+            await self._recorder.until(
+                "a view of hosts that reach each other",
+                lambda: self._settled() and not {one, other} <= {*self._hosts()},
+            )
+
+    def _hosts(self) -> list[str]:
+        return sorted({worker.host for worker in self._members()})
 
     def _wish(self, workers: int) -> None:
         self._wanted = workers
@@ -333,7 +375,10 @@ async def run(plan: Plan, directory: Path, workers: int = START, disturb: bool =
     """Runs the job, as a supervisor does; returns the stop reason. Raises JobFailed, AssertionError."""
     recorder = Recorder(directory / "disk" / "run")
     script = [SCRIPT, str(directory / "worker.json")]
-    agents = Agents(directory, [sys.executable, *script]) if plan.agents and disturb else None
+    agents = None
+    if plan.agents and disturb:
+        hosts = [Host(**host) for host in json.loads((directory / "hosts.json").read_text())]
+        agents = Agents(directory, [sys.executable, *script], hosts)
     launcher: Any = WarmLauncher(directory / "workers.log", script=script) if agents is None else agents.launcher
     limits = Elasticity(workers, 1, MOST, heartbeat_timeout_s=5, max_failures=12, grace_s=GRACE_S, script=True)
     job = {"run_dir": str(directory / "disk" / "run"), "observe": {"log_level": "warning", "ledger": True}}

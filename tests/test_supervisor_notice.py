@@ -20,14 +20,16 @@ async def test_those_with_notice_leave_by_a_planned_view_and_others_are_started(
     for number in leavers:
         await stage.says(number, "notice")
         await stage.says(number, "notice")
+    await stage.settle()
     rest = [number for number in range(3) if number not in leavers]
-    while stage.workers[rest[0]].view != rest:
-        await stage.join(*stage.workers[rest[0]].view)
-    assert not any(view["view"]["recovers"] for view in stage.workers[rest[0]].of_kind("view"))
+    views = [view["view"] for view in stage.workers[rest[0]].of_kind("view")]
+    assert [view["reason"] for view in views] == ["start", "notice"], "they leave together"
+    await stage.join(*rest)
+    assert len(stage.workers) == 3, "the start of others takes nothing from those that take over"
     for number in leavers:
         await stage.says(number, "left")
         stage.workers[number].end(0)
-    await stage.join(*rest)
+    await stage.settle()
     newcomers = [3 + index for index in range(len(leavers))]
     await stage.boot(*newcomers)
     assert stage.workers[rest[0]].view == [*rest, *newcomers]
@@ -56,6 +58,7 @@ async def test_after_the_grace_it_is_lost(stage: Stage) -> None:
 async def test_the_only_worker_hands_over_to_another_before_it_leaves(stage: Stage) -> None:
     await stage.train(0)
     await stage.says(0, "notice")
+    await stage.settle()
     await stage.hand_over(0, 1)
 
 
@@ -65,6 +68,7 @@ async def test_where_nobody_can_take_over_the_job_stops_with_a_last_checkpoint(s
     await stage.train(0, 1)
     await stage.says(0, "notice")
     await stage.says(1, "notice")
+    await stage.settle()
     assert [message["reason"] for message in stage.workers[0].of_kind("stop")] == ["terminated"]
     await stage.end_well(0, 1)
 

@@ -27,6 +27,7 @@ _log = logging.getLogger("kfuse")
 
 _SAME_SIGNAL_S = 1.0
 _POLL_S = 0.05
+_TOGETHER_S = 0.01  # from a notice to the view without its worker: the others of its machine get theirs meanwhile
 _CATCH_UP = 0.4  # of the grace: for workers that are behind to make their steps up to the furthest one (pair averaging)
 _BROKEN_GRACE_S = 0.1  # a lost connection mostly means a process that has ended, which is reported soon
 
@@ -50,6 +51,7 @@ class Supervisor:
         self.address = ""  # host:port of the control channel
         self._server = Server(self.token, self._serve)
         self._stop_asked_at = 0.0
+        self._leaving: asyncio.Task[None] | None = None  # what forms the view without workers that were given notice
 
     async def run(self) -> str | None:
         """Returns when all workers have ended: the stop reason, `NOT_TRAINED`, `LOOP_LEFT`, or None if training came to
@@ -171,7 +173,7 @@ class Supervisor:
         await self.views.ended(worker, was, status)
 
     async def _take_notice(self, worker: Worker) -> None:
-        """A worker's machine is about to be taken away: it leaves at the next step boundary; then another is started."""
+        """A worker's machine is about to be taken away: it leaves at a step boundary; then another is started."""
         job = self.job
         if worker.noticed or worker.said_goodbye:
             return
@@ -183,8 +185,16 @@ class Supervisor:
             return
         if worker.state in (State.BOOTING, State.READY):  # it has nothing to hand over
             worker.kill()
-        members = self.processes.members()
+        if self._leaving is None:
+            self._leaving = job.run(self._leave_together())
+
+    async def _leave_together(self) -> None:
+        """The workers that were given notice leave in one view."""
+        await asyncio.sleep(_TOGETHER_S)
+        self._leaving, job, members = None, self.job, self.processes.members()
         nobody_stays = all(member.noticed for member in members)
+        if job.stopping or job.over.is_set():
+            return
         if nobody_stays:
             await self.views.refill()  # others are to take over the state
         else:
@@ -241,7 +251,7 @@ class Supervisor:
             case "joined":
                 self.views.joined(worker, message["generation"])
             case "left":  # as a planned view said
-                await self.views.left(worker)
+                self.views.left(worker)
             case "broken":  # it has lost contact with another one
                 worker.ended_loop = min(worker.ended_loop, self.job.training - 1)  # it is in the next one
                 loop, contact_lost = asyncio.get_running_loop(), self.views.contact_lost

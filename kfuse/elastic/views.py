@@ -202,15 +202,10 @@ class Views:
             self._to_join.pop()
         return bool(self._to_join)
 
-    async def left(self, worker: Worker) -> None:
-        """A worker has left, as a planned view said. If for a notice, another is started only now: its start takes a
-        processor, on the same machine perhaps, from those that hand over.
-        """
+    def left(self, worker: Worker) -> None:
         worker.state = State.LEFT
         if self._processes.rank_of(worker) is not None:  # a view that recovers was formed meanwhile
             self.recover()
-        elif worker.noticed and not self._job.stopping:
-            await self.refill()
 
     def joined(self, worker: Worker, generation: int) -> None:
         worker.joined = True
@@ -230,9 +225,11 @@ class Views:
     async def ended(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker's process has ended. was: its state before that; status: None if its end was not reported."""
         job = self._job
-        if worker.noticed and not worker.joined and self._processes.rank_of(worker) is None:
-            if not job.stopping:
-                await self.refill()  # it had nothing to hand over
+        if worker.noticed and self._processes.rank_of(worker) is None and (status == 0 or not worker.joined):
+            # It has left, or had nothing to hand over. Another is started only now: that takes a processor, perhaps of
+            # those that took over.
+            if not (job.stopping or job.done):
+                await self.refill()
             return
         if status == 0:
             self._quit(worker)
