@@ -93,7 +93,7 @@ class Job:
     def strike(self, kind: str, chance: random.Random) -> Episode | None:
         """Kills a worker, and waits until all are back or the job is over. None where it was over at once."""
         ranks = {line.pid: line.rank for line in self.log.since(self.log.done[-1].time - 1.0)}
-        victim = chance.choice(sorted(ranks))
+        victim = chance.choice(sorted(ranks, key=lambda pid: ranks[pid]))
         time.sleep(chance.uniform(0, 0.05))  # anywhere in a step
         struck = time.time()
         with contextlib.suppress(ProcessLookupError):

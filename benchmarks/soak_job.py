@@ -47,7 +47,7 @@ SUPERVISOR = {"supervisor lost": signal.SIGKILL, "supervisor's notice": signal.S
 WEIGHTS = {
     **{"kill": 8, "exception": 4, "exit": 4, "stop": 2, "notice": 8, "grow": 6, "shrink": 4},
     **{"loader lost": 4, "disk full": 1, "agent lost": 4, "agent's notice": 4, "link cut": 2},
-    **{"supervisor lost": 1, "supervisor's notice": 1},
+    **{"supervisor lost": 0.5, "supervisor's notice": 0.5},  # another one takes seconds to start
 }
 GRACE_S = 5.0
 _KFUSE_RUN = (sys.executable, "-m", "kfuse.cli.kfuse_run")

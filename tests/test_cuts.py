@@ -53,6 +53,7 @@ def test_whom_a_worker_reaches() -> None:
         gone.close()
         assert unreached(addresses, 10) == [7]
         assert unreached({5: ("192.0.2.1", 9)}, 0.1) == [5]  # an address that nobody has
+        assert unreached({6: ("255.255.255.255", 9)}, 10) == [6]  # refused at once
 
 
 @job(Elasticity(3, 1, 3, max_failures=2), cut=1, failure=1)
@@ -89,6 +90,25 @@ async def test_a_whole_side_goes_at_once(stage: Stage) -> None:
     await stage.end_well(0, 1)
 
 
+@job(Elasticity(2, 1, 3), cut=0)
+async def test_until_the_answers_are_there_no_planned_view_is_formed(stage: Stage) -> None:
+    """Workers that have lost contact wait for one that recovers."""
+    await stage.train(0, 1)
+    await stage.lose_contact(0, 1)
+    await stage.join(0, 1)
+    await stage.lose_contact(0, 2)
+    await stage.says(0, "resize", workers=3)
+    await stage.boot(2)
+    assert stage.workers[0].view == [0, 1]
+    await stage.cut()
+    view = stage.workers[0].of_kind("view")[-1]["view"]
+    assert view["recovers"] and stage.workers[0].view == [0, 1]
+    await stage.join(0, 1)
+    assert stage.workers[0].view == [0, 1, 2]
+    await stage.join(0, 1, 2)
+    await stage.end_well(0, 1, 2)
+
+
 @job(Elasticity(2, 1, 2), cut=2)
 async def test_a_new_worker_on_that_host_joins_once_it_reaches_the_others(stage: Stage) -> None:
     await stage.train(0, 1)
@@ -97,13 +117,13 @@ async def test_a_new_worker_on_that_host_joins_once_it_reaches_the_others(stage:
     await stage.cut((0, 1))
     await stage.join(0)
     await stage.boot(2)
-    for seconds in range(30):
+    for _ in range(30):
         await stage.cut((0, 2))
         assert stage.workers[0].view == [0]
         await stage.says(0, "alive")
         await stage.says(2, "alive")
         await stage.settle(1)
-        assert stage.workers[2].of_kind("reach"), seconds
+    assert len(stage.workers[2].of_kind("reach")) > 2, "it tries again and again"
     for _ in range(12):
         await stage.cut()
         await stage.settle(1)

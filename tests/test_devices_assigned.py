@@ -131,6 +131,27 @@ def test_a_new_worker_waits_for_the_gpu_of_one_on_its_way_out() -> None:
     assert play(Elasticity(2, 1, 2), script, gpus=2)[1] is None
 
 
+def test_without_replacements_only_the_fewest_wait_for_a_gpu() -> None:
+    async def script(stage: Stage) -> None:
+        await stage.train(0, 1, 2)
+        for lost in stage.workers[1:]:
+            lost.hangs = True
+        for number in (1, 2):
+            stage.supervisor.processes.workers[number].kill()
+        await stage.settle(3)
+        assert stage.given == ["0", "1", "2"]
+        for lost in stage.workers[1:]:
+            lost.end(-9)
+        await stage.settle(1)
+        assert stage.given == ["0", "1", "2", "1"]
+        await stage.join(0)
+        await stage.boot(3)
+        await stage.join(0, 3)
+        await stage.end_well(0, 3)
+
+    assert play(Elasticity(3, 2, 3, replace=False), script, gpus=3)[1] is None
+
+
 @pytest.mark.parametrize("others", [True, False], ids=["others train", "all are stuck"])
 def test_a_killed_worker_whose_process_hangs_keeps_its_gpu(others: bool) -> None:
     """Until it has ended; but the job does not wait for it where no other worker trains."""

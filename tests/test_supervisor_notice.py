@@ -73,6 +73,20 @@ async def test_where_nobody_can_take_over_the_job_stops_with_a_last_checkpoint(s
     await stage.end_well(0, 1)
 
 
+@job(Elasticity(2, 1, 2, grace_s=20), failure=0)
+async def test_where_nobody_has_taken_over_in_time_the_job_stops_with_a_last_checkpoint(stage: Stage) -> None:
+    await stage.train(0, 1)
+    for number in (0, 1):
+        await stage.says(number, "notice")
+    for _ in range(12):  # the others still boot
+        for number in (0, 1):
+            await stage.says(number, "alive")
+        await stage.settle(1)
+    assert len(stage.workers) == 4
+    assert [message["reason"] for message in stage.workers[0].of_kind("stop")] == ["terminated"]
+    await stage.end_well(0, 1)
+
+
 @pytest.mark.parametrize("connected", [True, False])
 @job(Elasticity(2, 1, 2), failure=0, notice=1)
 async def test_one_that_boots_is_replaced(stage: Stage, connected: bool) -> None:

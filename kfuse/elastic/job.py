@@ -69,6 +69,7 @@ class Job:
         self.late_failure: JobFailed | None = None  # a script that failed when its training was over
         self.over = asyncio.Event()
         self.error: BaseException | None = None  # what ended the job, once `over` is set; None if it ended in order
+        self._beside = set[asyncio.Task[None]]()  # see `run`: the event loop itself keeps no task alive
         self.saves = False  # whether workers that have a state write a last checkpoint before that error is raised
 
     def end(self, error: BaseException | None = None) -> None:
@@ -87,10 +88,12 @@ class Job:
         """Runs a part of the supervisor beside the rest; an error in it ends the job."""
 
         def finished(task: asyncio.Task[None]) -> None:
+            self._beside.discard(task)
             if not task.cancelled() and task.exception() is not None:
                 self.end(task.exception())
 
         task = asyncio.create_task(work)
+        self._beside.add(task)
         task.add_done_callback(finished)
         return task
 

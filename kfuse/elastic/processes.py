@@ -122,7 +122,7 @@ class Processes:
         self.environment: dict[str, str] = {}  # of workers: the supervisor's address and the job's token
         # How many GPUs the machine of all workers has. 0: none, or the launcher gives each worker its own.
         self.gpus: int = getattr(launcher, "gpus", 0)
-        self.awaits_gpu = False  # a worker is to be started as soon as one that ends has left its GPU
+        self.awaits_gpu = 0  # up to how many workers are to be started as soon as one that ends has left its GPU
         self._starting = asyncio.Lock()
         self._undecided = 0  # how many workers have ended and are still being handled by `ended`
         self._importing: threading.Thread | None = None  # see `_import_store`
@@ -165,12 +165,12 @@ class Processes:
         Each gets a GPU of its own, by LOCAL_RANK. Where none is free `awaits_gpu` is set. Raises LaunchError.
         """
         async with self._starting:
-            self.awaits_gpu = False
+            self.awaits_gpu = 0
             staying = [worker for worker in self.members() if not (worker.leaving or worker.noticed)]
             for _ in range(target - len(staying) - len(self.newcomers())):
                 number, gpu = len(self.workers), self.free_gpu()
                 if self.gpus and gpu is None:
-                    self.awaits_gpu = True
+                    self.awaits_gpu = target
                     return
                 own = {protocol.ENV_WORKER: str(number), **({} if gpu is None else {"LOCAL_RANK": str(gpu)})}
                 try:

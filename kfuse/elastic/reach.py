@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
 import time
@@ -33,7 +34,9 @@ def unreached(addresses: Mapping[int, Sequence[str | int]], timeout_s: float) ->
         for number, (host, port) in addresses.items():
             connection = socket.socket(socket.AF_INET6 if ":" in str(host) else socket.AF_INET)
             connection.setblocking(False)
-            connection.connect_ex((host, port))
+            if connection.connect_ex((host, port)) not in (0, errno.EINPROGRESS):  # there is no way to it
+                connection.close()
+                continue
             attempts.register(connection, selectors.EVENT_WRITE, number)
         while attempts.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in attempts.select(left):

@@ -28,6 +28,7 @@ _log = logging.getLogger("kfuse")
 _SAME_SIGNAL_S = 1.0
 _POLL_S = 0.05
 _TOGETHER_S = 0.01  # from a notice to the view without its worker: the others of its machine get theirs meanwhile
+_TAKE_OVER = 0.5  # of the grace: for others to take over from workers that all have notice; then the job stops
 _CATCH_UP = 0.4  # of the grace: for workers that are behind to make their steps up to the furthest one (pair averaging)
 _BROKEN_GRACE_S = 0.1  # a lost connection mostly means a process that has ended, which is reported soon
 
@@ -112,7 +113,7 @@ class Supervisor:
             await asyncio.sleep(_POLL_S)
 
     async def _watch(self) -> None:
-        """Looks after heartbeats, notices that the launcher knows of, and for a GPU that a new worker waits for."""
+        """Checks heartbeats and the launcher's notices; starts workers that waited for a GPU once one is free."""
         job, time = self.job, asyncio.get_running_loop().time
         checked_at = time()
         while True:
@@ -123,7 +124,7 @@ class Supervisor:
                 if getattr(worker.process, "noticed", False):
                     await self._take_notice(worker)
             if self.processes.awaits_gpu and job.takes_newcomers and not job.stopping:
-                await self.views.add_up_to(job.wanted)
+                await self.views.add_up_to(min(self.processes.awaits_gpu, job.wanted))
 
     def _limit_to_gpus(self) -> None:
         """Lowers the maximum, which is often a default, to the number of GPUs, with a log line and an event.
@@ -196,12 +197,19 @@ class Supervisor:
         if job.stopping or job.over.is_set():
             return
         if nobody_stays:
+            asyncio.get_running_loop().call_later(_TAKE_OVER * job.elasticity.grace_s, self._end_taking_over)
             await self.views.refill()  # others are to take over the state
         else:
             self.views.propose()
         coming = any(each.process.running and not each.held for each in self.processes.newcomers())
         if members and nobody_stays and not coming and not job.done:
             self.stop("terminated")  # nobody can take over: a last checkpoint remains
+
+    def _end_taking_over(self) -> None:
+        """Where all workers still have notice, time is left for a last checkpoint only."""
+        members = self.processes.members()
+        if members and all(member.noticed for member in members) and not self.job.done:
+            self.stop("terminated")
 
     def _end_grace(self, worker: Worker) -> None:
         job = self.job
@@ -212,7 +220,7 @@ class Supervisor:
         """One of a worker's two connections: see `protocol`."""
         pid, host, has_messages = int(hello["pid"]), str(hello["host"]), bool(hello.get("messages"))
         worker = self.processes.workers.get(int(hello["worker"]))
-        if worker is None or len(worker.connections) != has_messages:
+        if worker is None or worker.state is State.ENDED or len(worker.connections) != has_messages:
             return
         worker.connections.append(writer)
         if has_messages:
@@ -241,6 +249,8 @@ class Supervisor:
 
     async def _receive(self, worker: Worker, message: dict[str, Any]) -> None:
         """Handles a worker's message, whose other keys are those that are read here."""
+        if worker.state is State.ENDED and message["type"] not in ("record", "fatal"):
+            return
         match message["type"]:
             case "record":
                 self._keep(message["kind"], message["data"])

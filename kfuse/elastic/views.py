@@ -44,7 +44,7 @@ class Views:
         self.host = ""  # this machine's address, as workers reach it
         self.store: TCPStore | None = None  # the newest view's, in this process: no lost worker takes it down
         self.cuts = Cuts(job, processes, records)
-        self._inquiry = 0  # generation of the view whose workers are being asked whom they reach
+        self._inquiry = -1  # generation of the view whose workers are being asked whom they reach
         self._asked = job.wanted
         self._since_step = _Row()  # workers lost since the last new step
         self._since_boot = _Row()  # newcomers lost since the last one that has booted
@@ -134,6 +134,8 @@ class Views:
         """Proposes the next planned view, once its workers are ready and the view before it is active."""
         job = self._job
         if job.stopping or job.done or self._must_recover or self._awaits_any():
+            return
+        if self._inquiry == job.view.generation:  # its workers wait for a view that recovers
             return
         newcomers, members = self._processes.newcomers(), self._processes.members()
         ready = [each for each in newcomers if each.state is State.READY and not (each.held and members)]

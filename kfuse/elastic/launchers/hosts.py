@@ -148,6 +148,9 @@ class HostsLauncher:
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one agent's connection. When it ends, the host is lost."""
+        if self._over:  # it was on its way
+            send(writer, "over")
+            return
         host = _Host(str(hello["host"]), writer, int(hello["slots"]), hello.get("only"))
         set_acknowledgement_timeout(writer.get_extra_info("socket"), SILENCE_S)
         limits = {"grace_s": self._grace_s, "notice_signals": [*self._notice_signals]}

@@ -110,22 +110,33 @@ class RayLauncher(HostsLauncher):
         if not self._needed_gpus:
             settings["CUDA_VISIBLE_DEVICES"] = ""  # whether or not Ray hides them from workers that asked for none
         process = await super().start({**settings, **env})
+
+        def kept(task: asyncio.Task[None]) -> None:
+            self._keeping.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                process.end(1, f"could not be started by Ray: {error}")
+
         task = asyncio.create_task(self._keep(process))
         self._keeping.add(task)
-        task.add_done_callback(self._keeping.discard)
+        task.add_done_callback(kept)
         return process
 
     async def _watch_nodes(self) -> None:
         """A node that is drained is about to be taken away: by the autoscaler, or as `ray drain-node` has asked."""
         import ray
-        from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
-        client = GcsClient(address=ray.get_runtime_context().gcs_address)
+        client, told = None, False
         while True:
             await asyncio.sleep(_DRAINED_S)
             try:
+                from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+                client = client or GcsClient(address=ray.get_runtime_context().gcs_address)
                 drained = await asyncio.to_thread(client.get_draining_nodes, timeout=_CONNECT_TIMEOUT_S)
-            except ray.exceptions.RayError:  # asked again
+            except Exception as error:  # Ray's are of many kinds; it is asked again
+                if not told:
+                    _log.warning("ray: which nodes are drained cannot be asked: %s", error)
+                told = True
                 continue
             for process, node in self._nodes.items():
                 process.noticed = process.noticed or node in drained
