@@ -145,9 +145,6 @@ class Recorder:
                     getattr(self._directory, kind)(data)
                 self.failures += data.get("kind") == "failure"
 
-    def line(self, text: str) -> None:
-        """What stand-ins print: nothing."""
-
 
 class Measured:
     """A job of stand-ins, and what each phase of it costs the process in which its supervisor runs."""

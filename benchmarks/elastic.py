@@ -166,10 +166,16 @@ class Series:
         except NotBackError as error:
             self._not_back(error)
             return
-        tries = 0
+        tries = idle = 0
         while plan:
+            left = len(plan)
             self._struck(Job(self.name, directory / str(tries), self.epochs), plan, chance)
-            tries += 1
+            tries, idle = tries + 1, 0 if len(plan) < left else idle + 1
+            if idle == 3:
+                self._not_back(
+                    NotBackError(f"{self.name}: three jobs were over before a {plan[0]}: give more --epochs")
+                )
+                return
 
     def _undisturbed(self, job: Job) -> dict[str, torch.Tensor]:
         try:

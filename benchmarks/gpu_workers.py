@@ -92,16 +92,14 @@ class Recorder:
         self.summary: dict[str, Any] = {}
 
     def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        """Events, and the summary, as they come."""
+        """Events, printed lines and the summary, as they come."""
         for kind, data in records:
             if kind == "event":
                 self.events.append(data)
+            elif kind == "line":
+                self.lines.append(data["text"])
             elif kind == "summary":
                 self.summary = data
-
-    def line(self, text: str) -> None:
-        """A line that a worker has printed."""
-        self.lines.append(text)
 
 
 class _Launcher(LocalLauncher):

@@ -45,7 +45,7 @@ STRIKES = {
 AGENTS = {"agent lost": signal.SIGKILL, "agent's notice": signal.SIGTERM}
 SUPERVISOR = {"supervisor lost": signal.SIGKILL, "supervisor's notice": signal.SIGTERM}
 WEIGHTS = {
-    **{"kill": 8, "exception": 4, "exit": 4, "stop": 2, "notice": 8, "grow": 6, "shrink": 4},
+    **{"kill": 8, "exception": 4, "exit": 4, "stop": 1, "notice": 8, "grow": 6, "shrink": 4},
     **{"loader lost": 4, "disk full": 1, "agent lost": 4, "agent's notice": 4, "link cut": 2},
     **{"supervisor lost": 0.5, "supervisor's notice": 0.5},  # another one takes seconds to start
 }
@@ -54,6 +54,7 @@ _KFUSE_RUN = (sys.executable, "-m", "kfuse.cli.kfuse_run")
 _LONGEST_DELAY_S = 0.3
 _STEPS_BETWEEN = 5
 _DEADLINE_S = 180.0
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Plan:
     name: str
     events: int
     seed: int
-    pace_s: float = 0.03
+    pace_s: float = 0.02
     comm: dict[str, Any] = field(default_factory=dict)
     loop: bool = False  # a loop over a kf.DataLoader with a loader process, instead of kf.fit
     agents: bool = False  # each worker on an agent of its own
@@ -95,7 +96,7 @@ class Sample:
 
 
 class Recorder:
-    """Keeps what workers report in the run directory, and wakes who waits for it."""
+    """Keeps what workers report in the run directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = RunDirectory(directory, sinks=(), ledger=True)
@@ -104,7 +105,6 @@ class Recorder:
         """How each lost worker ended, by pid."""
         self.cuts = 0
         """How often workers that do not reach each other were found."""
-        self.stirred = asyncio.Event()
 
     def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
         """Records as workers report them."""
@@ -121,19 +121,13 @@ class Recorder:
                     self.lost[data["pid"]] = data["how"]
                 elif kind == "event" and data["kind"] == "cut":
                     self.cuts += 1
-        self.stirred.set()
-
-    def line(self, text: str) -> None:
-        """What struck workers print is known; of others, an error tells."""
 
     async def until(self, what: str, true: Callable[[], bool]) -> None:
         """Raises AssertionError after the deadline."""
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 while not true():
-                    self.stirred.clear()
-                    with contextlib.suppress(TimeoutError):  # a state of the supervisor's may change without a record
-                        await asyncio.wait_for(self.stirred.wait(), 0.05)
+                    await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise AssertionError(f"waited {_DEADLINE_S:.0f} s for {what}") from None
 

@@ -398,10 +398,14 @@ class Recovery:
             step, why = went_back
             to = "checkpoint" if begins else "snapshot"
             self._reporter.event(at.step, "went_back", to=to, steps=step - at.step, why=why)
-        if at.is_apart:  # each worker was at a step of its own; they all go on from the furthest one's
-            stages = len(Stage)
-            made = {rank: p // stages + (p % stages > Stage.UPDATE) for rank, p in enumerate(positions) if p >= 0}
-            behind = {workers[rank]: max(made.values()) - steps for rank, steps in made.items()}
-            behind = {worker: steps for worker, steps in behind.items() if steps}
-            if behind:
-                self._reporter.event(at.step, "left_out", workers=list(behind), steps=list(behind.values()))
+        if at.is_apart:
+            self._report_left_out(positions)
+
+    def _report_left_out(self, positions: Sequence[int]) -> None:
+        """Each worker was at a step of its own; they all go on from the furthest one's."""
+        at, workers, stages = self._progress, self._session.workers, len(Stage)
+        made = {rank: p // stages + (p % stages > Stage.UPDATE) for rank, p in enumerate(positions) if p >= 0}
+        behind = {workers[rank]: max(made.values()) - steps for rank, steps in made.items()}
+        behind = {worker: steps for worker, steps in behind.items() if steps}
+        if behind:
+            self._reporter.event(at.step, "left_out", workers=list(behind), steps=list(behind.values()))
