@@ -156,7 +156,7 @@ class Recovery:
                     self._share_state(time.perf_counter() - started)
                 return
             except CommError as again:
-                error = again
+                error = again.with_traceback(None)  # that knows this frame: a circle would keep the group's sockets
 
     def _abort(self) -> None:
         for opt in self._opts:
