@@ -70,6 +70,11 @@ async def test_where_nobody_can_take_over_the_job_stops_with_a_last_checkpoint(s
     await stage.says(1, "notice")
     await stage.settle()
     assert [message["reason"] for message in stage.workers[0].of_kind("stop")] == ["terminated"]
+    for _ in range(12):  # the checkpoint takes more than half of the grace
+        for number in (0, 1):
+            await stage.says(number, "alive")
+        await stage.settle(1)
+    assert not any(worker.killed for worker in stage.workers)
     await stage.end_well(0, 1)
 
 

@@ -192,23 +192,21 @@ class Supervisor:
     async def _leave_together(self) -> None:
         """The workers that were given notice leave in one view."""
         await asyncio.sleep(_TOGETHER_S)
-        self._leaving, job, members = None, self.job, self.processes.members()
-        nobody_stays = all(member.noticed for member in members)
+        self._leaving, job = None, self.job
         if job.stopping or job.over.is_set():
             return
-        if nobody_stays:
-            asyncio.get_running_loop().call_later(_TAKE_OVER * job.elasticity.grace_s, self._end_taking_over)
-            await self.views.refill()  # others are to take over the state
-        else:
+        if not all(member.noticed for member in self.processes.members()):
             self.views.propose()
+            return
+        await self.views.refill()  # others are to take over the state
         coming = any(each.process.running and not each.held for each in self.processes.newcomers())
-        if members and nobody_stays and not coming and not job.done:
-            self.stop("terminated")  # nobody can take over: a last checkpoint remains
+        wait_s = _TAKE_OVER * job.elasticity.grace_s if coming else 0.0
+        asyncio.get_running_loop().call_later(wait_s, self._stop_if_nobody_stays)
 
-    def _end_taking_over(self) -> None:
-        """Where all workers still have notice, time is left for a last checkpoint only."""
-        members = self.processes.members()
-        if members and all(member.noticed for member in members) and not self.job.done:
+    def _stop_if_nobody_stays(self) -> None:
+        """Where all workers still have notice, nobody has taken over: a last checkpoint remains."""
+        members, job = self.processes.members(), self.job
+        if members and all(member.noticed for member in members) and not (job.stopping or job.done):
             self.stop("terminated")
 
     def _end_grace(self, worker: Worker) -> None:
