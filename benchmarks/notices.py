@@ -40,7 +40,8 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
 from elastic_job import Job, assert_exact, assert_same_steps, compose, override, parent, words  # noqa: E402
-from soak_job import GRACE_S, MARKS, Agents, Recorder  # noqa: E402
+from joining import Agents  # noqa: E402
+from soak_job import GRACE_S, MARKS, Recorder  # noqa: E402
 from warm import WarmLauncher  # noqa: E402
 
 from kfuse.elastic.launchers import RayLauncher  # noqa: E402
@@ -79,7 +80,7 @@ def workers(directory: Path) -> Places:
 
 
 def agents(directory: Path) -> Places:
-    its, closing = Agents(directory.parent, None), ExitStack()
+    its, closing = Agents(directory.parent, None, GRACE_S), ExitStack()
     closing.callback(its.end)
 
     async def take(chosen: list[Worker]) -> None:

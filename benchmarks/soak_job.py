@@ -13,20 +13,18 @@ import contextlib
 import json
 import os
 import random
-import secrets
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hosts import Host
+from joining import Agents
 from warm import CONTEXT, WarmLauncher
 
-from kfuse.elastic.launchers import HostsLauncher
 from kfuse.elastic.processes import State, Worker
 from kfuse.elastic.supervisor import Elasticity, Supervisor
 from kfuse.observe.run_dir import RunDirectory
@@ -50,7 +48,6 @@ WEIGHTS = {
     **{"supervisor lost": 0.5, "supervisor's notice": 0.5},  # another one takes seconds to start
 }
 GRACE_S = 5.0
-_KFUSE_RUN = (sys.executable, "-m", "kfuse.cli.kfuse_run")
 _LONGEST_DELAY_S = 0.3
 _STEPS_BETWEEN = 5
 _DEADLINE_S = 180.0
@@ -130,51 +127,6 @@ class Recorder:
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise AssertionError(f"waited {_DEADLINE_S:.0f} s for {what}") from None
-
-
-class Agents:
-    """Agents of `kfuse-run --join` on this machine, each with one slot. command: the workers', as for HostsLauncher.
-
-    hosts: what network namespaces they are in, in turn, and before them the supervisor's own one.
-    """
-
-    def __init__(self, directory: Path, command: list[str] | None, hosts: Sequence[Host] = ()) -> None:
-        self._log, self._secret = directory / "agents.log", directory / "token"
-        self._secret.touch(0o600)
-        self._secret.write_text(token := secrets.token_hex(16))
-        self._address = hosts[0].address if hosts else "127.0.0.1"
-        self._hosts = hosts[1:]
-        self.launcher = HostsLauncher(command, self._address, 0, token, 0, 1, GRACE_S, notice_signals=("SIGTERM",))
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    async def start(self, count: int) -> None:
-        while not self.launcher._port:  # the supervisor has not opened it yet
-            await asyncio.sleep(0.01)
-        address = f"{self._address}:{self.launcher._port}"
-        command = [*_KFUSE_RUN, "--join", address, "--token-file", str(self._secret), "--slots", "1"]
-        for _ in range(count):
-            inside: list[str] = []
-            if self._hosts:
-                name = self._hosts[len(self._processes) % len(self._hosts)].name
-                inside = [*f"ip netns exec {name} unshare --uts sh -c".split(), 'hostname "$0"; exec "$@"', name]
-            with self._log.open("ab") as log:
-                self._processes.append(subprocess.Popen([*inside, *command], stdout=log, stderr=log))
-
-    @contextlib.contextmanager
-    def apart(self, one: str, other: str) -> Iterator[None]:
-        """What a host sends does not reach the other one meanwhile. one, other: their names."""
-        by_name = {host.name: host for host in self._hosts}
-        rule = f"INPUT -s {by_name[one].address} -j DROP"
-        by_name[other].run(f"iptables -w -A {rule}")
-        try:
-            yield
-        finally:
-            by_name[other].run(f"iptables -w -D {rule}")
-
-    def end(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
 
 
 class Soak:
@@ -372,7 +324,7 @@ async def run(plan: Plan, directory: Path, workers: int = START, disturb: bool =
     agents = None
     if plan.agents and disturb:
         hosts = [Host(**host) for host in json.loads((directory / "hosts.json").read_text())]
-        agents = Agents(directory, [sys.executable, *script], hosts)
+        agents = Agents(directory, [sys.executable, *script], GRACE_S, hosts)
     launcher: Any = WarmLauncher(directory / "workers.log", script=script) if agents is None else agents.launcher
     limits = Elasticity(workers, 1, MOST, heartbeat_timeout_s=5, max_failures=12, grace_s=GRACE_S, script=True)
     job = {"run_dir": str(directory / "disk" / "run"), "observe": {"log_level": "warning", "ledger": True}}

@@ -63,8 +63,9 @@ class RunDirectory:
         self._next_step: int | None = None  # the one whose record is to come; None: any may
         # What events say is missing, also of earlier processes of this run: lines of the JSON lines files, and steps of
         # workers whose samples pair averaging did not use.
-        self.lines_lost = sum(event["lines"] for event in self._events.records("records_lost"))
-        self.steps_left_out = sum(sum(event["steps"]) for event in self._events.records("left_out"))
+        self.lines_lost = self.steps_left_out = 0
+        for event in self._events.records():
+            self._count_missing(event)
         self._last_entries: dict[int | None, tuple[int, int]] = {}  # of the ledger, by the worker that reports its own
         self._sinks = Sinks(map(self._sink, dict.fromkeys(sinks)), lambda text: self.warn(text))
         self._summary: Mapping[str, Any] = {}
@@ -140,15 +141,20 @@ class RunDirectory:
         """Takes something that happened: `kind`, `step` and whatever else it has. An absent `time` is now (Unix)."""
         first = {"time": record.get("time", time.time()), "step": record["step"], "kind": record["kind"]}
         rest = {key: _finite(value) for key, value in record.items() if key not in first}
+        self._count_missing(record)
         if record["kind"] == "records_lost":
-            self.lines_lost += record["lines"]
             self._next_step = max(self._next_step or 0, record["steps"][1] + 1)
-        elif record["kind"] == "left_out":
-            self.steps_left_out += sum(record["steps"])
         self._events.add(_JSON.encode({**first, **rest}).encode() + b"\n")
         if first["kind"] == "evaluation":
             self._sinks.log({"evaluation": rest, "evaluation/metrics": rest.get("metrics", {})}, first["step"])
         self._write()
+
+    def _count_missing(self, event: Mapping[str, Any]) -> None:
+        match event.get("kind"):
+            case "records_lost":
+                self.lines_lost += event["lines"]
+            case "left_out":
+                self.steps_left_out += sum(event["steps"])
 
     def ledger(self, record: Mapping[str, Any]) -> None:
         """Takes the samples of one micro-batch, in order, each once; drops them where no ledger was asked for.
