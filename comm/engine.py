@@ -191,7 +191,7 @@ class Engine:
         reductions useless to the others.
         """
         if self.executor.failed is not None:
-            raise self.executor.failed
+            raise CommError(self.executor.failed)
         if micro_batch.several_backwards and self._still_there():
             raise RuntimeError(STILL_THERE)
         self.now.open(micro_batch)

@@ -58,7 +58,7 @@ class Executor:
     """
 
     measured: dict[int, Tensor]  # by bucket: fp32, the sum of squares of each block of its `part`, in this step
-    failed: CommError | None = None  # why this worker cannot continue with the others
+    failed: str | None = None  # why this worker cannot go on with the others
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Executor:
                 self._run_arrived()
                 self._start_complete(local)
         except CommError as error:
-            self.failed = error
+            self.failed = str(error)
             if self._group.fixed:
                 raise
 
@@ -216,7 +216,7 @@ class Executor:
         shard is, for work on the current stream. Raises CommError.
         """
         if self.failed is not None:
-            raise self.failed
+            raise CommError(self.failed)
         if self._group.size == 1:
             return
         self._start_complete(local)
@@ -350,8 +350,7 @@ class Executor:
         if not self._runs or self._group.size == 1:
             return
         if self.failed is None:
-            said = "a step was aborted after its reduction had begun: this worker cannot continue with the others"
-            self.failed = CommError(said)
+            self.failed = "a step was aborted after its reduction began: this worker cannot go on with the others"
         if not reduced:
             self._wire = {index: torch.empty(0) for index in self._wire}
             for bucket in self._buckets:

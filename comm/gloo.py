@@ -46,6 +46,7 @@ class GlooPending(Pending):
         since = time.monotonic()  # not since the start: this worker has computed meanwhile
         for work, peer in self.works:
             self._wait_one(work, peer, since)
+        self.works.clear()  # a message that has ended keeps its connections open
         self.group.under_way.pop(self, None)
         if self._then is not None:
             self._then()

@@ -330,7 +330,9 @@ _RETIRED: list[Group] = []
 def drop_retired() -> None:
     """Drops the retired groups that have no message under way any more; called at step boundaries."""
     for group in [g for g in _RETIRED if all(pending.done() for pending in g.under_way)]:
-        group.under_way.clear()  # each knows its group: a circle would keep both, and sockets and threads, for long
+        for pending in group.under_way:  # each may be known to others for long, and keeps its connections open
+            pending.works.clear()
+        group.under_way.clear()
         _RETIRED.remove(group)
         threading.Thread(target=group.disconnect, name="kfuse-disconnect").start()  # gloo takes tens of milliseconds
 

@@ -229,9 +229,8 @@ class Session:
         try:
             met = client.meet(self._generation, step, self.workers, applied, timeout_s)
         except TimeoutError:
-            raise CommError(
-                f"meeting of all workers after step {step}: {self.group.whom()} made no step for {timeout_s:.0f} s"
-            ) from None
+            silent = f"{self.group.whom()} made no step for {timeout_s:.0f} s"
+            raise CommError(f"meeting of all workers after step {step}: {silent}") from None
         if met is None:
             self.check()
         assert met is not None
@@ -272,10 +271,8 @@ class Session:
     def begin_training(self) -> None:
         """A training starts. Raises RuntimeError if another one is under way in an elastic job."""
         if self.elastic and self.in_training:
-            raise RuntimeError(
-                "another kf.fit or kf.DataLoader of this process is under way: in a job whose workers may change, let "
-                "one end before the next begins"
-            )
+            why = "in a job whose workers may change, let one end before the next begins"
+            raise RuntimeError(f"another kf.fit or kf.DataLoader of this process is under way: {why}")
         self.training += 1
         self.in_training = True
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from kfuse.elastic.job import Elasticity, Job, Records
 from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
+from kfuse.train.output import Reporter
 
 
 class Kept:
@@ -61,6 +62,18 @@ def test_records_keep_their_order_and_events_come_once() -> None:
     run(report, kept)
     wanted = [*metrics(0, 1, 2), ("event", event), *metrics(2, 3), ("line", {"text": "said"}), ("event", event)]
     assert kept.records == wanted
+
+
+def test_a_new_leader_sends_the_last_ones_events_but_none_of_before_a_checkpoint() -> None:
+    sent: list[str] = []
+    session = Mock(group=Mock(rank=0), report=lambda kind, data: sent.append(data["kind"]))
+    first, second = (Reporter(session, Mock(), None) for _ in range(2))
+    first.event(3, "before")
+    second.load_state_dict(first.state_dict())
+    second.resend(begins=True)
+    second.event(4, "after")
+    second.resend(begins=False)
+    assert sent == ["before", "after", "after"]
 
 
 def test_a_file_system_that_hangs_holds_nothing_up_and_what_is_lost_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

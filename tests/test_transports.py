@@ -9,6 +9,7 @@ import socket
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import Bag
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import kfuse as kf
 from kfuse.comm import transports
-from kfuse.comm.gloo import GlooGroup
-from kfuse.comm.group import Group, Pending
+from kfuse.comm.gloo import GlooGroup, GlooPending
+from kfuse.comm.group import Group, Pending, drop_retired
 from kfuse.comm.settings import CommOptions
 from kfuse.comm.sum_tree import Merge, plan_merges
 from kfuse.comm.topology import depths, measure
@@ -193,6 +195,27 @@ def test_a_retired_group_is_gone_at_once() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_messages_that_have_ended_keep_no_connection() -> None:
+    """Whoever still knows them: a failed step's objects know each other until the garbage collector comes."""
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before, store = descriptors(), HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        groups = [*pool.map(lambda rank: GlooGroup(rank, 2, store), range(2))]
+        kept = [group.all_reduce(torch.ones(4), what) for what in ("first", "second") for group in groups]
+        [*pool.map(GlooPending.wait, kept[:2])]  # the others' end is not waited for
+    deadline = time.monotonic() + 20
+    assert descriptors() > before
+    for group in groups:
+        group.retire()
+    while descriptors() > before and time.monotonic() < deadline:
+        drop_retired()
+        time.sleep(0.01)
+    assert descriptors() == before and len(kept) == 4
 
 
 def silent(schedule: str, absent: int, done: str, gone: bool) -> str:

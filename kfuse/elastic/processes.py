@@ -213,6 +213,8 @@ class Processes:
             self._undecided -= 1
         await asyncio.wait([lines], timeout=_LAST_OUTPUT_S)  # what it started may hold the pipe open
         lines.cancel()
+        worker.lines.clear()  # a long job has lost many
+        worker.connections.clear()
         self.end_if_none_left()
 
     async def _end_of(self, worker: Worker) -> int:

@@ -92,8 +92,10 @@ class Views:
         """Starts others in the place of those that are lost or about to be, as `elastic.replace` says."""
         job, limits = self._job, self._job.elasticity
         if job.takes_newcomers:
+            # Those that have left their loop, while the others go on, are decided on as they end.
+            wanted = job.wanted - sum(map(self.out_of_loop, self._processes.leavers()))
             all_of_them = limits.replace or not self._processes.members()
-            await self.add_up_to(job.wanted if all_of_them else min(job.wanted, limits.min))
+            await self.add_up_to(wanted if all_of_them else min(wanted, limits.min))
         self.propose()
 
     async def add_up_to(self, target: int) -> None:
@@ -234,7 +236,7 @@ class Views:
                 await self.refill()
             return
         if status == 0:
-            self._quit(worker)
+            self._quit(worker, was)
         elif not job.done and not self._all_out_of_loop(worker):
             await self._lost(worker, was, status)
         elif job.elasticity.script and (worker.why or not worker.killed.is_set()):
@@ -270,10 +272,7 @@ class Views:
             job.give_up(f"workers lose contact again and again: {why}")
             return
         _log.info("contact lost in view %d: %s", job.view.generation, why)
-        for member in () if job.done else filter(self.out_of_loop, self._processes.members()):
-            if member.failed_at is None:  # else it is lost as soon as its process has ended
-                self.continue_without(member, "left the training loop, and the others waited for it")
-        self.recover(anew=job.done)
+        self.recover(anew=job.done)  # without those that have left their loop: their ends tell whether they are lost
 
     async def _inquire(self, why: str) -> None:
         """Contact was lost again: where some workers do not reach each other the others go on without one side."""
@@ -301,13 +300,12 @@ class Views:
             return False
         return all(self.out_of_loop(member) for member in self._processes.members() if member.joined)
 
-    def _quit(self, worker: Worker) -> None:
+    def _quit(self, worker: Worker, was: State) -> None:
         """A worker's script ended with status 0. Before training is over that is no failure, but the others must do
         without it: another one would end in the same way.
         """
         rank = self._processes.rank_of(worker)
-        in_good_order = rank is None and worker.joined and worker.failed_at is None
-        if self._job.done or in_good_order:
+        if self._job.done or was is State.LEFT:
             return
         if rank is None and not worker.joined:
             self.continue_without(worker, "ended with exit status 0 before it used kf.fit or kf.DataLoader")
@@ -344,7 +342,7 @@ class Views:
             if rank is not None or leaving:
                 self.recover()  # the others still have a checkpoint to write
             return
-        last = not (members or self._processes.leavers())
+        last = not members and all(map(self.out_of_loop, self._processes.leavers()))
         starts_anew = last and limits.restart
         if not job.view.generation or (was is State.BOOTING and last and (error or not starts_anew)):
             when = "before training went on" if job.view.generation else "before training began"

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from kfuse.comm.gradients import at_the_end_of_backward
 from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
 
+_OUTLIVED: list[RemovableHandle] = []  # hooks of watches that are gone
 CHANGED = "`.grad` was changed between two backwards of a step, for example clipped or set to zero"
 
 
@@ -141,8 +143,11 @@ class BackwardWatch(ABC):
         """Ends a step after each step of a torch optimizer that has some of the parameters.
 
         `optimizer.step(closure)` has the step's last backward in its closure. torch keeps such hooks for the whole
-        process; this one does not keep the watch, and goes with it.
+        process; this one does not keep the watch, and goes after it: with the next watch, since the garbage collector
+        may come while torch calls these hooks.
         """
+        while _OUTLIVED:
+            _OUTLIVED.pop().remove()
         watch, mine = weakref.ref(self), frozenset(map(id, self.params))
 
         def updated(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -158,7 +163,7 @@ class BackwardWatch(ABC):
                 alive.finish_step()
 
         handle = register_optimizer_step_post_hook(updated)
-        weakref.finalize(self, handle.remove)
+        weakref.finalize(self, _OUTLIVED.append, handle)
         self.monitor.handles.append(handle)
 
     def finish_step(self) -> None:

@@ -93,10 +93,8 @@ def taken(run_dir: Path, where: str, say: Callable[[str], object] = _tell, wait_
         while not (_lock(file, fcntl.LOCK_EX) and _lock(file, fcntl.LOCK_SH)):  # another may come in between
             waited = time.monotonic() - started
             if waited > wait_s:
-                raise ConfigError(
-                    f"{where}: processes of another run in it have not ended within {wait_s:.0f} s; must be one that "
-                    "no run uses"
-                )
+                why = f"processes of another run in it have not ended within {wait_s:.0f} s"
+                raise ConfigError(f"{where}: must be one that no run uses: {why}")
             if waited > _SAY_S and not said:
                 said = True
                 say(f"kfuse: {where}: waiting until the processes of the run in it have ended")

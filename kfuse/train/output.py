@@ -320,18 +320,19 @@ class Reporter:
                 self._told_before |= data.get("signals", {})
         self.recent.append(records)
 
-    def resend(self, events: bool) -> None:
-        """Sends the newest records again: the last leader may have been lost before it sent them.
+    def resend(self, begins: bool) -> None:
+        """Sends the newest records again: a lost leader may not have sent them. The supervisor drops those it has.
 
-        events: whether events are sent too. The supervisor drops records that it has already.
+        begins: training does, perhaps from a checkpoint: another process has kept the events of before.
         """
         told: dict[str, Any] | None = self._told_before  # for the first record: nothing may be written before it
         for records in self.recent:
+            if begins:
+                records[:] = [(kind, data) for kind, data in records if kind != "event"]
             for kind, data in records:
                 if kind == "metrics" and told is not None:
                     data, told = data | {"signals": told | data.get("signals", {})}, None
-                if events or kind != "event":
-                    self._send(kind, data)
+                self._send(kind, data)
 
     def summary(self, summary: dict[str, Any]) -> None:
         self._send("summary", summary)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -87,9 +88,8 @@ class Recovery:
         try:
             with generators_restored(self._session.group.device):
                 yield
-        except BaseException as error:
-            if not isinstance(error, GeneratorExit | SystemExit):  # by these a script leaves its loop
-                failed_at = self._progress.step
+        except Exception as error:
+            failed_at = self._progress.step
             if isinstance(error, ControlError | CommError):
                 self._session.lost = True
                 self._abort()
@@ -147,6 +147,7 @@ class Recovery:
             raise error
         started = time.perf_counter()
         while True:
+            traceback.clear_frames(error.__traceback__)  # messages there would keep the group's connections open
             self._abort()
             for opt in self._opts:
                 opt.zero_grad()  # an update that failed has left the step's gradients
@@ -156,7 +157,7 @@ class Recovery:
                     self._share_state(time.perf_counter() - started)
                 return
             except CommError as again:
-                error = again.with_traceback(None)  # that knows this frame: a circle would keep the group's sockets
+                error = again
 
     def _abort(self) -> None:
         for opt in self._opts:
@@ -231,7 +232,7 @@ class Recovery:
         if view is None:  # one process, and nobody to share with
             self._load_or_begin(restarted=False)
             self._report_start()
-            self._reporter.resend(events=False)
+            self._reporter.resend(begins=True)
             return
         started = time.perf_counter()
         if self._has_state:
@@ -386,7 +387,7 @@ class Recovery:
         if begins or went_back is not None:
             self._report_start(goes_back=not begins)
         if begins or self._session.group.rank == 0:
-            self._reporter.resend(events=not begins)
+            self._reporter.resend(begins)
         self._reporter.view(at.step, view, regroup_s, transfer_s)
         group, comm = self._session.group, self._session.comm
         if self._session.elastic and comm.sharded and comm.redundancy != "none" and len({*group.hosts}) > 1:

@@ -232,16 +232,13 @@ class Trainer:
         finally:
             self._body_runs = False
         has_stepped = self._has_stepped(step)  # of several optimizers some may have, before a worker was lost
-        error, step.error = step.error, None
+        error = step.error
         if error is None:
             error = self._training.lost_worker()
             for opt in self._training.opts:
                 opt.reducer.lost_worker_error = None
         if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # it knows this frame: a circle would keep both, and the group's sockets, for long
+            raise error
         if not has_stepped:
             raise RuntimeError(
                 "a step's body must call opt.step() once, after all of its micro-batches; of several optimizers the "
