@@ -16,6 +16,7 @@ from elastic_job import assert_none_left
 from kfuse.elastic.launchers import HostsLauncher, LocalLauncher
 from kfuse.elastic.launchers.agent import offer
 from kfuse.elastic.launchers.local import LocalProcess
+from kfuse.elastic.protocol import ENV_WORKER
 from kfuse.train.build import set_threads
 
 
@@ -68,11 +69,11 @@ def test_a_host_that_others_do_not_reach_gets_workers_last() -> None:
         agents = [asyncio.create_task(offer("127.0.0.1", launcher._port, "token", slots)) for slots in (2, 3)]
         while len(launcher._hosts) < 2:
             await asyncio.sleep(0.01)
-        processes = [await launcher.start({})]
+        processes = [await launcher.start({ENV_WORKER: "0"})]
         processes[0].cut_off = True
         processes[0].kill()
         await processes[0].wait()
-        processes += [await launcher.start({}) for _ in range(3)]
+        processes += [await launcher.start({ENV_WORKER: str(number)}) for number in (1, 2, 3)]
         await launcher.close()
         assert await asyncio.gather(*agents) == [True, True]
         return [process.agent is processes[0].agent for process in processes]

@@ -338,6 +338,19 @@ async def test_the_others_go_on_without_a_script_that_ends_before_it_joins(stage
     await stage.end_well(0)
 
 
+@job(Elasticity(2, 1, 2), waiting=1)
+async def test_a_worker_that_waits_for_a_slot_is_named_once(stage: Stage) -> None:
+    await stage.train(0, 1)
+    await stage.lose(1)
+    stage.workers[2].running = False
+    for _ in range(120):
+        await stage.says(0, "alive")
+        await stage.settle(1)
+    assert [event["worker"] for event in stage.events("waiting")] == [2]
+    await stage.end_well(0)
+    stage.workers[2].end(0)
+
+
 @job(SCRIPTS, "worker 1 ended with exit status 1 after training had ended: TypeError: bad")
 async def test_a_script_that_fails_after_its_training_has_failed(stage: Stage) -> None:
     await stage.train(0, 1)

@@ -23,6 +23,7 @@ _KEPT_LINES = 200
 _TRACEBACK = "Traceback (most recent call last):\n"
 _OUTPUT_S = 0.05  # for the rest of a lost worker's output: its traceback says why it ended
 _LAST_OUTPUT_S = 1.0
+_WAITS_LONG_S = 30.0
 _KILL_GRACE_S = 1.0  # for the report of a killed process's end: from a host that is cut off there is none
 
 
@@ -50,13 +51,14 @@ class Worker:
     pid: int | None = None  # None until it has connected
     host: str = ""
     address: list[Any] = field(default_factory=list)  # host and port at which other workers may reach it
+    waits: bool = False  # it has waited for a slot or a node so long that an event has said so
     held: bool = False  # it waits for members that it does not reach
     gpu: int | None = None  # the number of its GPU, until its process ends; None: the launcher chooses, or none
     started_at: float = 0.0
     last_message_at: float = 0.0  # by the event loop's clock
     why: str = ""  # why the supervisor killed it, if it did
     joined: bool = False  # a view, this one or one before
-    leaving: bool = False  # another worker is to take its place
+    to_replace: bool = False  # another worker is to take its place
     noticed: bool = False  # its machine is about to be taken away: it leaves at once
     said_goodbye: bool = False  # its process is ending, and sends no heartbeats any more
     ended_loop: int = 0  # the newest training whose loop has ended on this worker, whether or not the training is over
@@ -166,7 +168,7 @@ class Processes:
         """
         async with self._starting:
             self.awaits_gpu = 0
-            staying = [worker for worker in self.members() if not (worker.leaving or worker.noticed)]
+            staying = [worker for worker in self.members() if not (worker.to_replace or worker.noticed)]
             for _ in range(target - len(staying) - len(self.newcomers())):
                 number, gpu = len(self.workers), self.free_gpu()
                 if self.gpus and gpu is None:
@@ -248,6 +250,10 @@ class Processes:
             worker.last_message_at += late_s
             if not worker.process.running:
                 worker.last_message_at = now
+                if not worker.waits and now - worker.started_at > _WAITS_LONG_S:
+                    worker.waits = True
+                    note = "the launcher has no slot or node for it yet"
+                    self._records.event("waiting", worker=worker.number, note=note)
             slow = worker.state is State.BOOTING or worker.said_goodbye  # imports, or the interpreter's end
             silent = now - worker.last_message_at
             if silent > (elasticity.boot_timeout_s if slow else elasticity.heartbeat_timeout_s):

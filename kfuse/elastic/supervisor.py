@@ -27,7 +27,7 @@ _log = logging.getLogger("kfuse")
 
 _SAME_SIGNAL_S = 1.0
 _POLL_S = 0.05
-_TOGETHER_S = 0.01  # from a notice to the view without its worker: the others of its machine get theirs meanwhile
+_NOTICES_S = 0.01  # from a notice to the view without its worker: the others of its machine get theirs meanwhile
 _TAKE_OVER = 0.5  # of the grace: for others to take over from workers that all have notice; then the job stops
 _CATCH_UP = 0.4  # of the grace: for workers that are behind to make their steps up to the furthest one (pair averaging)
 _BROKEN_GRACE_S = 0.1  # a lost connection mostly means a process that has ended, which is reported soon
@@ -191,7 +191,7 @@ class Supervisor:
 
     async def _leave_together(self) -> None:
         """The workers that were given notice leave in one view."""
-        await asyncio.sleep(_TOGETHER_S)
+        await asyncio.sleep(_NOTICES_S)
         self._leaving, job = None, self.job
         if job.stopping or job.over.is_set():
             return

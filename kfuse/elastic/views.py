@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kfuse")
 
-_TOGETHER_S = 20e-6  # a worker of the view, until it is formed anew: as long as that takes this process
+_LOSSES_S = 20e-6  # a worker of the view: losses that come meanwhile are handled together; forming it takes as long
 
 
 @dataclass
@@ -80,9 +80,9 @@ class Views:
         """
         worker = next((member for member in self._processes.members() if member.number == number), None)
         no_gpu = self._processes.gpus and self._processes.free_gpu() is None
-        if worker is None or worker.leaving or worker.noticed or no_gpu or not self._job.takes_newcomers:
+        if worker is None or worker.to_replace or worker.noticed or no_gpu or not self._job.takes_newcomers:
             return
-        worker.leaving = True
+        worker.to_replace = True
         _log.info("replacement asked for worker %d", number)
         self._records.event("decision", replace=number)
         await self.add_up_to(self._job.wanted)
@@ -109,7 +109,7 @@ class Views:
                 job.end(JobFailed(f"no worker is left, and {error}"))
                 return
             for worker in self._processes.members():
-                worker.leaving = False
+                worker.to_replace = False
             asked, job.wanted = job.wanted, min(job.wanted, alive)
             self._clipped(asked, job.wanted, str(error))
 
@@ -118,9 +118,9 @@ class Views:
 
     def continue_without(self, worker: Worker, how: str) -> None:
         members = [member for member in self._processes.members() if not self.out_of_loop(member)]
-        leaving = [member for member in members if member.leaving]
-        if leaving and not worker.joined:
-            leaving[-1].leaving = False
+        to_replace = [member for member in members if member.to_replace]
+        if to_replace and not worker.joined:
+            to_replace[-1].to_replace = False
         else:
             self._job.wanted = max(1, len(members), self._job.wanted - 1)
         rank = self._processes.rank_of(worker)
@@ -142,7 +142,7 @@ class Views:
         newcomers, members = self._processes.newcomers(), self._processes.members()
         ready = [each for each in newcomers if each.state is State.READY and not (each.held and members)]
         booting = any(worker.state is State.BOOTING and worker.process.running for worker in newcomers)
-        staying, leaving = [m for m in members if not m.leaving], [m for m in members if m.leaving]
+        staying, replaced = [m for m in members if not m.to_replace], [m for m in members if m.to_replace]
         missing = job.wanted - len(staying)
         if not members:
             if len(ready) >= max(1, job.wanted):
@@ -152,9 +152,9 @@ class Views:
             if unnoticed or ready:  # where all are to leave, newcomers take over the state first
                 self._announce(unnoticed or members + ready, "notice" if unnoticed else "grow")
         elif len(members) > job.wanted:
-            self._announce((staying + leaving)[: job.wanted], "shrink")
+            self._announce((staying + replaced)[: job.wanted], "shrink")
         elif ready and missing > 0 and not (booting and len(ready) < missing):
-            still_needed = leaving[: max(not staying, missing - len(ready))]  # newcomers alone have no state
+            still_needed = replaced[: max(not staying, missing - len(ready))]  # newcomers alone have no state
             reason = "replace" if len(members) == job.wanted else "grow"
             self._announce(staying + still_needed + ready[:missing], reason)
 
@@ -370,7 +370,7 @@ class Views:
 
     async def _recover_together(self) -> None:
         """Forms the view without the lost workers and starts others: once for all losses that are known together."""
-        await asyncio.sleep(_TOGETHER_S * self._job.view.size)
+        await asyncio.sleep(_LOSSES_S * self._job.view.size)
         self._recovering = None
         if self._must_recover and not self._job.over.is_set():
             self._must_recover = False

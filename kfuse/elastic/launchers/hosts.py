@@ -24,6 +24,7 @@ class HostProcess:
     """A worker on some host, as the supervisor sees it."""
 
     def __init__(self, number: int, env: dict[str, str]) -> None:
+        """number: the worker's."""
         self.number, self.env = number, env
         self.running = False
         self.cause = ""  # how it ended, where that was with its host
@@ -66,13 +67,13 @@ class _Host:
     agent: asyncio.StreamWriter
     slots: int
     only: int | None  # the one process that it is for; None: it is for any
-    leaving: bool = False  # it is about to be taken away
+    noticed: bool = False  # it is about to be taken away
     cut_off: bool = False  # a worker on it was not reached by others: it gets workers where no other host has room
     processes: dict[int, HostProcess] = field(default_factory=dict)
 
     @property
     def free(self) -> int:
-        return 0 if self.leaving else self.slots - len(self.processes)
+        return 0 if self.noticed else self.slots - len(self.processes)
 
 
 class HostsLauncher:
@@ -102,7 +103,6 @@ class HostsLauncher:
         self._server = Server(token, self._serve)
         self._hosts: list[_Host] = []
         self._waiting: list[HostProcess] = []
-        self._started = 0
         self._own: asyncio.Task[bool] | None = None
         self._over = False
         self.event: Callable[..., None] = lambda kind, **fields: None
@@ -118,8 +118,7 @@ class HostsLauncher:
     async def start(self, env: Mapping[str, str]) -> HostProcess:
         """A worker that starts as soon as a host has a free slot."""
         path = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
-        process = HostProcess(self._started, {**path, **env})
-        self._started += 1
+        process = HostProcess(int(env[ENV_WORKER]), {**path, **env})
         self._waiting.append(process)
         self._place()
         return process
@@ -171,13 +170,12 @@ class HostsLauncher:
                     process.end(int(message["status"]))
                     self._place()
                 elif message["type"] == "leaving":
-                    host.leaving = True
+                    host.noticed = True
                     send(writer, "left")
         finally:
             beating.cancel()
             self._hosts.remove(host)
-            if host.only is None and not (host.leaving or self._over):
-                workers = [int(process.env[ENV_WORKER]) for process in host.processes.values()]
-                self.event("host_lost", host=host.name, workers=workers)
+            if host.only is None and not (host.noticed or self._over):
+                self.event("host_lost", host=host.name, workers=[*host.processes])
             for process in host.processes.values():
                 process.end(-signal.SIGKILL, f"was lost with its host {host.name}: the agent there is gone")
