@@ -9,7 +9,8 @@ shrinks by as many workers as planned, by the policy's decision, and grows again
 
 Each job must end with the bits, the metrics and the ledger of an undisturbed run on one worker, without a lost worker.
 Compared is the gap at a shrink and at a notice: the longest time between two steps' beginnings on a worker that stays,
-from the decision or notice until two steps after the others have ended. Their end is among it, as it takes a processor.
+from the decision or notice until two steps after the view without the others; and until two steps after their processes
+have ended. That takes a processor, and after a notice another worker's start does, which a shrink has not.
 """
 
 from __future__ import annotations
@@ -129,17 +130,17 @@ class Change:
     kind: str
     leaving: int
     began: float  # as it was asked for, on the machine's monotonic clock
-    ended: float  # two steps after the view without the workers
+    until: list[float]  # two steps after the view without the workers, and two after their processes have ended
     staying: list[int]  # their processes
 
-    def gap_s(self, marks: np.ndarray) -> float:
-        """The longest time between two steps' beginnings, on any worker that stays."""
-        found = []
-        for pid in self.staying:
+    def gaps_s(self, marks: np.ndarray) -> list[float]:
+        """The longest time between two steps' beginnings, on any worker that stays: for each of `until`."""
+        found = np.zeros((len(self.staying), len(self.until)))
+        for row, pid in zip(found, self.staying, strict=True):
             times = np.sort(marks["time"][marks["pid"] == pid])
             first = max(0, np.searchsorted(times, self.began) - 1)
-            found.append(np.diff(times[first : np.searchsorted(times, self.ended)]).max())
-        return float(max(found))
+            row[:] = [np.diff(times[first:end]).max() for end in np.searchsorted(times, self.until)]
+        return [float(each) for each in found.max(0)]
 
 
 @dataclass
@@ -198,14 +199,16 @@ class Notices:
             await self.places.take(chosen)
         else:
             self._wish(WORKERS - leaving)
-            await self.recorder.until("the shrink", lambda: self._settled(WORKERS - leaving))
-            chosen = [worker for worker in members if self.supervisor.processes.rank_of(worker) is None]
-        await self.recorder.until(
-            f"{leaving} workers to leave at a {kind}", lambda: all(worker.state is State.ENDED for worker in chosen)
-        )
+        until, told = list[float](), f"{leaving} workers to leave at a {kind}"
+        await self.recorder.until(told, lambda: self._settled(WORKERS - leaving))
         await self._steps(2)
+        until.append(time.monotonic())
+        chosen = [worker for worker in members if self.supervisor.processes.rank_of(worker) is None]
+        await self.recorder.until(told, lambda: all(worker.state is State.ENDED for worker in chosen))
+        await self._steps(2)
+        until.append(time.monotonic())
         staying = [worker.pid or 0 for worker in members if worker not in chosen]
-        self.changes.append(Change(kind, leaving, began, time.monotonic(), staying))
+        self.changes.append(Change(kind, leaving, began, until, staying))
 
 
 async def run(directory: Path, overrides: list[str], places: Places, notices: dict[str, Any] | None) -> Recorder:
@@ -256,13 +259,13 @@ def measure(kind: str, count: int, seed: int, done: Callable[[int], None]) -> di
             "notices": count,
             "steps": job.summary["steps"],
             "views": reasons,
-            "gaps_s": [[change.kind, change.leaving, change.gap_s(marks)] for change in changes],
+            "gaps_s": [[change.kind, change.leaving, *change.gaps_s(marks)] for change in changes],
         }
 
 
-def ratio(gaps: list[list[Any]], chance: np.random.Generator) -> list[float]:
+def ratio(gaps: list[list[Any]], until: int, chance: np.random.Generator) -> list[float]:
     """The median gap at a notice over that at a shrink, and its 95 % bounds by bootstrap."""
-    by_kind = [np.array([gap for which, _, gap in gaps if which == kind]) for kind in ("notice", "shrink")]
+    by_kind = [np.array([gap[until] for which, _, *gap in gaps if which == kind]) for kind in ("notice", "shrink")]
     drawn = [np.median(chance.choice(each, (4000, len(each))), axis=1) for each in by_kind]
     medians = [float(np.median(each)) for each in by_kind]
     return [medians[0] / medians[1], *map(float, np.quantile(drawn[0] / drawn[1], [0.025, 0.975]))]
@@ -270,14 +273,15 @@ def ratio(gaps: list[list[Any]], chance: np.random.Generator) -> list[float]:
 
 def report(console: Console, jobs: dict[str, dict[str, Any]]) -> None:
     table = Table(title="the bits, metrics and ledger of undisturbed runs; no micro-batch repeated")
-    for heading in ("notice to", "notices", "gap at a shrink (ms)", "at a notice (ms)", "largest", "ratio (95 %)"):
+    for heading in ("notice to", "notices", "gap to", "shrink (ms)", "notice (ms)", "largest", "ratio (95 %)"):
         table.add_column(heading, justify="right")
     for kind, job in jobs.items():
-        gaps = {which: [gap * 1e3 for name, _, gap in job["gaps_s"] if name == which] for which in ("shrink", "notice")}
-        figures = (f"{np.median(gaps[which]):.0f}" for which in gaps)
-        largest = " / ".join(f"{max(gaps[which]):.0f}" for which in gaps)
-        middle, low, high = job["ratio"]
-        table.add_row(kind, str(job["notices"]), *figures, largest, f"{middle:.2f} ({low:.2f}-{high:.2f})")
+        for until, what in enumerate(["the view", "the others' end"]):
+            at = {w: [gap[until] * 1e3 for name, _, *gap in job["gaps_s"] if name == w] for w in ("shrink", "notice")}
+            figures = (f"{np.median(gaps):.0f}" for gaps in at.values())
+            largest = " / ".join(f"{max(gaps):.0f}" for gaps in at.values())
+            middle, low, high = job["ratios"][until]
+            table.add_row(kind, str(job["notices"]), what, *figures, largest, f"{middle:.2f} ({low:.2f}-{high:.2f})")
     console.print(table)
 
 
@@ -300,7 +304,8 @@ def main() -> None:
             count = args.notices // 3 + (index < args.notices % 3)
             bar.update(task, description=f"notices to {kind}")
             jobs[kind] = measure(kind, count, args.seed + index, lambda given: bar.update(task, advance=given))
-            jobs[kind]["ratio"] = ratio(jobs[kind]["gaps_s"], np.random.default_rng(args.seed))
+            chance = np.random.default_rng(args.seed)
+            jobs[kind]["ratios"] = [ratio(jobs[kind]["gaps_s"], until, chance) for until in range(2)]
     report(console, jobs)
     write(args.json, ("torch", "numpy", "ray"), grace_s=GRACE_S, workers=WORKERS, jobs=jobs)
 

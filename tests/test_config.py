@@ -232,6 +232,7 @@ def test_interrupt_ends_the_whole_sweep(command: Any, monkeypatch: pytest.Monkey
     assert "not run: 2 of 4 jobs" in out
 
 
+@pytest.mark.full
 def test_every_example_of_the_help_runs(
     workplace: Path, runs: Runs, command: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

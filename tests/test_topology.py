@@ -138,6 +138,7 @@ def links_of_the_group() -> tuple[Links, list[float], Links | None, Links | None
     return measured, row, links, of_lane
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 3])
 def test_all_workers_measure_the_same_links(workers: int) -> None:
     results = run_workers(workers, links_of_the_group)

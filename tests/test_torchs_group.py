@@ -73,6 +73,7 @@ def test_ranks_that_a_script_starts_itself_train_one_model(how: str, tmp_path: P
     assert done.stdout.splitlines() == ["True 2 True True"] * 2, done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_a_process_group_that_kfuse_could_not_know_of_is_refused(tmp_path: Path) -> None:
     done = run("arguments, kfuse first", tmp_path)
     assert done.returncode != 0 and "init_process_group before kf.init" in done.stderr
