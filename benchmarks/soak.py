@@ -196,8 +196,8 @@ def figures(directory: Path, job: Job) -> dict[str, Any]:
         ended = sample["ended"] or (after["began"] if after else sample["began"])
         first, last = np.searchsorted(marks, [sample["began"], ended])
         gaps.setdefault(sample["kind"], []).append(float(np.diff(marks[max(0, first - 1) : last + 1]).max(initial=0.0)))
-    failures = job.of_kind("failure")
-    strikes = {"kill", "exception", "exit", "stop", "agent lost", "link cut"}
+    failures, evicted = job.of_kind("failure"), [cut["evicted"] for cut in job.of_kind("cut")]
+    strikes = {"kill", "exception", "exit", "stop", "agent lost"}
     return {
         "events": Counter(sample["kind"] for sample in samples),
         "steps": job.summary["steps"],
@@ -205,7 +205,7 @@ def figures(directory: Path, job: Job) -> dict[str, Any]:
         "gaps_s": gaps,
         "resources": resources(samples),
         "lost": len(failures),
-        "struck": sum(sample["kind"] in strikes for sample in samples),
+        "struck": sum(sample["kind"] in strikes for sample in samples) + sum(map(len, evicted)),
         "hows": Counter(failure["how"] for failure in failures),
     }
 

@@ -151,7 +151,7 @@ class Soak:
         self._wish(START)
         await self._steps(_STEPS_BETWEEN)
         for index in range(self._done, self._plan.events):
-            kind = self._next()
+            kind = self._next(last=index + 1 == self._plan.events)
             await asyncio.sleep(self._chance.uniform(0, _LONGEST_DELAY_S))
             began = time.monotonic()
             if kind in SUPERVISOR:
@@ -164,11 +164,11 @@ class Soak:
         await self._recorder.until("a quiet moment", self._settled)
         self._supervisor.stop("interrupted")
 
-    def _next(self) -> str:
+    def _next(self, last: bool) -> str:
         several, plan = self._wanted > 1, self._plan
         possible = {
             **dict.fromkeys(STRIKES, several),
-            **dict.fromkeys(SUPERVISOR, True),
+            **dict.fromkeys(SUPERVISOR, not last),  # the run's end is to be a job's
             **dict.fromkeys(AGENTS, several and plan.agents),
             "grow": self._wanted < MOST,
             "shrink": several,

@@ -102,7 +102,7 @@ class Stage:
         self.records: list[tuple[str, dict[str, Any]]] = []
         self.supervisor = Supervisor(self, {}, self, elasticity)
         self.job: asyncio.Task[str | None]
-        self.starts_fail = starts_fail
+        self.starts_fail, self.has_room = starts_fail, True
 
     # -- the launcher and the recorder
 
@@ -115,6 +115,7 @@ class Stage:
         self.given.append(env.get("LOCAL_RANK"))
         assert int(env[protocol.ENV_WORKER]) == len(self.workers)
         self.workers.append(StandIn())
+        self.workers[-1].running = self.has_room
         return self.workers[-1]
 
     async def close(self) -> None: ...

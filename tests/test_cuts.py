@@ -78,6 +78,24 @@ async def test_the_others_go_on_without_one_that_they_do_not_reach(stage: Stage)
     await stage.end_well(0, 2, 3)
 
 
+@job(Elasticity(3, 1, 3, replace=False), cut=0, failure=1)
+async def test_one_that_hangs_while_its_heartbeats_go_on_is_ended(stage: Stage) -> None:
+    """All reach its process, and it comes to no view. Those that wait for it time out one after the other."""
+    await stage.train(0, 1, 2)
+    for generation in (1, 2):
+        await stage.lose_contact(0, generation)
+    await stage.cut()
+    await stage.settle(3)
+    await stage.lose_contact(2, 2)
+    assert not any(worker.killed for worker in stage.workers)
+    await stage.settle(4)
+    assert [worker.killed for worker in stage.workers] == [False, True, False]
+    assert "did not come to view 2" in stage.events("failure")[0]["how"]
+    assert stage.workers[0].view == [0, 2]
+    await stage.join(0, 2)
+    await stage.end_well(0, 2)
+
+
 @job(Elasticity(4, 1, 4, replace=False), cut=1, failure=2)
 async def test_a_whole_side_goes_at_once(stage: Stage) -> None:
     await stage.train(0, 1, 2, 3)

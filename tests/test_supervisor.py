@@ -255,6 +255,30 @@ async def test_a_newcomer_that_comes_too_late_is_sent_away(stage: Stage, booted:
     assert stage.workers[1].killed and len(stage.events("ready")) == booted
 
 
+@job(Elasticity(3, 1, 3, replace=False), failure=1)
+async def test_a_replacement_that_is_asked_for_starts_one_worker(stage: Stage) -> None:
+    await stage.train(0, 1, 2)
+    await stage.lose(2)
+    await stage.join(0, 1)
+    await stage.supervisor.views.replace(1)
+    assert len(stage.workers) == 4
+    await stage.end_well(0, 1)
+    stage.workers[3].end(0)
+
+
+@job(Elasticity(2, 1, 2, restart=True), failure=2)
+async def test_a_restart_goes_on_with_those_that_have_found_room(stage: Stage) -> None:
+    await stage.train(0, 1)
+    stage.has_room = False
+    await stage.lose(0, 1)
+    stage.workers[2].running = True
+    await stage.boot(2)
+    assert stage.workers[2].view == [2]
+    await stage.join(2)
+    await stage.end_well(2)
+    stage.workers[3].end(0)
+
+
 @job(TWO, failure=1)
 async def test_a_replacement_that_dies_as_it_boots_is_tried_again(stage: Stage) -> None:
     await stage.train(0, 1)
@@ -341,8 +365,8 @@ async def test_the_others_go_on_without_a_script_that_ends_before_it_joins(stage
 @job(Elasticity(2, 1, 2), waiting=1)
 async def test_a_worker_that_waits_for_a_slot_is_named_once(stage: Stage) -> None:
     await stage.train(0, 1)
+    stage.has_room = False
     await stage.lose(1)
-    stage.workers[2].running = False
     for _ in range(120):
         await stage.says(0, "alive")
         await stage.settle(1)

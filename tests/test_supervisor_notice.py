@@ -92,6 +92,34 @@ async def test_where_nobody_has_taken_over_in_time_the_job_stops_with_a_last_che
     await stage.end_well(0, 1)
 
 
+@job(Elasticity(1, 1, 1, grace_s=20), failure=0)
+async def test_one_that_waits_for_a_node_may_get_it_in_time(stage: Stage) -> None:
+    await stage.train(0)
+    stage.has_room = False
+    await stage.says(0, "notice")
+    await stage.settle(5)
+    assert not stage.workers[0].of_kind("stop")
+    stage.workers[1].running = True
+    await stage.hand_over(0, 1)
+
+
+@job(Elasticity(2, 1, 2, grace_s=20), failure=0)
+async def test_one_that_has_left_but_does_not_end_is_no_loss(stage: Stage) -> None:
+    await stage.train(0, 1)
+    await stage.says(1, "notice")
+    await stage.settle()
+    await stage.join(0)
+    await stage.says(1, "left")
+    for second in range(25):
+        for number in (0, 1):
+            await stage.says(number, "alive")
+        assert stage.workers[1].killed == (second >= 20)
+        await stage.settle(1)
+    await stage.boot(2)
+    await stage.join(0, 2)
+    await stage.end_well(0, 2)
+
+
 @pytest.mark.parametrize("connected", [True, False])
 @job(Elasticity(2, 1, 2), failure=0, notice=1)
 async def test_one_that_boots_is_replaced(stage: Stage, connected: bool) -> None:

@@ -53,9 +53,11 @@ class Worker:
     address: list[Any] = field(default_factory=list)  # host and port at which other workers may reach it
     waits: bool = False  # it has waited for a slot or a node so long that an event has said so
     held: bool = False  # it waits for members that it does not reach
+    lost_contact_in: int = -1  # the generation of the newest view in which it has said so
     gpu: int | None = None  # the number of its GPU, until its process ends; None: the launcher chooses, or none
-    started_at: float = 0.0
-    last_message_at: float = 0.0  # by the event loop's clock
+    asked_at: float = 0.0  # for its process
+    started_at: float = 0.0  # its process; like all of these by the event loop's clock
+    last_message_at: float = 0.0
     why: str = ""  # why the supervisor killed it, if it did
     joined: bool = False  # a view, this one or one before
     to_replace: bool = False  # another worker is to take its place
@@ -180,7 +182,7 @@ class Processes:
                 except Exception as error:  # a launcher may be the user's own
                     raise LaunchError(error) from error
                 now = asyncio.get_running_loop().time()
-                worker = Worker(number, process, gpu=gpu, started_at=now, last_message_at=now)
+                worker = Worker(number, process, gpu=gpu, asked_at=now, started_at=now, last_message_at=now)
                 self.workers[number] = self._alive[number] = worker
                 if not self._job.takes_newcomers:  # meanwhile training has ended, perhaps another has begun
                     worker.kill()
@@ -249,8 +251,8 @@ class Processes:
         for worker in self.alive():
             worker.last_message_at += late_s
             if not worker.process.running:
-                worker.last_message_at = now
-                if not worker.waits and now - worker.started_at > _WAITS_LONG_S:
+                worker.started_at = worker.last_message_at = now
+                if not worker.waits and now - worker.asked_at > _WAITS_LONG_S:
                     worker.waits = True
                     note = "the launcher has no slot or node for it yet"
                     self._records.event("waiting", worker=worker.number, note=note)

@@ -1,7 +1,7 @@
 """The supervisor: starts workers, forms views of them, and passes on what they report. It trains nothing itself.
 
-It receives the workers' messages and calls its parts: `Processes` (start, heartbeats, ends), `Views` (membership, lost
-workers), `Meetings`, `Records`.
+It receives the workers' messages and calls its parts: `Processes` (start, heartbeats, ends), `Views` (membership),
+`Failures` (lost workers, lost contact), `Meetings`, `Records`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from kfuse.elastic import protocol
+from kfuse.elastic.failures import Failures
 from kfuse.elastic.job import Elasticity, Job, JobFailed, Recorder, Records
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.meetings import Meetings
@@ -47,12 +48,14 @@ class Supervisor:
             launcher.event = self.records.event
         self.processes = Processes(launcher, self.job, self.records, self._ended)
         self.views = Views(self.job, self.processes, self.records)
+        self.failures = Failures(self.job, self.processes, self.records, self.views)
         self._meetings = Meetings(self.job, self.processes)
         self.token = secrets.token_hex(16)
         self.address = ""  # host:port of the control channel
         self._server = Server(self.token, self._serve)
         self._stop_asked_at = 0.0
         self._leaving: asyncio.Task[None] | None = None  # what forms the view without workers that were given notice
+        self._last_look: asyncio.TimerHandle | None = None  # at whether others have taken over, where all have notice
 
     async def run(self) -> str | None:
         """Returns when all workers have ended: the stop reason, `NOT_TRAINED`, `LOOP_LEFT`, or None if training came to
@@ -171,7 +174,7 @@ class Supervisor:
         notices = [-signal.Signals[name] for name in self.job.elasticity.notice_signals]
         if was is State.BOOTING and status in notices:  # it could not catch the signal yet
             await self._take_notice(worker)
-        await self.views.ended(worker, was, status)
+        await self.failures.ended(worker, was, status)
 
     async def _take_notice(self, worker: Worker) -> None:
         """A worker's machine is about to be taken away: it leaves at a step boundary; then another is started."""
@@ -199,9 +202,12 @@ class Supervisor:
             self.views.propose()
             return
         await self.views.refill()  # others are to take over the state
-        coming = any(each.process.running and not each.held for each in self.processes.newcomers())
+        # Some may wait for a slot or a node, and get one in time.
+        coming = any(not each.held for each in self.processes.newcomers())
         wait_s = _TAKE_OVER * job.elasticity.grace_s if coming else 0.0
-        asyncio.get_running_loop().call_later(wait_s, self._stop_if_nobody_stays)
+        if self._last_look is not None:
+            self._last_look.cancel()
+        self._last_look = asyncio.get_running_loop().call_later(wait_s, self._stop_if_nobody_stays)
 
     def _stop_if_nobody_stays(self) -> None:
         """Where all workers still have notice, nobody has taken over: a last checkpoint remains."""
@@ -211,7 +217,9 @@ class Supervisor:
 
     def _end_grace(self, worker: Worker) -> None:
         job = self.job
-        if not (job.stopping or job.done):
+        if worker.state is State.LEFT:
+            worker.kill()
+        elif not (job.stopping or job.done):
             self.processes.end(worker, f"did not leave within {job.elasticity.grace_s:g} s of its notice")
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -255,17 +263,18 @@ class Supervisor:
             case "ready":
                 if self.job.view.generation:
                     self.records.event("ready", worker=worker.number, boot_s=worker.last_message_at - worker.started_at)
-                self.views.booted(worker)
+                self.failures.booted(worker)
             case "joined":
                 self.views.joined(worker, message["generation"])
             case "left":  # as a planned view said
                 self.views.left(worker)
             case "broken":  # it has lost contact with another one
-                worker.ended_loop = min(worker.ended_loop, self.job.training - 1)  # it is in the next one
-                loop, contact_lost = asyncio.get_running_loop(), self.views.contact_lost
+                worker.ended_loop = min(worker.ended_loop, self.job.training - 1)  # it is in one, perhaps the next
+                worker.lost_contact_in = message["generation"]
+                loop, contact_lost = asyncio.get_running_loop(), self.failures.contact_lost
                 loop.call_later(_BROKEN_GRACE_S, contact_lost, worker, message["generation"], message["why"])
             case "reached":
-                await self.views.cuts.take(worker, message)
+                await self.failures.cuts.take(worker, message)
             case "fatal" if not self.job.over.is_set():  # no worker can go on; of several only the first one's counts
                 if message["event"] is not None:
                     self.records.add("event", message["event"])

@@ -75,6 +75,9 @@ async def offer(
         _say(f"ended by SIGTERM as it waited for the supervisor at {host}:{port}")
         return True
     reader, writer, job = connecting.result()
+    if job["type"] == "over":
+        writer.close()
+        return True
     folder = job["folder"] if os.path.isdir(job["folder"]) else None
     end_signal = signal.SIGKILL if kill_with_agent else signal.SIGTERM
     launcher = LocalLauncher(job["command"], parent_end_signal=end_signal, share=job["share"], folder=folder)

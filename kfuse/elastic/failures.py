@@ -1,0 +1,229 @@
+"""What the ends of workers and their loss of contact mean: the others recover, another is started, or the job ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from kfuse.elastic.cuts import Cuts
+from kfuse.elastic.job import Job, JobFailed, Records
+from kfuse.elastic.processes import Processes, State, Worker
+from kfuse.elastic.views import Views
+
+_log = logging.getLogger("kfuse")
+
+_LOSSES_S = 20e-6  # a worker of the view: losses that come meanwhile are handled together; forming it takes as long
+_REPORTS_S = 6.0  # for all that wait for the same worker to say so: more than between their timeouts
+
+
+@dataclass
+class _Streak:
+    """Losses with no success in between."""
+
+    lost: int = 0  # workers, and losses of contact without a lost worker
+    contacts: int = 0  # the latter alone
+    errors: set[tuple[str, int | None]] = field(default_factory=set)  # with the step, if one was under way
+
+
+class Failures:
+    def __init__(self, job: Job, processes: Processes, records: Records, views: Views) -> None:
+        self._job, self._processes, self._records, self._views = job, processes, records, views
+        self.cuts = Cuts(job, processes, records)
+        self._since_step = _Streak()  # since the last new step
+        self._since_boot = _Streak()  # of newcomers, since the last one that has booted
+        self._progress = 0  # `Records.progress` when the last lost worker was counted
+        self._recovering: asyncio.Task[None] | None = None  # forms the view without lost workers, and starts others
+
+    def booted(self, worker: Worker) -> None:
+        """A new worker is ready to join."""
+        self._since_boot = _Streak()
+        worker.state = State.READY
+        self.cuts.hold(worker, then=self._views.propose)
+        self._views.propose()
+
+    async def ended(self, worker: Worker, was: State, status: int | None) -> None:
+        """A worker's process has ended. was: its state before that; status: None if its end was not reported."""
+        job = self._job
+        gone = status == 0 or was is State.LEFT or not worker.joined
+        if worker.noticed and self._processes.rank_of(worker) is None and gone:
+            # It has left, or had nothing to hand over. Another is started only now: that takes a processor, perhaps of
+            # those that took over.
+            if not (job.stopping or job.done):
+                await self._views.refill()
+            return
+        if status == 0:
+            self._quit(worker, was)
+        elif not job.done and not self._all_out_of_loop(worker):
+            await self._lost(worker, was, status)
+        elif job.elasticity.script and (worker.why or not worker.killed.is_set()):
+            # A script failed when its training was over: what was trained stays, but the job has not succeeded.
+            how, cause = self._report_failure(worker, status)
+            when = " after training had ended" if job.done else ""
+            job.late_failure = job.late_failure or JobFailed(f"worker {worker.number} {how}{when}{cause}")
+            self._training_is_left()
+
+    def contact_lost(self, worker: Worker, generation: int, why: str) -> None:
+        """A worker of this generation lost contact with another. If none has ended, the same workers form a new view.
+
+        One that has not come to a proposed view, or is to leave, may tell the generation before.
+        """
+        job = self._job
+        if self._views.must_recover:  # a view is about to be formed
+            return
+        proposed = not job.view.recovers and (worker.state is State.PROPOSED or worker in self._processes.leavers())
+        if generation != job.view.generation and not (proposed and generation == job.view.generation - 1):
+            return
+        self._forget_before_progress()
+        if not self._since_step.contacts:  # it may have been a moment's
+            self._regroup(why)
+        elif self._views.inquiry != job.view.generation:
+            self._views.inquiry = job.view.generation
+            job.run(self._inquire(why))
+
+    def _regroup(self, why: str) -> None:
+        """The same workers form a new view."""
+        job, row = self._job, self._since_step
+        row.lost, row.contacts = row.lost + 1, row.contacts + 1
+        if row.lost >= job.elasticity.max_failures:
+            job.give_up(f"workers lose contact again and again: {why}")
+            return
+        _log.info("contact lost in view %d: %s", job.view.generation, why)
+        # Without those that have left their loop: their ends tell whether they are lost.
+        self._views.recover(anew=job.done)
+
+    async def _inquire(self, why: str) -> None:
+        """Contact was lost again: where some workers do not reach each other the others go on without one side."""
+        row, evicted = self._since_step, await self.cuts.evict()
+        if evicted:
+            row.lost, row.contacts = row.lost - row.contacts, 0  # these and the loss of those that go are one
+        elif evicted is False and not await self._end_absent():
+            self._regroup(why)
+
+    async def _end_absent(self) -> bool:
+        """Kills workers that have not come to the newest view, where others waited for them. Whether there are any.
+
+        Their training threads hang, perhaps in a file system, though they send heartbeats.
+        """
+        view = self._job.view
+        if self._absent():
+            await asyncio.sleep(_REPORTS_S)
+        if self._job.view is not view or self._job.over.is_set():
+            return True
+        absent = self._absent()
+        for worker in absent:
+            self._processes.end(worker, f"did not come to view {view.generation}, where others waited for it,")
+        return bool(absent)
+
+    def _absent(self) -> list[Worker]:
+        """Workers that have neither joined the newest view nor lost contact in it."""
+        generation = self._job.view.generation
+        members = [member for member in self._processes.members() if member.lost_contact_in < generation]
+        return [member for member in members if member.state is State.PROPOSED]
+
+    def _forget_before_progress(self) -> None:
+        """Resets the counts if a step was completed since: with progress in between, lost workers are no crash loop."""
+        if self._records.progress > self._progress:
+            self._progress, self._since_step = self._records.progress, _Streak()
+
+    def _training_is_left(self) -> None:
+        """Its workers have ended or left its loop: those that were to join it have none of its state, and end too."""
+        for newcomer in self._processes.alive():
+            if not newcomer.joined:
+                newcomer.kill()
+        self._job.done = True
+
+    def _all_out_of_loop(self, worker: Worker) -> bool:
+        """Whether this worker and the others that train have ended their loops, this one without an error."""
+        if worker.failed_at is not None or not self._views.out_of_loop(worker):
+            return False
+        return all(self._views.out_of_loop(member) for member in self._processes.members() if member.joined)
+
+    def _quit(self, worker: Worker, was: State) -> None:
+        """A worker's script ended with status 0. Before training is over that is no failure, but the others must do
+        without it: another one would end in the same way.
+        """
+        rank = self._processes.rank_of(worker)
+        if self._job.done or was is State.LEFT:
+            return
+        if rank is None and not worker.joined:
+            self._views.continue_without(worker, "ended with exit status 0 before it used kf.fit or kf.DataLoader")
+            self._views.propose()
+            return
+        self._views.continue_without(worker, "ended with exit status 0 before training did")
+        if not self._processes.members():
+            self._training_is_left()
+        if rank is not None:
+            self._views.recover("quit")
+
+    def _report_failure(self, worker: Worker, status: int | None) -> tuple[str, str]:
+        """Reports a failure. Returns how the worker ended, and its exception, or "", as texts for messages."""
+        how, rank = worker.how_it_ended(status), self._processes.rank_of(worker)
+        error = worker.error() if not worker.why and (status or 0) > 0 else ""
+        cause = f": {error}" if error else ""
+        who = {"worker": worker.number, "pid": worker.pid, "host": worker.host, "rank": rank}
+        self._records.event("failure", **who, how=how + cause)
+        _log.info("worker %d (pid %s, rank %s) %s%s", worker.number, worker.pid, rank, how, cause)
+        return how, cause
+
+    async def _lost(self, worker: Worker, was: State, status: int | None) -> None:
+        """A worker ended unexpectedly: the survivors form a new view, and another worker is started in its place."""
+        job, limits, members = self._job, self._job.elasticity, self._processes.members()
+        rank, error = self._processes.rank_of(worker), worker.error()
+        recovering = job.view.recovers
+        awaited = recovering and was is State.PROPOSED  # it ended before it was in the view that recovers
+        # With another, whose loss the survivors have not recovered from yet, or recover from without this one.
+        together = awaited or self._views.must_recover or (recovering and rank is None and worker.joined)
+        # It was about to leave, as planned, and the others still train with it until they come to the proposed view.
+        leaving = rank is None and was is State.MEMBER and self._views.awaits_any() and not recovering
+        how, cause = self._report_failure(worker, status)
+        if job.stopping:
+            if rank is not None or leaving:
+                self._views.recover()  # the others still have a checkpoint to write
+            return
+        last = not members and all(map(self._views.out_of_loop, self._processes.leavers()))
+        starts_anew = last and limits.restart
+        if not job.view.generation or (was is State.BOOTING and last and (error or not starts_anew)):
+            when = "before training went on" if job.view.generation else "before training began"
+            job.end(JobFailed(f"worker {worker.number} {how} {when}{cause}"))
+            return
+        if rank is None and not worker.joined and not starts_anew:
+            await self._boot_failed(worker, how + cause)
+            return
+        self._forget_before_progress()
+        row, again = self._since_step, (error, worker.failed_at) in self._since_step.errors
+        row.lost += not together
+        row.errors.add((error, worker.failed_at))
+        if again and error and worker.failed_at is not None and not awaited:
+            where = f"at step {worker.failed_at}, as another did at that step"
+            job.give_up(f"worker {worker.number} {how} {where}: it would do so again{cause}")
+        elif row.lost >= limits.max_failures:
+            job.give_up(f"{row.lost} workers were lost in a row, the last one {how}{cause}")
+        elif last and not limits.restart:
+            job.end(JobFailed(f"no worker is left: the last one {how}{cause}"))
+        else:
+            self._views.must_recover |= rank is not None or leaving
+            if self._recovering is None:
+                self._recovering = asyncio.create_task(self._recover_together())
+            await self._recovering
+
+    async def _recover_together(self) -> None:
+        """Forms the view without the lost workers and starts others: once for all losses that are known together."""
+        await asyncio.sleep(_LOSSES_S * self._job.view.size)
+        self._recovering = None
+        if self._views.must_recover and not self._job.over.is_set():
+            self._views.must_recover = False
+            self._views.recover()
+        if not self._job.stopping:
+            await self._views.refill()
+
+    async def _boot_failed(self, worker: Worker, how: str) -> None:
+        """A new worker ended before it joined: another is tried; if it fails too, the others continue without it."""
+        row, error = self._since_boot, worker.error()
+        row.lost += 1
+        if (error and (error, None) in row.errors) or row.lost >= self._job.elasticity.max_failures:
+            self._views.continue_without(worker, f"{how}, as others did before they could join: no other is started")
+        else:
+            row.errors.add((error, None))
+            await self._views.start_another()
+        self._views.propose()
