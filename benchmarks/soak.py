@@ -14,11 +14,11 @@ same, and no worker but those struck may have been lost. With pair averaging not
 missing and those that were used twice are counted.
 
 Reported by kind of event: for how long no worker began a step (median, p95, maximum). After each event the supervisor's
-and the oldest worker's file descriptors, threads and memory are read, and the files in shared memory. Every other
-supervisor spares the oldest worker, so that one process is watched for long. Flat means: the trend over the events of
-all supervisors of a run, each with a level of its own, and with the number of processes and members as further
-regressors, rises over 200 events by no more than 4 descriptors, threads or files, or 5 % of the mean memory (at least
-8 MiB), or by no more than can be told from no trend (95 %). With fewer than 100 events in a run that is not judged.
+and the oldest worker's file descriptors, threads and memory are read, and the files in shared memory. In the last two
+thirds of a run both stay, and from 100 events later on (a quarter of the run, if that is less) they are judged. Flat
+means: the trend over the events, with the number of processes and members as further regressors, rises over 200 events
+by no more than 4 descriptors, threads or files, or 2 % of the mean memory, or by no more than can be told from no trend
+(95 %). Over fewer than 100 events that is not judged.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _AGENTS_SHARE = 0.25  # of a run's events where each new worker is a new agent, 
 TRAIN = {"batch_size": 32, "batch_micro": 4, "batch_max": 64, "train_epochs": 10**6, "train_save_model": False}
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 SLACK = {"fds": 4.0, "threads": 4.0, "shared": 4.0}
-_WATCHED_FROM = 8  # of each supervisor's events: before that caches fill
+_WARM_UP = 100  # events of a supervisor and a worker: before that caches fill
 _JUDGED_FROM = 100  # of its samples: a trend over fewer is what one worker more or less holds
 _SILENT_S = 400.0  # without a new sample, after which a job counts as stuck
 
@@ -175,7 +175,7 @@ def measure(plan: Plan, folder: Path, bar: Progress) -> dict[str, Any]:
         (directory / "hosts.json").write_text(json.dumps([asdict(host) for host in every]))
         strike(plan, directory, bar, task)
         wall_s, job = time.perf_counter() - started, Job(directory / "disk" / "run")
-        found: dict[str, Any] = {"plan": asdict(plan), "wall_s": wall_s, **figures(directory, job)}
+        found: dict[str, Any] = {"plan": asdict(plan), "wall_s": wall_s, **figures(plan, directory, job)}
         if not plan.exact:
             return found | {"samples": uses(job)}
         (alone / "disk").mkdir(parents=True)
@@ -187,7 +187,7 @@ def measure(plan: Plan, folder: Path, bar: Progress) -> dict[str, Any]:
         return found | {"params_sha256": job.summary["params_sha256"]}
 
 
-def figures(directory: Path, job: Job) -> dict[str, Any]:
+def figures(plan: Plan, directory: Path, job: Job) -> dict[str, Any]:
     """Of all events; gaps by kind, resources, and losses that nothing had caused."""
     samples = samples_of(directory)
     marks = np.sort(np.fromfile(directory / "marks", dtype=MARKS)["time"])
@@ -203,30 +203,29 @@ def figures(directory: Path, job: Job) -> dict[str, Any]:
         "steps": job.summary["steps"],
         "supervisors": 1 + samples[-1]["incarnation"],
         "gaps_s": gaps,
-        "resources": resources(samples),
+        "resources": resources(plan, samples),
         "lost": len(failures),
         "struck": sum(sample["kind"] in strikes for sample in samples) + sum(map(len, evicted)),
         "hows": Counter(failure["how"] for failure in failures),
     }
 
 
-def resources(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def resources(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """For each resource its trend, what it may be, and whether it is flat."""
-    firsts: dict[int, int] = {}
-    for sample in samples:
-        firsts.setdefault(sample["incarnation"], sample["event"])
-    watched = [s for s in samples if s["members"] and s["event"] >= firsts[s["incarnation"]] + _WATCHED_FROM]
-    spared = [s for s in watched if s["incarnation"] % 2]
+    first = plan.undisturbed_from + min(_WARM_UP, plan.events // 4)
+    watched = [sample for sample in samples if sample["event"] >= first]
+    [(pid, _)] = Counter(sample["witness_pid"] for sample in watched).most_common(1)
+    of_one = [sample for sample in watched if sample["witness_pid"] == pid]
     series = {"shared files": (watched, [float(s["shared"]) for s in watched])}
-    for who, its in (("supervisor", watched), ("witness", spared)):
+    for who, its in (("supervisor", watched), ("witness", of_one)):
         for name in ("fds", "threads", "rss_mib"):
             series[f"{who} {name}"] = its, [float(s[who][name]) for s in its]
     found = {}
     for name, (its, values) in series.items():
-        if len(its) < max(_JUDGED_FROM, 2 * (len(firsts) + 3)):
+        if len(its) < _JUDGED_FROM:
             continue
         seen = trend(its, values)
-        allowed = next((most for kind, most in SLACK.items() if kind in name), max(8.0, 0.05 * seen["mean"]))
+        allowed = next((most for kind, most in SLACK.items() if kind in name), 0.02 * seen["mean"])
         flat = seen["growth"] <= allowed or seen["growth"] - 1.96 * seen["error"] <= 0
         found[name] = {**seen, "allowed": allowed, "flat": flat}
     return found
@@ -234,10 +233,8 @@ def resources(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def trend(samples: list[dict[str, Any]], values: list[float]) -> dict[str, float]:
     """mean: of the values. growth: of their trend over 200 events, with its standard error."""
-    incarnations = sorted({s["incarnation"] for s in samples})
-    levels = [[float(s["incarnation"] == each) for each in incarnations] for s in samples]
-    others = [[s["event"], s["processes"], s["members"]] for s in samples]
-    design, target = np.column_stack([np.array(others, dtype=float), np.array(levels)]), np.array(values)
+    regressors = [[s["event"], s["processes"], s["members"], 1.0] for s in samples]
+    design, target = np.array(regressors, dtype=float), np.array(values)
     solution = np.linalg.lstsq(design, target, rcond=None)[0]
     rest = target - design @ solution
     variance = rest @ rest / max(1, len(values) - design.shape[1])

@@ -45,7 +45,7 @@ SUPERVISOR = {"supervisor lost": signal.SIGKILL, "supervisor's notice": signal.S
 WEIGHTS = {
     **{"kill": 8, "exception": 4, "exit": 4, "stop": 1, "notice": 8, "grow": 6, "shrink": 4},
     **{"loader lost": 4, "disk full": 1, "agent lost": 4, "agent's notice": 4, "link cut": 2},
-    **{"supervisor lost": 0.5, "supervisor's notice": 0.5},  # another one takes seconds to start
+    **{"supervisor lost": 1.5, "supervisor's notice": 1.5},
 }
 GRACE_S = 5.0
 _LONGEST_DELAY_S = 0.3
@@ -67,6 +67,11 @@ class Plan:
     agents: bool = False  # each worker on an agent of its own
     network: bool = False  # the agents are in network namespaces, each with an address of its own
     disk: bool = False  # the run directory is a file system of its own, which may be filled
+
+    @property
+    def undisturbed_from(self) -> int:
+        """The event from which on the supervisor and the oldest worker stay."""
+        return self.events // 3
 
     @property
     def exact(self) -> bool:
@@ -132,7 +137,7 @@ class Recorder:
 class Soak:
     """Strikes a running job until there were enough events, or until one of them ends the supervisor.
 
-    Every other supervisor spares the oldest worker, the witness, so that one process is watched for long.
+    In the last two thirds of a run none does, and the oldest worker, the witness, is spared: both are watched for long.
     """
 
     def __init__(self, plan: Plan, directory: Path, supervisor: Supervisor, recorder: Recorder, agents: Agents | None):
@@ -141,7 +146,6 @@ class Soak:
         before = samples_of(directory)
         self._done = len(before)
         self._incarnation = 1 + max((sample["incarnation"] for sample in before), default=-1)
-        self._spares = self._incarnation % 2
         self._chance = random.Random(f"{plan.seed} {self._done} {self._incarnation}")
         self._wanted = START
         self._requests = directory / "requests"
@@ -151,7 +155,8 @@ class Soak:
         self._wish(START)
         await self._steps(_STEPS_BETWEEN)
         for index in range(self._done, self._plan.events):
-            kind = self._next(last=index + 1 == self._plan.events)
+            self._done = index
+            kind = self._next()
             await asyncio.sleep(self._chance.uniform(0, _LONGEST_DELAY_S))
             began = time.monotonic()
             if kind in SUPERVISOR:
@@ -164,11 +169,15 @@ class Soak:
         await self._recorder.until("a quiet moment", self._settled)
         self._supervisor.stop("interrupted")
 
-    def _next(self, last: bool) -> str:
+    @property
+    def _watches(self) -> bool:
+        return self._done >= self._plan.undisturbed_from
+
+    def _next(self) -> str:
         several, plan = self._wanted > 1, self._plan
         possible = {
             **dict.fromkeys(STRIKES, several),
-            **dict.fromkeys(SUPERVISOR, not last),  # the run's end is to be a job's
+            **dict.fromkeys(SUPERVISOR, not self._watches),
             **dict.fromkeys(AGENTS, several and plan.agents),
             "grow": self._wanted < MOST,
             "shrink": several,
@@ -205,7 +214,7 @@ class Soak:
         """Any member but the witness, once there are some: two, or up to as many as are wanted."""
         enough = self._chance.randint(2, self._wanted)
         await self._recorder.until(f"{enough} members", lambda: self._settled() and len(self._members()) >= enough)
-        return self._chance.choice(self._members()[self._spares :])
+        return self._chance.choice(self._members()[self._watches :])
 
     async def _strike(self, victim: Worker, pid: int, number: int, planned: bool) -> None:
         os.kill(pid, number)
