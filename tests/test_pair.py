@@ -337,7 +337,7 @@ def test_those_that_stand_learn_that_others_move() -> None:
     job: Any = SimpleNamespace(view=SimpleNamespace(generation=3), stopping=None)
     where: Any = Meetings(job, processes)
     where.moved(moves, 3)
-    where.stand(stands, {"generation": 3, "step": 9, "members": [0, 1], "applied": 0})
+    where.arrive(stands, {"generation": 3, "step": 9, "members": [0, 1], "applied": 0})
     where.moved(moves, 3)
     where.moved(moves, None)
     assert sent == []

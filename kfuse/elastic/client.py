@@ -18,7 +18,7 @@ from kfuse.elastic import protocol
 from kfuse.elastic.protocol import ControlError, Met, View
 
 _SUPERVISOR_LOST_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
-_SAVING_S = 30.0  # and as long as it writes a last checkpoint, at most so many more: twice its own limit
+_SAVING_S = 30.0  # added while it writes a last checkpoint: twice that one's own limit
 _STUCK_S = 60.0  # without the interpreter's lock, after which the process is ended
 _MOST_WAITING = 100_000  # messages; beyond it only records of steps are dropped
 _SENT_AT_ONCE = 64  # messages that wait, in one call of the system
@@ -49,7 +49,7 @@ class ControlClient:
         self._met: Met | None = None
         self._moving_at = 0.0  # when the last "moving" came, or this worker stood still
         self._unsent: deque[bytes] = deque()
-        self._losses = protocol.Losses("the supervisor took no records, and too many waited in a worker")
+        self._dropped = protocol.DroppedRecords("the supervisor took no records, and too many waited in a worker")
         self._lost: str | None = None
         self._saves = False  # a last checkpoint, as the supervisor is lost
         self._closing = threading.Event()
@@ -95,9 +95,9 @@ class ControlClient:
         with self._changed:
             self._check_connection()
             if message == "record" and fields["kind"] in protocol.OF_STEPS and len(self._unsent) >= _MOST_WAITING:
-                self._losses.add(fields["data"]["step"])
+                self._dropped.add(fields["data"]["step"])
                 return
-            if (event := self._losses.take()) is not None:
+            if (event := self._dropped.take()) is not None:
                 self._unsent.append(protocol.encode({"type": "record", "kind": "event", "data": event}))
             self._unsent.append(protocol.encode({"type": message, **fields}))
             if fields.get("kind") != "metrics" or len(self._unsent) >= protocol.METRICS_AT_ONCE:
@@ -138,7 +138,7 @@ class ControlClient:
     def view(self, after: int, recovers: bool = False) -> View | None:
         """The newest view, if its generation is above `after`. recovers: and if it recovers from a lost worker."""
         view = self._view
-        return view if view is not None and view.generation > after and view.recovers >= recovers else None
+        return view if view is not None and view.generation > after and (view.recovers or not recovers) else None
 
     def await_view(self, after: int, timeout_s: float | None = None, recovers: bool = False) -> View:
         """What `view` returns, once there is one. Raises ControlError after the timeout."""

@@ -35,7 +35,7 @@ class Cuts:
     async def evict(self) -> bool | None:
         """Kills workers of the newest view until all that are left reach each other. False if they do so already.
 
-        None: the question is idle, as another view was formed meanwhile.
+        None: another view was formed meanwhile, and the answer is not needed any more.
         """
         view, members = self._job.view, self._processes.members()
         pairs = await self._among(dict.fromkeys(members, members))

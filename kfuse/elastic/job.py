@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED, OF_STEPS, Losses, View
+from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED, OF_STEPS, DroppedRecords, View
 from kfuse.settings.tree import SETTINGS
 
 # Kind (start, metrics, event, ledger, summary, or line: what a worker has printed, as `text`), and plain content.
@@ -19,7 +19,7 @@ Record = tuple[str, dict[str, Any]]
 _FLUSH_S = 0.25  # at most, until records of steps and what workers print are passed on; all else is at once
 _WAIT = (*OF_STEPS, "line")  # kinds of records that wait for others
 _MOST_WAITING = 100_000  # records, while the run directory's file system hangs
-_WAITS_LONG_S = 10.0
+_SLOW_S = 10.0
 _KNOWN_EVENTS = 256
 
 
@@ -130,7 +130,7 @@ class Records:
         self._events: deque[dict[str, Any]] = deque(maxlen=_KNOWN_EVENTS)
         self._changed = threading.Condition()
         self._waiting: list[Record] = []
-        self._losses = Losses("the run directory could not be written, and too many records waited")
+        self._dropped = DroppedRecords("the run directory could not be written, and too many records waited")
         self._idle = self._due = self._closed = False  # the thread waits for a first record; not for others
         self._thread = threading.Thread(target=self._pass_on, name="kfuse-records", daemon=True)
 
@@ -150,7 +150,7 @@ class Records:
             self.progress += 1
         with self._changed:
             if len(self._waiting) >= _MOST_WAITING and kind in OF_STEPS:
-                self._losses.add(data["step"])
+                self._dropped.add(data["step"])
                 return
             self._waiting.append((kind, data))
             if kind not in _WAIT:
@@ -177,7 +177,7 @@ class Records:
             self._closed = True
             self._changed.notify()
         while self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, _WAITS_LONG_S)
+            await asyncio.to_thread(self._thread.join, _SLOW_S)
             if self._thread.is_alive():
                 print("kfuse: training has ended; still waiting for the run directory's file system", file=sys.stderr)
 
@@ -199,6 +199,6 @@ class Records:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             self._idle = self._due = False
             batch, self._waiting = self._waiting, []
-            if (event := self._losses.take()) is not None:
+            if (event := self._dropped.take()) is not None:
                 batch.append(("event", event))
             return batch

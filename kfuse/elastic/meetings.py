@@ -39,8 +39,8 @@ class Meetings:
         for number, announcement in self._unapplied.items():
             worker.send("announce", number=number, announcement=announcement)
 
-    def stand(self, worker: Worker, message: dict[str, Any]) -> None:
-        """A worker stands still. Where it is the last of its view's members, all get the answer."""
+    def arrive(self, worker: Worker, message: dict[str, Any]) -> None:
+        """A worker waits for the others. Where it is the last of its view's members, all get the answer."""
         members, generation = message["members"], message["generation"]
         if generation < self._generation:  # of a view that lost a worker: not all will come
             return
@@ -67,7 +67,7 @@ class Meetings:
         return bool(self._waiting) and self._generation == self._job.view.generation
 
     def moved(self, worker: Worker, step: int | None) -> None:
-        """A heartbeat tells how many steps a worker has made. Those that stand still learn that another one moves,
+        """A heartbeat tells how many steps a worker has made. Those that wait learn that another one moves,
         once for all heartbeats of a period.
         """
         if step is None or step == self._steps.get(worker.number):

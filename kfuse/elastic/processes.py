@@ -23,7 +23,7 @@ _KEPT_LINES = 200
 _TRACEBACK = "Traceback (most recent call last):\n"
 _OUTPUT_S = 0.05  # for the rest of a lost worker's output: its traceback says why it ended
 _LAST_OUTPUT_S = 1.0
-_WAITS_LONG_S = 30.0
+_NO_ROOM_S = 30.0
 _KILL_GRACE_S = 1.0  # for the report of a killed process's end: from a host that is cut off there is none
 
 
@@ -61,7 +61,7 @@ class Worker:
     why: str = ""  # why the supervisor killed it, if it did
     joined: bool = False  # a view, this one or one before
     to_replace: bool = False  # another worker is to take its place
-    noticed: bool = False  # its machine is about to be taken away: it leaves at once
+    noticed: bool = False  # its machine is about to be taken away: it leaves at the next step boundary
     said_goodbye: bool = False  # its process is ending, and sends no heartbeats any more
     ended_loop: int = 0  # the newest training whose loop has ended on this worker, whether or not the training is over
     failed_at: int | None = None  # the step at which an exception ended its training loop
@@ -252,7 +252,7 @@ class Processes:
             worker.last_message_at += late_s
             if not worker.process.running:
                 worker.started_at = worker.last_message_at = now
-                if not worker.waits and now - worker.asked_at > _WAITS_LONG_S:
+                if not worker.waits and now - worker.asked_at > _NO_ROOM_S:
                     worker.waits = True
                     note = "the launcher has no slot or node for it yet"
                     self._records.event("waiting", worker=worker.number, note=note)

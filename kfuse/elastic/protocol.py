@@ -96,7 +96,7 @@ class View:
         return View(**{**data, "members": members, "store": tuple(data["store"])})
 
 
-class Losses:
+class DroppedRecords:
     """Counts dropped records, for an event that says of which steps they were."""
 
     def __init__(self, why: str) -> None:
@@ -170,12 +170,7 @@ def record_of_step(line: bytes) -> tuple[str, Encoded] | None:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The message in a line. Raises ValueError if it is not one JSON object with a "type".
-
-    The `data` of a record of a step is `Encoded`.
-    """
-    if (record := record_of_step(line)) is not None:
-        return {"type": "record", "kind": record[0], "data": record[1]}
+    """A message that is no record of a step. Raises ValueError if it is not one JSON object with a "type"."""
     try:
         message = json.loads(line)
     except RecursionError as error:

@@ -184,7 +184,7 @@ class Supervisor:
         worker.noticed = True
         self.records.event("notice", worker=worker.number, pid=worker.pid, host=worker.host)
         _log.info("worker %d on %s was given notice", worker.number, worker.host)
-        asyncio.get_running_loop().call_later(job.elasticity.grace_s, self._end_grace, worker)
+        asyncio.get_running_loop().call_later(job.elasticity.grace_s, self._end_unless_left, worker)
         if job.stopping or job.over.is_set():
             return
         if worker.state in (State.BOOTING, State.READY):  # it has nothing to hand over
@@ -215,7 +215,7 @@ class Supervisor:
         if members and all(member.noticed for member in members) and not (job.stopping or job.done):
             self.stop("terminated")
 
-    def _end_grace(self, worker: Worker) -> None:
+    def _end_unless_left(self, worker: Worker) -> None:
         job = self.job
         if worker.state is State.LEFT:
             worker.kill()
@@ -226,7 +226,7 @@ class Supervisor:
         """One of a worker's two connections: see `protocol`."""
         pid, host, has_messages = int(hello["pid"]), str(hello["host"]), bool(hello.get("messages"))
         worker = self.processes.workers.get(int(hello["worker"]))
-        if worker is None or worker.state is State.ENDED or len(worker.connections) != has_messages:
+        if worker is None or worker.state is State.ENDED or len(worker.connections) != int(has_messages):
             return
         worker.connections.append(writer)
         if has_messages:
@@ -259,7 +259,7 @@ class Supervisor:
             return
         match message["type"]:
             case "record":
-                self._keep(message["kind"], message["data"])
+                self._take_record(message["kind"], message["data"])
             case "ready":
                 if self.job.view.generation:
                     self.records.event("ready", worker=worker.number, boot_s=worker.last_message_at - worker.started_at)
@@ -297,7 +297,7 @@ class Supervisor:
                 others = (other for other in self.processes.alive() if other is not worker)
                 send_to_all(others, "decision", worker=worker.number, number=number, decision=decision)
             case "meet":
-                self._meetings.stand(worker, message)
+                self._meetings.arrive(worker, message)
             case "alive":  # a heartbeat
                 self._meetings.moved(worker, message.get("step"))
             case "notice":
@@ -305,7 +305,7 @@ class Supervisor:
             case "goodbye":  # nothing follows, and no heartbeat is due any more
                 worker.said_goodbye = True
 
-    def _keep(self, kind: str, data: dict[str, Any]) -> None:
+    def _take_record(self, kind: str, data: dict[str, Any]) -> None:
         if kind == "start" and not (data["goes_back"] or self._begin(data["training"], data["restarts"])):
             return
         self.records.add(kind, data)

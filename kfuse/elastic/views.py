@@ -143,7 +143,7 @@ class Views:
         elif len(members) > job.wanted:
             self._announce((staying + replaced)[: job.wanted], "shrink")
         elif ready and missing > 0 and not (booting and len(ready) < missing):
-            still_needed = replaced[: max(not staying, missing - len(ready))]  # newcomers alone have no state
+            still_needed = replaced[: max(0 if staying else 1, missing - len(ready))]  # newcomers alone have no state
             reason = "replace" if len(members) == job.wanted else "grow"
             self._announce(staying + still_needed + ready[:missing], reason)
 
@@ -155,7 +155,7 @@ class Views:
         """
         workers = self._processes.members() + self._processes.leavers()
         members = [worker for worker in workers if not worker.why and (anew or not self.out_of_loop(worker))]
-        if members and anew >= self._job.done:
+        if members and (anew or not self._job.done):
             self._announce(members, reason, recovers=True)
 
     def _announce(self, workers: list[Worker], reason: str, recovers: bool = False) -> None:
