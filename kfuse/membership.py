@@ -273,6 +273,11 @@ class Session:
         if self.elastic and self.in_training:
             why = "in a job whose workers may change, let one end before the next begins"
             raise RuntimeError(f"another kf.fit or kf.DataLoader of this process is under way: {why}")
+        view = self.client.view(self._generation, recovers=True) if self.elastic and self.training else None
+        if view is not None and view.rank_of(self.client.worker) is None:
+            raise RuntimeError(
+                "this worker has left a training that the others go on with: it cannot begin another one"
+            )
         self.training += 1
         self.in_training = True
 

@@ -114,7 +114,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for leaf in leaves(JobSettings).values():
         about = f"{leaf.setting.help} ({leaf.allowed}; default {show(leaf.default)})".replace("%", "%%")
         # --observe-sinks csv,wandb
-        kind: Callable[[str], Any] = _value if leaf.kind != list[str] else lambda text: text.split(",")
+        kind: Callable[[str], Any] = _value if leaf.kind != list[str] else lambda text: text.strip("[]").split(",")
         parser.add_argument(_flag(leaf), dest=leaf.name, metavar="VALUE", type=kind, default=leaf.default, help=about)
     directory = "for metrics and events: new, or that of a run that has not ended (default runs/DATE/TIME)"
     parser.add_argument("--run-dir", type=_path, help=directory)

@@ -74,12 +74,25 @@ class Failures:
         proposed = not job.view.recovers and (worker.state is State.PROPOSED or worker in self._processes.leavers())
         if generation != job.view.generation and not (proposed and generation == job.view.generation - 1):
             return
+        if not job.done and any(map(self._views.out_of_loop, self._processes.members())):
+            self._views.recover()  # without those that it waited for
+            return
         self._forget_before_progress()
         if not self._since_step.contacts:  # it may have been a moment's
             self._regroup(why)
         elif self._views.inquiry != job.view.generation:
             self._views.inquiry = job.view.generation
             job.run(self._inquire(why))
+
+    def loop_ended(self, worker: Worker) -> None:
+        """A worker has left its training's loop a moment ago. If others have not, they go on without it.
+
+        The end of its process tells whether it is lost.
+        """
+        job = self._job
+        in_view = self._processes.rank_of(worker) is not None and self._views.out_of_loop(worker)
+        if in_view and not (job.done or job.over.is_set()):
+            self._views.recover()
 
     def _regroup(self, why: str) -> None:
         """The same workers form a new view."""
@@ -89,7 +102,6 @@ class Failures:
             job.give_up(f"workers lose contact again and again: {why}")
             return
         _log.info("contact lost in view %d: %s", job.view.generation, why)
-        # Without those that have left their loop: their ends tell whether they are lost.
         self._views.recover(anew=job.done)
 
     async def _inquire(self, why: str) -> None:
@@ -174,6 +186,7 @@ class Failures:
         awaited = recovering and was is State.PROPOSED  # it ended before it was in the view that recovers
         # With another, whose loss the survivors have not recovered from yet, or recover from without this one.
         together = awaited or self._views.must_recover or (recovering and rank is None and worker.joined)
+        together &= not self._views.out_of_loop(worker)
         # It was about to leave, as planned, and the others still train with it until they come to the proposed view.
         leaving = rank is None and was is State.MEMBER and self._views.awaits_any() and not recovering
         how, cause = self._report_failure(worker, status)

@@ -31,6 +31,7 @@ _POLL_S = 0.05
 _NOTICES_S = 0.01  # from a notice to the view without its worker: the others of its machine get theirs meanwhile
 _TAKE_OVER = 0.5  # of the grace: for others to take over from workers that all have notice; then the job stops
 _CATCH_UP = 0.4  # of the grace: for workers that are behind to make their steps up to the furthest one (pair averaging)
+_LEFT_S = 1.0  # from a worker's leaving of its loop to a view without it: others may be about to leave it too
 _BROKEN_GRACE_S = 0.1  # a lost connection mostly means a process that has ended, which is reported soon
 
 
@@ -283,6 +284,8 @@ class Supervisor:
                 self.job.end(JobFailed(message["why"]))
             case "loop_ended":
                 worker.ended_loop, worker.failed_at = message["training"], message["failed_at"]
+                if not self.job.done:
+                    asyncio.get_running_loop().call_later(_LEFT_S, self.failures.loop_ended, worker)
             case "resize":
                 await self.views.resize(message["workers"])
             case "replace":
