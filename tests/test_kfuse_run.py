@@ -154,7 +154,7 @@ kf.init(comm_reproducible=True, comm_timeout_s=60)
 print(number, loop(hook=notice), len(own))
 """
     )
-    settings = ["--elastic-notice-signals", "SIGUSR1", "--min-workers", "2", "--elastic-replace=false"]
+    settings = ["--elastic-notice-signals", "[SIGUSR1]", "--min-workers", "2", "--elastic-replace=false"]
     ended = run_script(tmp_path, text, *settings, "--observe-progress=false")
     assert ended.steps == list(range(20)) and ended.of_kind("failure") == []
     assert [event["worker"] for event in ended.of_kind("notice")] == [1, 0]
