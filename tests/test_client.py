@@ -148,7 +148,7 @@ def test_metrics_are_sent_in_batches_in_order(stopped: Stopped) -> None:
     assert calls.sendmsg.call_count <= full + by_time + 2
     *found, event, _ = closed(client, stopped)
     assert [message["data"]["step"] for message in found] == list(range(640)) and event["kind"] == "event"
-    assert json.loads(found[7]["data"].line) == {"step": 7, "loss": 0.5}
+    assert found[7]["data"] == {"step": 7, "loss": 0.5}
 
 
 KILLED = """
