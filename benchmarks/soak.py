@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,13 +88,18 @@ def plans(events: int, seed: int, disk: bool, network: bool) -> list[Plan]:
 
 @contextlib.contextmanager
 def file_system(folder: Path, own: bool) -> Iterator[None]:
-    """The folder, as a file system of its own where asked for. Raises CalledProcessError."""
+    """The folder, as a file system of its own where asked for. After an error what is in it stays. Raises
+    CalledProcessError.
+    """
     folder.mkdir(parents=True)
     if own:
         mount = ["mount", "-t", "tmpfs", "-o", "size=1g", "kfuse-soak", str(folder)]
         subprocess.run(mount, check=True, capture_output=True)
     try:
         yield
+    except AssertionError:
+        shutil.copytree(folder, folder.with_suffix(".failed"))
+        raise
     finally:
         if own:
             subprocess.run(["umount", "-l", str(folder)], check=False)
@@ -313,8 +319,12 @@ def main() -> int:
         for plan in chosen:
             if runs.get(plan.name, {}).get("plan") == json.loads(json.dumps(asdict(plan))):
                 continue
-            with tempfile.TemporaryDirectory() as folder:
-                runs[plan.name] = measure(plan, Path(folder), bar)
+            folder = Path(tempfile.mkdtemp(prefix="kfuse-soak-"))  # stays where the run fails
+            try:
+                runs[plan.name] = measure(plan, folder, bar)
+            except AssertionError as error:
+                raise AssertionError(f"{folder} has the run") from error
+            shutil.rmtree(folder)
             write(args.json, ("torch", "numpy"), runs=runs)
     return 0 if report(console, runs) else 1
 

@@ -280,7 +280,8 @@ def assert_exact(job: Job) -> None:
     """Each step was recorded once, and each sample of each epoch was used once; of one under way, at most once."""
     metrics, ledger = job.metrics, job.ledger
     steps = [record["step"] for record in metrics]
-    assert steps == list(range(job.summary["steps"])), f"steps recorded: {steps}\n{job.told()}"
+    wrong = [(step, number) for number, step in enumerate(steps) if step != number][:1]
+    assert not wrong and len(steps) == job.summary["steps"], f"{len(steps)} steps recorded, {wrong}\n{job.told()}"
     entries = [(entry["step"], entry["micro_batch"]) for entry in ledger]
     expected = [(record["step"], j) for record in metrics for j in range(record["micro_batches"])]
     assert entries == expected, job.told()
