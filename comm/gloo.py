@@ -41,8 +41,22 @@ class GlooPending(Pending):
         """then: what the first wait does when all have come."""
         super().__init__(group, what, works)
         self._then = then
+        self._failed: str | None = None
+
+    def release(self) -> None:
+        for work, peer in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._failed = self._lost_contact(peer, error)
+        super().release()
+
+    def _lost_contact(self, peer: int | None, error: RuntimeError) -> str:
+        return f"{self.what}: lost contact with {self.group.whom(peer)}: {first_line(error)}"
 
     def wait(self) -> None:
+        if self._failed:
+            raise CommError(self._failed)
         since = time.monotonic()  # not since the start: this worker has computed meanwhile
         for work, peer in self.works:
             self._wait_one(work, peer, since)
@@ -57,18 +71,19 @@ class GlooPending(Pending):
             with contextlib.suppress(RuntimeError):  # a timeout, or a failure that the next lines look at
                 work.wait(_SLICE)
                 return
-            whom = self.group.whom(peer)
             if work.is_completed():
                 try:
                     work.wait()  # it may have come through since: then this returns
                     return
                 except RuntimeError as error:
-                    raise CommError(f"{self.what}: lost contact with {whom}: {first_line(error)}") from error
+                    raise CommError(self._lost_contact(peer, error)) from error
             self.group.check()
             waited = time.monotonic() - since
             if waited > self.limit_s:
                 late = self.group.late_ranks(self.what) if peer is None else ""
-                raise CommError(f"{self.what}: waited {waited:.1f} s for {whom} (comm.timeout_s){late}")
+                raise CommError(
+                    f"{self.what}: waited {waited:.1f} s for {self.group.whom(peer)} (comm.timeout_s){late}"
+                )
 
 
 class GlooGroup(Group):

@@ -56,6 +56,10 @@ class Pending:
         """The host waits for all messages. Raises CommError on failure or after the group's timeout."""
         self.group.under_way.pop(self, None)
 
+    def release(self) -> None:
+        """All messages have ended: only how is kept for `wait`, since each of them keeps its connection open."""
+        self.works.clear()
+
     def wait_on_stream(self) -> None:
         """Later work on the device's current stream begins when all messages have completed. Raises CommError.
 
@@ -330,8 +334,8 @@ _RETIRED: list[Group] = []
 def drop_retired() -> None:
     """Drops the retired groups that have no message under way any more; called at step boundaries."""
     for group in [g for g in _RETIRED if all(pending.done() for pending in g.under_way)]:
-        for pending in group.under_way:  # each may be known to others for long, and keeps its connections open
-            pending.works.clear()
+        for pending in group.under_way:
+            pending.release()
         group.under_way.clear()
         _RETIRED.remove(group)
         threading.Thread(target=group.disconnect, name="kfuse-disconnect").start()  # gloo takes tens of milliseconds

@@ -208,6 +208,7 @@ def test_messages_that_have_ended_keep_no_connection() -> None:
         groups = [*pool.map(lambda rank: GlooGroup(rank, 2, store), range(2))]
         kept = [group.all_reduce(torch.ones(4), what) for what in ("first", "second") for group in groups]
         [*pool.map(GlooPending.wait, kept[:2])]  # the others' end is not waited for
+    failed = groups[0].all_reduce(torch.ones(4), "third")  # the other one does not send it
     deadline = time.monotonic() + 20
     assert descriptors() > before
     for group in groups:
@@ -215,7 +216,11 @@ def test_messages_that_have_ended_keep_no_connection() -> None:
     while descriptors() > before and time.monotonic() < deadline:
         drop_retired()
         time.sleep(0.01)
-    assert descriptors() == before and len(kept) == 4
+    assert descriptors() == before
+    for pending in kept:
+        pending.wait()
+    with pytest.raises(kf.CommError, match="third: lost contact with rank 1"):
+        failed.wait()
 
 
 def silent(schedule: str, absent: int, done: str, gone: bool) -> str:
