@@ -15,7 +15,7 @@ import pytest
 
 import kfuse as kf
 
-MOST_MODULES, MOST_LINES = 77, 15_900
+MOST_MODULES, MOST_LINES = 77, 15_920
 
 OPTIONAL = ("hydra", "omegaconf", "rich", "sklearn", "triton", "tensorboard", "matplotlib", "PIL", "ray")
 
