@@ -137,6 +137,10 @@ def test_a_gap_in_the_steps_is_said_in_an_event_and_in_the_summary(tmp_path: Pat
     found = [(event["kind"], event["steps"]) for event in read_lines(tmp_path / "events.jsonl")]
     assert found == [("records_lost", [6, 8]), ("records_lost", [11, 12])]
     assert json.loads((tmp_path / "summary.json").read_text())["lines_lost"] == 8
+    recorder = quiet(tmp_path)  # another process, to which the leader sends the newest steps of before again
+    recorder.keep([start(1, at=17), step(12), step(13), step(15), step(16), step(17)])
+    recorder.close(None)
+    assert [event["steps"] for event in read_lines(tmp_path / "events.jsonl")][2:] == [[14, 14]]
 
 
 def test_what_is_missing_is_counted_over_all_processes_of_a_run(tmp_path: Path) -> None:

@@ -173,6 +173,8 @@ class RunDirectory:
         with contextlib.suppress(OSError):  # what it says of the run's end no longer holds
             (self.path / "summary.json").unlink()
         self._metrics.rewind(step, lambda record: setattr(self, "_last_step", record["step"]))
+        if self._last_step >= 0:  # what a lost process had not written is reported again
+            self._next_step = self._last_step + 1
         if self._ledger is not None:
             self._last_entries.clear()
             self._ledger.rewind(step, self._know_entry)
