@@ -80,10 +80,8 @@ class GlooPending(Pending):
             self.group.check()
             waited = time.monotonic() - since
             if waited > self.limit_s:
-                late = self.group.late_ranks(self.what) if peer is None else ""
-                raise CommError(
-                    f"{self.what}: waited {waited:.1f} s for {self.group.whom(peer)} (comm.timeout_s){late}"
-                )
+                whom, late = self.group.whom(peer), self.group.late_ranks(self.what) if peer is None else ""
+                raise CommError(f"{self.what}: waited {waited:.1f} s for {whom} (comm.timeout_s){late}")
 
 
 class GlooGroup(Group):

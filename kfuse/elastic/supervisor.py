@@ -218,9 +218,11 @@ class Supervisor:
 
     def _end_unless_left(self, worker: Worker) -> None:
         job = self.job
+        if job.stopping or job.done:
+            return
         if worker.state is State.LEFT:
             worker.kill()
-        elif not (job.stopping or job.done):
+        else:
             self.processes.end(worker, f"did not leave within {job.elasticity.grace_s:g} s of its notice")
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
