@@ -199,7 +199,7 @@ def test_a_supervisor_that_is_stopped_for_a_while_is_waited_for(undisturbed: Job
 @pytest.mark.full
 def test_a_signal_ends_the_run_in_order(undisturbed: Job, tmp_path: Path) -> None:
     """After it has grown: what the checkpoint says of views and of the signal is of a run that is over."""
-    settings = [*TRAINING, *CHECKPOINTS]
+    settings = [*TRAINING, "checkpoint.every_steps=1000"]
     grows = {"phases": [{"step": 5, "workers": 2}], "gates": [{"step": 15, "workers": 2}]}
     with command_line(tmp_path / "run", [*settings, *chaos(tmp_path, pace_s=0.1, **grows)]) as (process, job):
         wait_until("20 steps", lambda: len(job.metrics) >= 20)
