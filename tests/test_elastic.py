@@ -217,6 +217,25 @@ def test_a_signal_ends_the_run_in_order(undisturbed: Job, tmp_path: Path) -> Non
 
 @pytest.mark.full
 @pytest.mark.jobs
+def test_a_worker_lost_as_the_job_resumes(undisturbed: Job, tmp_path: Path) -> None:
+    """The leader has the checkpoint's state, and the other is killed before it has: training has begun all the same."""
+    slowly = [*TRAINING, "workers.count=2", *chaos(tmp_path, pace_s=0.05)]
+    with command_line(tmp_path / "run", slowly) as (process, job):
+        wait_until("40 steps", lambda: len(job.metrics) >= 40)
+        process.kill()
+        process.wait()
+        assert_none_left(job.pids)
+    events = job.events
+    kills = [{"step": 0, "moment": "receiver", "rank": 1, "how": "kill"}]
+    settings = [*TRAINING, "workers.count=2", *chaos(tmp_path, events=kills), "checkpoint.resume=auto"]
+    job = run_job(tmp_path / "run", settings)
+    assert_same_training(job, undisturbed)
+    assert [view["reason"] for view in job.views] == ["start", "failure", "grow"]
+    assert job.events[: len(events)] == events and not job.of_kind("clipped")
+
+
+@pytest.mark.full
+@pytest.mark.jobs
 def test_a_loss_while_the_job_stops_costs_no_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
     """SIGTERM to every process, as of Slurm and systemd, is the supervisor's to answer."""
 

@@ -320,15 +320,15 @@ class Reporter:
                 self._told_before |= data.get("signals", {})
         self.recent.append(records)
 
-    def resend(self, begins: bool) -> None:
-        """Sends the newest records again: a lost leader may not have sent them. The supervisor drops those it has.
+    def forget_events(self) -> None:
+        """Training goes on from a checkpoint: another process has kept the events of before."""
+        for records in self.recent:
+            records[:] = [(kind, data) for kind, data in records if kind != "event"]
 
-        begins: training does, perhaps from a checkpoint: another process has kept the events of before.
-        """
+    def resend(self) -> None:
+        """Sends the newest records again: a lost leader may not have sent them. The supervisor drops those it has."""
         told: dict[str, Any] | None = self._told_before  # for the first record: nothing may be written before it
         for records in self.recent:
-            if begins:
-                records[:] = [(kind, data) for kind, data in records if kind != "event"]
             for kind, data in records:
                 if kind == "metrics" and told is not None:
                     data, told = data | {"signals": told | data.get("signals", {})}, None

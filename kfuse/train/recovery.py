@@ -230,9 +230,10 @@ class Recovery:
         """Shares the state and reports the view. requested: the workers that this job was last asked for; 0: none."""
         view, group = self._session.view, self._session.group
         if view is None:  # one process, and nobody to share with
-            self._load_or_begin(restarted=False)
+            loaded = self._load_or_begin(restarted=False)
             self._report_start()
-            self._reporter.resend(begins=True)
+            if loaded:
+                self._reporter.resend()
             return
         started = time.perf_counter()
         if self._has_state:
@@ -245,6 +246,8 @@ class Recovery:
         if begins:
             if group.rank == 0:
                 loaded = self._load_or_begin(restarted=view.reason != "start")
+                self._decisions.workers_requested = requested or self._decisions.workers_requested or view.size
+                self._report_start()  # now: if a worker is lost before all have the state, the next view begins nothing
             positions = self._gather_positions()  # now rank 0 is the most advanced: its state replaces the others'
         # What the optimizer has from before this training is in shards already: each worker's stay.
         in_shards = self._take_newest_state(positions, begins, begins and not loaded)
@@ -254,9 +257,7 @@ class Recovery:
                 files.agree()
         self._has_state, self._torn = True, False
         self._mirrored = self._session.workers[group.before[group.rank]]
-        if begins:
-            self._decisions.workers_requested = requested or self._decisions.workers_requested or view.size
-        elif group.rank == 0:
+        if group.rank == 0 and not begins:
             self._decisions.request(workers=self._decisions.workers_requested)  # the last leader may not have sent it
         self._report_view(view, begins, regroup_s, time.perf_counter() - started, positions)
         self._decisions.measure_links()
@@ -353,6 +354,7 @@ class Recovery:
             at.refuse_other_beginning(saved["progress"])
             configured = [group.get("lr") for group in self._opt.param_groups]
             self._state.restore(saved)
+            self._reporter.forget_events()
             self._align_engine()
             at.began_with = began_with
             if self._lr_is_configured:  # the groups of an optimizer of one's own may have several rates
@@ -381,13 +383,13 @@ class Recovery:
     def _report_view(
         self, view: View, begins: bool, regroup_s: float, transfer_s: float, positions: Sequence[int]
     ) -> None:
-        """Reports the view, the beginning of training or a return to an earlier step, and the newest records anew."""
+        """Reports the view, a return to an earlier step, and the newest records anew."""
         went_back, self._lost = self._lost, None
         at, workers = self._progress, self._session.workers
-        if begins or went_back is not None:
-            self._report_start(goes_back=not begins)
-        if begins or self._session.group.rank == 0:
-            self._reporter.resend(begins)
+        if went_back is not None and not begins:
+            self._report_start(goes_back=True)
+        if self._session.group.rank == 0:
+            self._reporter.resend()
         self._reporter.view(at.step, view, regroup_s, transfer_s)
         group, comm = self._session.group, self._session.comm
         if self._session.elastic and comm.sharded and comm.redundancy != "none" and len({*group.hosts}) > 1:
