@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -129,8 +130,11 @@ class Stage:
     # -- what workers do
 
     async def settle(self, seconds: float = 0.2) -> None:
-        """Lets this time pass."""
+        """Lets this time pass. The thread that passes events on lives in real time."""
         await asyncio.sleep(seconds)
+        records = self.supervisor.records
+        while records._thread.is_alive() and any(kind == "event" for kind, _ in [*records._waiting]):
+            time.sleep(0.001)
 
     async def ended(self) -> str | None:
         """The error that ends the job, once it has ended."""

@@ -422,6 +422,19 @@ async def test_where_one_worker_leaves_the_loop_the_others_go_on(stage: Stage, e
     await stage.end_well(0)
 
 
+@job(Elasticity(1, 1, 2, script=True), "worker 0 ended with exit status 1: TypeError: bad")
+async def test_one_that_is_to_join_does_not_train_alone_where_the_only_one_has_failed(stage: Stage) -> None:
+    """It has none of the state. The other's process takes long to end."""
+    await stage.train(0)
+    await stage.says(0, "resize", workers=2)
+    await stage.boot(1)
+    assert stage.workers[1].view == [0, 1]
+    await stage.says(0, "loop_ended", training=1, failed_at=None)
+    await stage.settle(1.2)
+    assert stage.workers[1].view == [0, 1]
+    stage.workers[0].end(1, *TRACEBACK)
+
+
 @pytest.mark.parametrize("failed_at", [1, None])
 @pytest.mark.parametrize("status", [1, 0])
 @job(SCRIPTS)

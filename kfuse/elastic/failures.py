@@ -85,13 +85,14 @@ class Failures:
             job.run(self._inquire(why))
 
     def loop_ended(self, worker: Worker) -> None:
-        """A worker has left its training's loop a moment ago. If others have not, they go on without it.
+        """A worker has left its training's loop a moment ago. If others still train, they go on without it.
 
         The end of its process tells whether it is lost.
         """
-        job = self._job
-        in_view = self._processes.rank_of(worker) is not None and self._views.out_of_loop(worker)
-        if in_view and not (job.done or job.over.is_set()):
+        job, left = self._job, self._views.out_of_loop
+        in_view = self._processes.rank_of(worker) is not None and left(worker)
+        others = any(member.joined and not left(member) for member in self._processes.members())
+        if in_view and others and not (job.done or job.over.is_set()):
             self._views.recover()
 
     def _regroup(self, why: str) -> None:
