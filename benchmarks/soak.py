@@ -16,9 +16,9 @@ missing and those that were used twice are counted.
 Reported by kind of event: for how long no worker began a step (median, p95, maximum). After each event the supervisor's
 and the oldest worker's file descriptors, threads and memory are read, and the files in shared memory. In the last two
 thirds of a run both stay, and from 100 events later on (a quarter of the run, if that is less) they are judged. Flat
-means: the trend over the events, with the number of processes and members as further regressors, rises over 200 events
-by no more than 4 descriptors, threads or files, or 2 % of the mean memory, or by no more than can be told from no trend
-(95 %). Over fewer than 100 events that is not judged.
+means: from one event to a later one of the same kind, with as many members, it rises over 200 events by no more than 4
+descriptors, threads or files, or 2 % of the mean memory, or by no more than can be told from no trend (95 %). Over
+fewer than 100 events that is not judged.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ TRAIN = {"batch_size": 32, "batch_micro": 4, "batch_max": 64, "train_epochs": 10
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 SLACK = {"fds": 4.0, "threads": 4.0, "shared": 4.0}
 _WARM_UP = 100  # events of a supervisor and a worker: before that caches fill
+_BLOCK = 20  # events whose resources depend on each other
 _JUDGED_FROM = 100  # of its samples: a trend over fewer is what one worker more or less holds
 _SILENT_S = 400.0  # without a new sample, after which a job counts as stuck
 
@@ -238,14 +239,21 @@ def resources(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, dict[str, 
 
 
 def trend(samples: list[dict[str, Any]], values: list[float]) -> dict[str, float]:
-    """mean: of the values. growth: of their trend over 200 events, with its standard error."""
-    regressors = [[s["event"], s["processes"], s["members"], 1.0] for s in samples]
-    design, target = np.array(regressors, dtype=float), np.array(values)
-    solution = np.linalg.lstsq(design, target, rcond=None)[0]
-    rest = target - design @ solution
-    variance = rest @ rest / max(1, len(values) - design.shape[1])
-    error = np.sqrt(variance * np.linalg.pinv(design.T @ design)[0, 0])
-    return {"mean": float(target.mean()), "growth": float(200 * solution[0]), "error": float(200 * error)}
+    """mean: of the values. growth: of their trend over 200 events, with its standard error.
+
+    An event is compared with those of its kind that as many members went through: on these it depends how many groups
+    of workers are there. What one event leaves is there at the next ones, so the error is that of the blocks' sums.
+    """
+    number, target = (np.array(each, dtype=float) for each in ([s["event"] for s in samples], values))
+    mean, alike = target.mean(), np.array([f"{s['kind']} {s['members']}" for s in samples])
+    for case in np.unique(alike):
+        for each in (number, target):
+            each[alike == case] -= each[alike == case].mean()
+    spread = number @ number
+    slope = number @ target / spread
+    shares = number * (target - slope * number)
+    sums = np.array([shares[first : first + _BLOCK].sum() for first in range(0, len(shares), _BLOCK)])
+    return {"mean": float(mean), "growth": float(200 * slope), "error": float(200 * np.sqrt(sums @ sums) / spread)}
 
 
 def uses(job: Job) -> dict[str, int]:
