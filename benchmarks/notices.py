@@ -40,9 +40,10 @@ from rich.table import Table
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
+from driven import Driver, Recorder  # noqa: E402
 from elastic_job import Job, assert_exact, assert_same_steps, compose, override, parent, words  # noqa: E402
 from joining import Agents  # noqa: E402
-from soak_job import GRACE_S, MARKS, Recorder  # noqa: E402
+from soak_job import GRACE_S, MARKS  # noqa: E402
 from warm import WarmLauncher  # noqa: E402
 
 from kfuse.elastic.launchers import RayLauncher  # noqa: E402
@@ -143,83 +144,78 @@ class Change:
         return [float(each) for each in found.max(0)]
 
 
-@dataclass
-class Notices:
+class Notices(Driver):
     """Planned shrinks and notices in turn."""
 
-    supervisor: Supervisor
-    recorder: Recorder
-    places: Places
-    requests: Path
-    count: int  # of notices
-    chance: random.Random
-    done: Callable[[int], None]
-    changes: list[Change] = field(default_factory=list)
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        recorder: Recorder,
+        requests: Path,
+        places: Places,
+        count: int,
+        chance: random.Random,
+        done: Callable[[int], None],
+    ) -> None:
+        """count: of notices. done: called after some."""
+        super().__init__(supervisor, recorder, requests)
+        self._places, self._count, self._chance, self._done = places, count, chance, done
+        self.changes: list[Change] = []
 
     async def run(self) -> None:
-        await self.places.replace(WORKERS)
+        await self._places.replace(WORKERS)
         await self._whole()
         given = turn = 0
-        while given < self.count:
+        while given < self._count:
             turn += 1
-            leaving = min(2 if turn % 3 == 0 else 1, self.count - given)
-            for kind in self.chance.sample(["shrink", "notice"], 2):  # what comes second takes longer, whichever it is
+            leaving = min(2 if turn % 3 == 0 else 1, self._count - given)
+            for kind in self._chance.sample(["shrink", "notice"], 2):  # what comes second takes longer, whichever it is
                 await self._change(kind, leaving)
                 if kind == "shrink":
-                    self._wish(WORKERS)
+                    self.wish(WORKERS)
                 else:
-                    await self.places.replace(leaving)
+                    await self._places.replace(leaving)
                 await self._whole()
             given += leaving
-            self.done(leaving)
+            self._done(leaving)
         self.supervisor.stop("interrupted")
 
-    def _wish(self, workers: int) -> None:
-        part = self.requests.with_suffix(".part")
-        part.write_text(json.dumps({"workers": workers}))
-        os.replace(part, self.requests)
-
-    def _settled(self, workers: int) -> bool:
-        members = self.supervisor.processes.members()
-        return len(members) == workers and all(worker.state is State.MEMBER for worker in members)
-
-    async def _steps(self, count: int) -> None:
-        goal = self.recorder.step + count
-        await self.recorder.until(f"step {goal}", lambda: self.recorder.step >= goal)
-
     async def _whole(self) -> None:
-        await self.recorder.until(f"{WORKERS} members", lambda: self._settled(WORKERS))
-        await self._steps(6)
+        await self.recorder.until(f"{WORKERS} members", lambda: self.settled(WORKERS))
+        await self.steps(6)
 
     async def _change(self, kind: str, leaving: int) -> None:
-        await asyncio.sleep(self.chance.uniform(0, 0.1))
-        members, began = self.supervisor.processes.members(), time.monotonic()
-        chosen = self.chance.sample(members, leaving)
+        await asyncio.sleep(self._chance.uniform(0, 0.1))
+        members, began = self.members(), time.monotonic()
+        chosen = self._chance.sample(members, leaving)
         if kind == "notice":
-            await self.places.take(chosen)
+            await self._places.take(chosen)
         else:
-            self._wish(WORKERS - leaving)
+            self.wish(WORKERS - leaving)
         until, told = list[float](), f"{leaving} workers to leave at a {kind}"
-        await self.recorder.until(told, lambda: self._settled(WORKERS - leaving))
-        await self._steps(2)
+        await self.recorder.until(told, lambda: self.settled(WORKERS - leaving))
+        await self.steps(2)
         until.append(time.monotonic())
         chosen = [worker for worker in members if self.supervisor.processes.rank_of(worker) is None]
         await self.recorder.until(told, lambda: all(worker.state is State.ENDED for worker in chosen))
-        await self._steps(2)
+        await self.steps(2)
         until.append(time.monotonic())
         staying = [worker.pid or 0 for worker in members if worker not in chosen]
         self.changes.append(Change(kind, leaving, began, until, staying))
 
 
-async def run(directory: Path, overrides: list[str], places: Places, notices: dict[str, Any] | None) -> Recorder:
-    """One job, to which nothing happens where `notices` is None. Raises JobFailed, AssertionError."""
+async def run(directory: Path, overrides: list[str], places: Places, **given: Any) -> list[Change]:
+    """One job. given: arguments of `Notices`; none: nothing happens to it. Raises JobFailed, AssertionError."""
     config, recorder = compose([*TRAINING, *overrides]), Recorder(directory)
     supervisor = Supervisor(
         places.launcher, {**config, "run_dir": str(directory)}, recorder, Elasticity.of(flat(config))
     )
     tasks = [asyncio.create_task(supervisor.run())]
-    if notices is not None:
-        tasks.append(asyncio.create_task(Notices(supervisor, recorder, places, **notices).run()))
+    changes = list[Change]()
+    if given:
+        notices = Notices(supervisor, recorder, places=places, **given)
+        changes = notices.changes
+        tasks.append(asyncio.create_task(notices.run()))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
@@ -230,7 +226,7 @@ async def run(directory: Path, overrides: list[str], places: Places, notices: di
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         recorder.directory.close()
-    return recorder
+    return changes
 
 
 def measure(kind: str, count: int, seed: int, done: Callable[[int], None]) -> dict[str, Any]:
@@ -241,14 +237,13 @@ def measure(kind: str, count: int, seed: int, done: Callable[[int], None]) -> di
         requests.write_text(json.dumps({"workers": WORKERS}))
         policy = [override(f"+policy.{key}", value) for key, value in [("requests", str(requests)), ("pace_s", 0.03)]]
         policy.append(override("+policy.marks", str(written)))
-        changes: list[Change] = []
-        places = PLACES[kind](directory / "places")
-        struck = {"requests": requests, "count": count, "chance": random.Random(seed), "done": done, "changes": changes}
+        places, settings = PLACES[kind](directory / "places"), [*policy, f"workers.count={WORKERS}"]
+        given = {"requests": requests, "count": count, "chance": random.Random(seed), "done": done}
         with places.closing:
-            asyncio.run(run(directory / "job", [*policy, f"workers.count={WORKERS}"], places, struck))
+            changes = asyncio.run(run(directory / "job", settings, places, **given))
         job = Job(directory / "job")
         alone = workers(directory / "alone_places")
-        asyncio.run(run(directory / "alone", [f"train.steps={job.summary['steps']}", "workers.count=1"], alone, None))
+        asyncio.run(run(directory / "alone", [f"train.steps={job.summary['steps']}", "workers.count=1"], alone))
         assert_exact(job)
         assert_same_steps(job, Job(directory / "alone"))
         marks = np.fromfile(written, dtype=MARKS)
@@ -273,10 +268,10 @@ def ratio(gaps: list[list[Any]], until: int, chance: np.random.Generator) -> lis
 
 def report(console: Console, jobs: dict[str, dict[str, Any]]) -> None:
     table = Table(title="the bits, metrics and ledger of undisturbed runs; no micro-batch repeated")
-    for heading in ("notice to", "notices", "gap to", "shrink (ms)", "notice (ms)", "largest", "ratio (95 %)"):
-        table.add_column(heading, justify="right")
+    for heading in ("notice to", "times", "gap to", "shrink, ms", "notice, ms", "largest", "ratio (95 %)"):
+        table.add_column(heading, justify="right", no_wrap=heading.startswith("ratio"))
     for kind, job in jobs.items():
-        for until, what in enumerate(["the view", "the others' end"]):
+        for until, what in enumerate(["view", "end"]):
             at = {w: [gap[until] * 1e3 for name, _, *gap in job["gaps_s"] if name == w] for w in ("shrink", "notice")}
             figures = (f"{np.median(gaps):.0f}" for gaps in at.values())
             largest = " / ".join(f"{max(gaps):.0f}" for gaps in at.values())

@@ -16,18 +16,18 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from driven import Driver, Recorder
 from hosts import Host
 from joining import Agents
 from warm import CONTEXT, WarmLauncher
 
 from kfuse.elastic.processes import State, Worker
 from kfuse.elastic.supervisor import Elasticity, Supervisor
-from kfuse.observe.run_dir import RunDirectory
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "soak_worker.py")
@@ -50,8 +50,6 @@ WEIGHTS = {
 GRACE_S = 5.0
 _LONGEST_DELAY_S = 0.3
 _STEPS_BETWEEN = 5
-_DEADLINE_S = 180.0
-_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -97,62 +95,23 @@ class Sample:
     witness_pid: int = 0
 
 
-class Recorder:
-    """Keeps what workers report in the run directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = RunDirectory(directory, sinks=(), ledger=True)
-        self.step = -1
-        self.lost: dict[int, str] = {}
-        """How each lost worker ended, by pid."""
-        self.cuts = 0
-        """How often workers that do not reach each other were found."""
-
-    def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        """Records as workers report them."""
-        with self.directory.batch():
-            for kind, data in records:
-                if kind == "start":
-                    self.directory.rewind(data["step"])
-                    self.step = data["step"] - 1
-                elif kind != "line":
-                    getattr(self.directory, kind)(data)
-                if kind == "metrics":
-                    self.step = max(self.step, data["step"])
-                elif kind == "event" and data["kind"] == "failure":
-                    self.lost[data["pid"]] = data["how"]
-                elif kind == "event" and data["kind"] == "cut":
-                    self.cuts += 1
-
-    async def until(self, what: str, true: Callable[[], bool]) -> None:
-        """Raises AssertionError after the deadline."""
-        try:
-            async with asyncio.timeout(_DEADLINE_S):
-                while not true():
-                    await asyncio.sleep(_POLL_S)
-        except TimeoutError:
-            raise AssertionError(f"waited {_DEADLINE_S:.0f} s for {what}") from None
-
-
-class Soak:
+class Soak(Driver):
     """Strikes a running job until there were enough events, or until one of them ends the supervisor.
 
     In the last two thirds of a run none does, and the oldest worker, the witness, is spared: both are watched for long.
     """
 
     def __init__(self, plan: Plan, directory: Path, supervisor: Supervisor, recorder: Recorder, agents: Agents | None):
-        self._plan, self._directory = plan, directory
-        self._supervisor, self._recorder, self._agents = supervisor, recorder, agents
+        super().__init__(supervisor, recorder, directory / "requests")
+        self._plan, self._directory, self._agents = plan, directory, agents
         before = samples_of(directory)
         self._done = len(before)
         self._incarnation = 1 + max((sample["incarnation"] for sample in before), default=-1)
         self._chance = random.Random(f"{plan.seed} {self._done} {self._incarnation}")
-        self._wanted = START
-        self._requests = directory / "requests"
 
     async def run(self) -> None:
         """Returns when all events are over, and their consequences in force; the job is then told to stop."""
-        self._wish(START)
+        self.wish(START)
         await self._steps(_STEPS_BETWEEN)
         for index in range(self._done, self._plan.events):
             self._done = index
@@ -160,26 +119,26 @@ class Soak:
             await asyncio.sleep(self._chance.uniform(0, _LONGEST_DELAY_S))
             began = time.monotonic()
             if kind in SUPERVISOR:
-                self._note(Sample(index, kind, began, 0.0, self._recorder.step, self._incarnation, 0, 0, 0))
+                self._note(Sample(index, kind, began, 0.0, self.recorder.step, self._incarnation, 0, 0, 0))
                 os.kill(os.getpid(), SUPERVISOR[kind])
                 await asyncio.Event().wait()  # the job ends
             await self._happen(kind)
             await self._steps(_STEPS_BETWEEN)
             self._note(self._sample(index, kind, began))
-        await self._recorder.until("a quiet moment", self._settled)
-        self._supervisor.stop("interrupted")
+        await self.recorder.until("a quiet moment", self.settled)
+        self.supervisor.stop("interrupted")
 
     @property
     def _watches(self) -> bool:
         return self._done >= self._plan.undisturbed_from
 
     def _next(self) -> str:
-        several, plan = self._wanted > 1, self._plan
+        several, plan = self.wanted > 1, self._plan
         possible = {
             **dict.fromkeys(STRIKES, several),
             **dict.fromkeys(SUPERVISOR, not self._watches),
             **dict.fromkeys(AGENTS, several and plan.agents),
-            "grow": self._wanted < MOST,
+            "grow": self.wanted < MOST,
             "shrink": several,
             "loader lost": plan.loop,
             "disk full": plan.disk,
@@ -196,12 +155,10 @@ class Soak:
             victim = await self._victim()
             await self._strike(victim, _parent(victim.pid or 0), AGENTS[kind], planned=kind == "agent's notice")
         elif kind in ("grow", "shrink"):
-            self._wish(self._wanted + (1 if kind == "grow" else -1))
-            await self._recorder.until(
-                f"{self._wanted} members", lambda: self._settled() and len(self._members()) == self._wanted
-            )
+            self.wish(self.wanted + (1 if kind == "grow" else -1))
+            await self.recorder.until(f"{self.wanted} members", lambda: self.settled(self.wanted))
         elif kind == "loader lost":
-            loaders = [pid for worker in self._members() for pid in _children(worker.pid or 0)]
+            loaders = [pid for worker in self.members() for pid in _children(worker.pid or 0)]
             os.kill(self._chance.choice(loaders), signal.SIGKILL)
             await self._steps(_STEPS_BETWEEN)
         elif kind == "link cut":
@@ -212,62 +169,49 @@ class Soak:
 
     async def _victim(self) -> Worker:
         """Any member but the witness, once there are some: two, or up to as many as are wanted."""
-        enough = self._chance.randint(2, self._wanted)
-        await self._recorder.until(f"{enough} members", lambda: self._settled() and len(self._members()) >= enough)
-        return self._chance.choice(self._members()[self._watches :])
+        enough = self._chance.randint(2, self.wanted)
+        await self.recorder.until(f"{enough} members", lambda: self.settled() and len(self.members()) >= enough)
+        return self._chance.choice(self.members()[self._watches :])
 
     async def _strike(self, victim: Worker, pid: int, number: int, planned: bool) -> None:
         os.kill(pid, number)
         if not planned:
-            await self._recorder.until(f"word of worker {victim.pid}", lambda: victim.pid in self._recorder.lost)
-        await self._recorder.until(f"worker {victim.pid} to end", lambda: victim.state is State.ENDED)
+            await self.recorder.until(f"word of worker {victim.pid}", lambda: victim.pid in self.recorder.lost)
+        await self.recorder.until(f"worker {victim.pid} to end", lambda: victim.state is State.ENDED)
         if self._agents is not None and pid != victim.pid:
             await self._agents.start(1)
-        await self._recorder.until("another view", self._settled)
+        await self.recorder.until("another view", self.settled)
 
     async def _cut(self) -> None:
         """Two members on different hosts do not reach each other, until one of them had to go."""
         assert self._agents is not None
-        await self._recorder.until("members on two hosts", lambda: self._settled() and len(self._hosts()) > 1)
+        await self.recorder.until("members on two hosts", lambda: self.settled() and len(self._hosts()) > 1)
         one, other = self._chance.sample(self._hosts(), 2)
-        cuts = self._recorder.cuts
+        cuts = self.recorder.cuts
         with self._agents.apart(one, other):
-            await self._recorder.until(f"a cut of {one} and {other}", lambda: self._recorder.cuts > cuts)
-            await self._recorder.until(
+            await self.recorder.until(f"a cut of {one} and {other}", lambda: self.recorder.cuts > cuts)
+            await self.recorder.until(
                 "a view of hosts that reach each other",
-                lambda: self._settled() and not {one, other} <= {*self._hosts()},
+                lambda: self.settled() and not {one, other} <= {*self._hosts()},
             )
 
     def _hosts(self) -> list[str]:
-        return sorted({worker.host for worker in self._members()})
-
-    def _wish(self, workers: int) -> None:
-        self._wanted = workers
-        part = self._requests.with_suffix(".part")
-        part.write_text(json.dumps({"workers": workers}))
-        os.replace(part, self._requests)
-
-    def _members(self) -> list[Worker]:
-        return self._supervisor.processes.members()
-
-    def _settled(self) -> bool:
-        members = self._members()
-        return bool(members) and all(worker.state is State.MEMBER for worker in members)
+        return sorted({worker.host for worker in self.members()})
 
     async def _steps(self, count: int) -> None:
-        goal = self._recorder.step + count
-        await self._recorder.until(f"step {goal}", lambda: self._recorder.step >= goal and self._settled())
+        await self.steps(count)
+        await self.recorder.until("an active view", self.settled)
 
     def _sample(self, index: int, kind: str, began: float) -> Sample:
-        members = self._members()
+        members = self.members()
         return Sample(
             event=index,
             kind=kind,
             began=began,
             ended=time.monotonic(),
-            step=self._recorder.step,
+            step=self.recorder.step,
             incarnation=self._incarnation,
-            processes=len(self._supervisor.processes.alive()),
+            processes=len(self.supervisor.processes.alive()),
             members=len(members),
             shared=len(os.listdir("/dev/shm")),
             supervisor=held_by(os.getpid()),
