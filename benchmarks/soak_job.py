@@ -158,8 +158,8 @@ class Soak(Driver):
             self.wish(self.wanted + (1 if kind == "grow" else -1))
             await self.recorder.until(f"{self.wanted} members", lambda: self.settled(self.wanted))
         elif kind == "loader lost":
-            loaders = [pid for worker in self.members() for pid in _children(worker.pid or 0)]
-            os.kill(self._chance.choice(loaders), signal.SIGKILL)
+            await self.recorder.until("a loader process", lambda: bool(self._loaders()))
+            os.kill(self._chance.choice(self._loaders()), signal.SIGKILL)
             await self._steps(_STEPS_BETWEEN)
         elif kind == "link cut":
             await self._cut()
@@ -197,6 +197,9 @@ class Soak(Driver):
 
     def _hosts(self) -> list[str]:
         return sorted({worker.host for worker in self.members()})
+
+    def _loaders(self) -> list[int]:
+        return [pid for worker in self.members() for pid in _children(worker.pid or 0)]
 
     async def _steps(self, count: int) -> None:
         await self.steps(count)
@@ -257,7 +260,11 @@ def _parent(pid: int) -> int:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # of a thread that has just ended
+            found += [int(child) for child in task.read_text().split()]
+    return found
 
 
 @contextlib.asynccontextmanager

@@ -70,9 +70,9 @@ def test_a_new_leader_sends_the_last_ones_events_but_none_of_before_a_checkpoint
     first, second = (Reporter(session, Mock(), None) for _ in range(2))
     first.event(3, "before")
     second.load_state_dict(first.state_dict())
-    second.resend(begins=True)
+    second.forget_events()
     second.event(4, "after")
-    second.resend(begins=False)
+    second.resend()
     assert sent == ["before", "after", "after"]
 
 
