@@ -354,7 +354,7 @@ def check_after_death(directory: Path, newest: int) -> int:
     return step
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.full)], ids=["next step", "same step"])
 def test_killed_before_each_operation(tmp_path: Path, again: bool) -> None:
     """With `keep` at 1 there is no second one to fall back to."""
     Writing(tmp_path).put(1)

@@ -183,6 +183,7 @@ def chosen() -> tuple[object, ...]:
     return *names, first.engine.choice, second.engine.choice, costs
 
 
+@pytest.mark.full
 def test_all_workers_make_the_same_choice_by_one_measurement() -> None:
     found = run_workers(3, chosen)
     assert all(each == found[0] for each in found)

@@ -103,6 +103,7 @@ def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> No
 # -- all workers are lost -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_all_killed_with_checkpoints_restarts_from_the_last(undisturbed: Job, tmp_path: Path) -> None:
     # By one of them: if each killed itself, a slow one might learn of the others' end before, and recover from it.
     all_at_once = [{"step": 60, "moment": "forward", "rank": 0, "how": "kill_all", "workers": 3}]

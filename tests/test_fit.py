@@ -91,6 +91,7 @@ def adapt() -> tuple[Any, ...]:
     return policy.seen, summary["batch_size"], summary["lr"], summary["samples"], summary["params_sha256"]
 
 
+@pytest.mark.full
 def test_orders_of_the_leader_take_effect_on_every_worker_at_one_step() -> None:
     """At first there is too little work for all."""
     results = run_workers(3, adapt)

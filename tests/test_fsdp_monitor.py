@@ -191,6 +191,7 @@ def statistics(cases: list[tuple[Problem, bool, bool]]) -> list[list[StepStats]]
     return found
 
 
+@pytest.mark.full
 def test_statistics_are_the_formula() -> None:
     """Micro-batches of equal and of unequal sizes, with and without sync; losses that are divided by their number."""
     even, uneven = (of_size("logistic regression", sizes) for sizes in ((8,) * 8, (2, 9, 4, 9) * 2))

@@ -98,6 +98,7 @@ def trained_alone(marker: str) -> tuple[int, str]:
     return names["steps"], params_sha256(names["model"])
 
 
+@pytest.mark.full
 def test_a_loop_of_ones_own_survives_a_death_with_the_same_bits(tmp_path: Path) -> None:
     shown = ["--observe-progress=false", "--observe-ledger=true"]
     ended = run_script(tmp_path, PRELUDE + DEATH, "--elastic-replace=false", *shown)

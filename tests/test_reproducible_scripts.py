@@ -106,7 +106,7 @@ def bits(kind: str, count: int, settings: dict[str, Any]) -> tuple[dict[str, Any
     ("kind", "count", "settings"),
     [
         ("adamw", 130, {"batch_size": 32, "batch_micro": 4}),
-        ("sgd", 131, {"batch_size": 17, "batch_micro": 3}),
+        pytest.param("sgd", 131, {"batch_size": 17, "batch_micro": 3}, marks=pytest.mark.full),
         ("wrapped", 38, {"batch_size": 4, "batch_micro": 4}),
         ("adamw", 300, {"batch_size": 24, "batch_micro": 6, "batch_micro_max": 24}),
     ],

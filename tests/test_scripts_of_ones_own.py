@@ -76,7 +76,7 @@ def against_plain(example: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("example", [BPTT, REINFORCE])
+@pytest.mark.parametrize("example", [BPTT, pytest.param(REINFORCE, marks=pytest.mark.full)])
 def test_it_trains_as_in_plain_torch(example: str, workers: int) -> None:
     for parameters, goes_on in run_workers(workers, against_plain, example):
         assert max(parameters, goes_on) < 1e-4

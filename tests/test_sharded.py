@@ -259,6 +259,7 @@ def fitted(resumed: Any = None, state: str = "sharded") -> dict[str, Any]:
     return {**found, "again": s.values(model)}
 
 
+@pytest.mark.full
 def test_kf_state_dict_is_whole_on_every_worker() -> None:
     whole = run_workers(1, fitted, None, "replicated")[0]
     saved = run_workers(2, fitted)

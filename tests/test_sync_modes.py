@@ -76,7 +76,7 @@ def switch(modes: list[str], outer: bool) -> tuple[Any, ...]:
     return policy.alike, policy.known, summary["params_sha256"], summary["loss"]
 
 
-@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("outer", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_models_and_optimizer_states_meet_at_every_switch(outer: bool) -> None:
     """Between ssgd, local:3 and sma in every order. With ssgd workers' parameters are compared at every step, too."""
     results = run_workers(3, switch, EVERY_ORDER, outer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
+import pytest
 from chaos import Chaos
 from elastic_job import assert_exact, chaos, run_job, words
 
@@ -28,6 +29,7 @@ class Lists(Chaos):
         return None if decision.is_empty else decision
 
 
+@pytest.mark.full
 def test_each_view_is_measured_and_a_list_is_dropped_when_a_worker_is_lost(tmp_path: Path) -> None:
     """Two workers, three, two. A joiner comes to the same messages as those who are there."""
     arguments = {

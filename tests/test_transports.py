@@ -78,7 +78,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize("workers", [3, pytest.param(4, marks=pytest.mark.full)])
 def test_sums_are_right_and_bits_the_same_on_all_ranks(workers: int) -> None:
     results = run_workers(workers, reduce_everything)
     assert all(result == results[0] for result in results), "ranks disagree"
