@@ -166,6 +166,8 @@ class Engine:
         All workers of a view must come to the same messages, so decisions, which a joining worker does not know yet, do
         not matter here.
         """
+        if group.size == 1 and set(group.hosts) <= set(before.hosts):
+            group.costs = group.costs or before.costs  # for when there are several again
         on_gpus = devices.of(group.device).asynchronous  # a probe would mostly measure how NCCL connects
         if group.size == 1 or on_gpus or not self.options.leaves_choice:
             return None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from distributed import run_workers
+from elastic_job import chaos, run_job, words
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -191,6 +193,17 @@ def test_all_workers_make_the_same_choice_by_one_measurement() -> None:
     assert (first, second) == (choice.schedule, other.schedule)
     assert choice.schedule in choice.predicted_s and choice.workers == 3
     assert costs.gamma > 0 and all(costs.alpha[kind] + costs.beta[kind] > 0 for kind in PROBED)
+
+
+@pytest.mark.full
+def test_what_was_measured_is_known_after_a_time_with_one_worker(tmp_path: Path) -> None:
+    phases = [{"step": step, "workers": count} for step, count in ((5, 2), (25, 1), (45, 2))]
+    gates = [{"step": step, "workers": count} for step, count in ((20, 2), (40, 1), (60, 2))]
+    settings = words("workers.max=2 model=mlp data=digits model.hidden=[24] train.steps=70")
+    job = run_job(tmp_path / "run", [*settings, *chaos(tmp_path, phases=phases, gates=gates)])
+    assert job.error is None, job.told()
+    first, again = [choice["probe_s"] for choice in job.of_kind("schedule")]
+    assert first == again
 
 
 def test_nothing_is_measured_where_nothing_is_left_to_choose() -> None:
