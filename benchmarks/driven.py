@@ -62,7 +62,7 @@ class Driver:
         self.supervisor, self.recorder, self._requests = supervisor, recorder, requests
         self.wanted = 0  # workers
 
-    def wish(self, workers: int) -> None:
+    def ask_for(self, workers: int) -> None:
         self.wanted = workers
         part = self._requests.with_suffix(".part")
         part.write_text(json.dumps({"workers": workers}))

@@ -172,7 +172,7 @@ class Notices(Driver):
             for kind in self._chance.sample(["shrink", "notice"], 2):  # what comes second takes longer, whichever it is
                 await self._change(kind, leaving)
                 if kind == "shrink":
-                    self.wish(WORKERS)
+                    self.ask_for(WORKERS)
                 else:
                     await self._places.replace(leaving)
                 await self._whole()
@@ -191,7 +191,7 @@ class Notices(Driver):
         if kind == "notice":
             await self._places.take(chosen)
         else:
-            self.wish(WORKERS - leaving)
+            self.ask_for(WORKERS - leaving)
         until, told = list[float](), f"{leaving} workers to leave at a {kind}"
         await self.recorder.until(told, lambda: self.settled(WORKERS - leaving))
         await self.steps(2)

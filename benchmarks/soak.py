@@ -16,9 +16,9 @@ missing and those that were used twice are counted.
 Reported by kind of event: for how long no worker began a step (median, p95, maximum). After each event the supervisor's
 and the oldest worker's file descriptors, threads and memory are read, and the files in shared memory. In the last two
 thirds of a run both stay, and from 100 events later on (a quarter of the run, if that is less) they are judged. Flat
-means: from one event to a later one of the same kind, with as many members, it rises over 200 events by no more than 4
-descriptors, threads or files, or 2 % of the mean memory, or by no more than can be told from no trend (95 %). Over
-fewer than 100 events that is not judged.
+means: over 200 events it rises by no more than 4 descriptors, threads or files, or 2 % of the mean memory, or by no
+more than can be told from no trend (95 %). The trend is that among events of one kind with the same number of members;
+its error allows for the dependence of events within blocks of 20. Over fewer than 100 events that is not judged.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ def resources(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, dict[str, 
 def trend(samples: list[dict[str, Any]], values: list[float]) -> dict[str, float]:
     """mean: of the values. growth: of their trend over 200 events, with its standard error.
 
-    An event is compared with those of its kind that as many members went through: on these it depends how many groups
-    of workers are there. What one event leaves is there at the next ones, so the error is that of the blocks' sums.
+    Events of one kind with the same number of members are compared: these decide how many groups of workers there are.
+    What one event leaves is there at the next ones too, so the error is that of sums over blocks of events.
     """
     number, target = (np.array(each, dtype=float) for each in ([s["event"] for s in samples], values))
     mean, alike = target.mean(), np.array([f"{s['kind']} {s['members']}" for s in samples])

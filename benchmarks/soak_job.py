@@ -111,7 +111,7 @@ class Soak(Driver):
 
     async def run(self) -> None:
         """Returns when all events are over, and their consequences in force; the job is then told to stop."""
-        self.wish(START)
+        self.ask_for(START)
         await self._steps(_STEPS_BETWEEN)
         for index in range(self._done, self._plan.events):
             self._done = index
@@ -155,7 +155,7 @@ class Soak(Driver):
             victim = await self._victim()
             await self._strike(victim, _parent(victim.pid or 0), AGENTS[kind], planned=kind == "agent's notice")
         elif kind in ("grow", "shrink"):
-            self.wish(self.wanted + (1 if kind == "grow" else -1))
+            self.ask_for(self.wanted + (1 if kind == "grow" else -1))
             await self.recorder.until(f"{self.wanted} members", lambda: self.settled(self.wanted))
         elif kind == "loader lost":
             await self.recorder.until("a loader process", lambda: bool(self._loaders()))

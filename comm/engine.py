@@ -167,7 +167,7 @@ class Engine:
         not matter here.
         """
         if group.size == 1 and set(group.hosts) <= set(before.hosts):
-            group.costs = group.costs or before.costs  # for when there are several again
+            group.costs = group.costs or before.costs  # kept for when the job grows again
         on_gpus = devices.of(group.device).asynchronous  # a probe would mostly measure how NCCL connects
         if group.size == 1 or on_gpus or not self.options.leaves_choice:
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -92,6 +91,16 @@ class StandIn:
         return [member["worker"] for member in self.of_kind("view")[-1]["view"]["members"]]
 
 
+class _AtOnce(list[Any]):
+    """In place of the records that wait for a thread to pass them on, in real time."""
+
+    def __init__(self, keep: Callable[[Sequence[tuple[str, dict[str, Any]]]], None]) -> None:
+        self._keep = keep
+
+    def append(self, record: tuple[str, dict[str, Any]]) -> None:
+        self._keep([record])
+
+
 class Stage:
     """One job: its supervisor, the stand-ins that it has started, and what was recorded."""
 
@@ -102,6 +111,7 @@ class Stage:
         self.workers: list[StandIn] = []
         self.records: list[tuple[str, dict[str, Any]]] = []
         self.supervisor = Supervisor(self, {}, self, elasticity)
+        self.supervisor.records._waiting = _AtOnce(self.keep)
         self.job: asyncio.Task[str | None]
         self.starts_fail, self.has_room = starts_fail, True
 
@@ -130,11 +140,8 @@ class Stage:
     # -- what workers do
 
     async def settle(self, seconds: float = 0.2) -> None:
-        """Lets this time pass. The thread that passes events on lives in real time."""
+        """Lets this time pass."""
         await asyncio.sleep(seconds)
-        records = self.supervisor.records
-        while records._thread.is_alive() and any(kind == "event" for kind, _ in [*records._waiting]):
-            time.sleep(0.001)
 
     async def ended(self) -> str | None:
         """The error that ends the job, once it has ended."""

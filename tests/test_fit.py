@@ -80,6 +80,21 @@ def train(policy: kf.BasePolicy, lr: float = 0.1, samples: int = 64, **arguments
     return kf.fit(net, problem(samples), kf.FusedSGD(net.parameters(), lr=lr), kf.Hook(policy), **arguments)
 
 
+class Initial(Seen):
+    def initial(self) -> kf.Decision:
+        return kf.Decision(batch_size=8)
+
+
+def begin(run_dir: str) -> None:
+    train(Initial(), batch_size=4, train_steps=3, train_epochs=None, run_dir=run_dir)
+
+
+def test_what_a_policy_begins_with_is_recorded_once(tmp_path: Path) -> None:
+    run_workers(2, begin, str(tmp_path / "run"))
+    [decision] = [event for event in read_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "decision"]
+    assert decision["batch_size"] == [4, 8]
+
+
 def adapt() -> tuple[Any, ...]:
     kf.init()
     net = network()

@@ -423,7 +423,7 @@ async def test_where_one_worker_leaves_the_loop_the_others_go_on(stage: Stage, e
 
 
 @job(Elasticity(1, 1, 2, script=True), "worker 0 ended with exit status 1: TypeError: bad")
-async def test_one_that_is_to_join_does_not_train_alone_where_the_only_one_has_failed(stage: Stage) -> None:
+async def test_one_that_is_to_join_does_not_train_alone_where_the_only_one_has_left_its_loop(stage: Stage) -> None:
     """It has none of the state. The other's process takes long to end."""
     await stage.train(0)
     await stage.says(0, "resize", workers=2)

@@ -91,7 +91,8 @@ class Failures:
         """
         job, left = self._job, self._views.out_of_loop
         in_view = self._processes.rank_of(worker) is not None and left(worker)
-        others = any(member.joined and not left(member) for member in self._processes.members())
+        those = [*self._processes.members(), *self._processes.leavers()]
+        others = any(each.joined and not left(each) for each in those)
         if in_view and others and not (job.done or job.over.is_set()):
             self._views.recover()
 

@@ -321,7 +321,7 @@ class Reporter:
         self.recent.append(records)
 
     def forget_events(self) -> None:
-        """Training goes on from a checkpoint: another process has kept the events of before."""
+        """Drops the events that came with a checkpoint: the process that wrote it has recorded them."""
         for records in self.recent:
             records[:] = [(kind, data) for kind, data in records if kind != "event"]
 

@@ -7,13 +7,14 @@ workers meet (`kfuse.elastic.meetings`), and what a lost worker changes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.sync.pair import Pair, random_peer
 from kfuse.elastic.protocol import Met
 from kfuse.elastic.rendezvous import own_address
-from kfuse.train.progress import STOP_REASONS
+from kfuse.train.progress import STOP_REASONS, Stage
 from kfuse.train.synchronisation import SyncMethod
 
 
@@ -152,3 +153,14 @@ class PairAveraging(SyncMethod):
         self._session.apart, self._together, self._session.client.step = False, True, None
         if self._opt.engine.group.size < self._session.group.size:
             self._opt.engine.set_group(self._session.group)
+
+
+def left_out(positions: Sequence[int], workers: Sequence[int]) -> dict[int, int]:
+    """In a view after a loss all go on from the furthest one's step: by worker, by how many steps it was behind.
+
+    positions: by rank, of `Progress`; -1 for a worker without state. workers: by rank, their numbers.
+    """
+    stages = len(Stage)
+    made = {rank: p // stages + (p % stages > Stage.UPDATE) for rank, p in enumerate(positions) if p >= 0}
+    behind = {workers[rank]: max(made.values()) - steps for rank, steps in made.items()}
+    return {worker: steps for worker, steps in behind.items() if steps}

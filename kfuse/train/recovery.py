@@ -74,6 +74,8 @@ class Recovery:
         self._joined = self._has_state = False
         # (step, reason) of the last loss of parts of sharded optimizer state; None once training goes on.
         self._lost: tuple[int, str] | None = None
+        # Position at which training began without a checkpoint: each worker's shards, from before that, stay its own.
+        self._fresh_at: int | None = None
         self._torn = False  # this worker's tensors are parts of two states: the worker that sent one was lost
         if self._checkpoints is not None and not session.elastic:
             session.group.waits_each_step = True  # a last checkpoint must not hold an update by an incomplete sum
@@ -230,9 +232,7 @@ class Recovery:
         """Shares the state and reports the view. requested: the workers that this job was last asked for; 0: none."""
         view, group = self._session.view, self._session.group
         if view is None:  # one process, and nobody to share with
-            loaded = self._load_or_begin(restarted=False)
-            self._report_start()
-            if loaded:
+            if self._load_or_begin(restarted=False):
                 self._reporter.resend()
             return
         started = time.perf_counter()
@@ -242,15 +242,15 @@ class Recovery:
             self._finish_interrupted_update()
         positions = self._gather_positions()
         begins = max(positions) < 0  # no worker has a state: the job starts, or restarts
-        loaded = False
+        loaded, at = False, self._progress
         if begins:
             if group.rank == 0:
                 loaded = self._load_or_begin(restarted=view.reason != "start")
                 self._decisions.workers_requested = requested or self._decisions.workers_requested or view.size
-                self._report_start()  # now: if a worker is lost before all have the state, the next view begins nothing
+                self._fresh_at = None if loaded else at.position
             positions = self._gather_positions()  # now rank 0 is the most advanced: its state replaces the others'
-        # What the optimizer has from before this training is in shards already: each worker's stay.
-        in_shards = self._take_newest_state(positions, begins, begins and not loaded)
+        in_shards = self._take_newest_state(positions, begins, self._fresh_at == at.position)
+        self._fresh_at = at.position if in_shards else None
         self._opt.updates.regroup(self._has_state or in_shards)
         for files in (self._checkpoints, self._snapshots):
             if files is not None:
@@ -259,6 +259,10 @@ class Recovery:
         self._mirrored = self._session.workers[group.before[group.rank]]
         if group.rank == 0 and not begins:
             self._decisions.request(workers=self._decisions.workers_requested)  # the last leader may not have sent it
+        if self._lost is not None and not begins:
+            self._report_start(goes_back=True)
+        if group.rank == 0 and (loaded or not begins):
+            self._reporter.resend()
         self._report_view(view, begins, regroup_s, time.perf_counter() - started, positions)
         self._decisions.measure_links()
         if self._opt.engine.choice is not None and self._opt.engine.topology is None:
@@ -334,6 +338,8 @@ class Recovery:
     def _load_or_begin(self, restarted: bool) -> bool:
         """Begins from a checkpoint, or the state given, if there is one, and returns whether there is; else applies the
         policy's initial settings.
+
+        The start is reported here: if a worker is lost before all have the state, the next view counts as no beginning.
         """
         at = self._progress
         saved: Mapping[str, Any] | None = None if self._checkpoints is None else self._checkpoints.load(restarted)
@@ -348,6 +354,7 @@ class Recovery:
                 "others, and there is no checkpoint to go on from"
             )
         if saved is None:
+            self._report_start()
             self._calls.begin()
         else:
             began_with = at.began_with
@@ -366,6 +373,7 @@ class Recovery:
             at.resumed_at = at.step
             if self._session.view is not None:
                 self._decisions.workers_requested = 0  # that was asked of another job
+            self._report_start()
         self._has_state, self._torn = True, False
         return saved is not None
 
@@ -383,13 +391,9 @@ class Recovery:
     def _report_view(
         self, view: View, begins: bool, regroup_s: float, transfer_s: float, positions: Sequence[int]
     ) -> None:
-        """Reports the view, a return to an earlier step, and the newest records anew."""
+        """Reports the view, and a return to an earlier step."""
         went_back, self._lost = self._lost, None
         at, workers = self._progress, self._session.workers
-        if went_back is not None and not begins:
-            self._report_start(goes_back=True)
-        if self._session.group.rank == 0:
-            self._reporter.resend()
         self._reporter.view(at.step, view, regroup_s, transfer_s)
         group, comm = self._session.group, self._session.comm
         if self._session.elastic and comm.sharded and comm.redundancy != "none" and len({*group.hosts}) > 1:
@@ -402,13 +406,7 @@ class Recovery:
             to = "checkpoint" if begins else "snapshot"
             self._reporter.event(at.step, "went_back", to=to, steps=step - at.step, why=why)
         if at.is_apart:
-            self._report_left_out(positions)
+            from kfuse.train.pair import left_out
 
-    def _report_left_out(self, positions: Sequence[int]) -> None:
-        """Each worker was at a step of its own; they all go on from the furthest one's."""
-        at, workers, stages = self._progress, self._session.workers, len(Stage)
-        made = {rank: p // stages + (p % stages > Stage.UPDATE) for rank, p in enumerate(positions) if p >= 0}
-        behind = {workers[rank]: max(made.values()) - steps for rank, steps in made.items()}
-        behind = {worker: steps for worker, steps in behind.items() if steps}
-        if behind:
-            self._reporter.event(at.step, "left_out", workers=list(behind), steps=list(behind.values()))
+            if behind := left_out(positions, workers):
+                self._reporter.event(at.step, "left_out", workers=list(behind), steps=list(behind.values()))
