@@ -100,6 +100,7 @@ VALID = [
 ]
 
 
+@pytest.mark.full
 def test_every_option_of_every_group_is_valid() -> None:
     groups = [path for path in files("kfuse.configs").iterdir() if path.is_dir() and not path.name.startswith("_")]
     options = [f"{group.name}={each.name.removesuffix('.yaml')}" for group in groups for each in group.iterdir()]

@@ -127,6 +127,7 @@ def folds() -> None:
             assert opt.stats.grad_norm == pytest.approx(norm, rel=1e-4) and opt.lr_factor == 1.0
 
 
+@pytest.mark.full
 @WORKERS
 def test_nothing_leaks_from_one_training_into_the_next(workers: int) -> None:
     run_workers(workers, folds)

@@ -63,9 +63,8 @@ def run(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=known | place, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize(
-    "how", ["tcp", *(pytest.param(how, marks=pytest.mark.full) for how in ("variables", "variables, kfuse first"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["tcp", "variables", "variables, kfuse first"])
 def test_ranks_that_a_script_starts_itself_train_one_model(how: str, tmp_path: Path) -> None:
     """As torch's tutorials do: by a URL, or by all four variables."""
     done = run(how, tmp_path)
