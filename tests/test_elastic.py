@@ -144,9 +144,8 @@ def assert_resumes(job: Job, step: int, workers: int, settings: list[str], undis
     assert "must be a new one: the run in it has ended (epochs)" in resumed.lines[-1]
 
 
-@pytest.mark.full
-def test_a_killed_supervisor_leaves_a_checkpoint_and_no_worker(undisturbed: Job, tmp_path: Path) -> None:
-    """Also where none were asked for."""
+def without_supervisor(tmp_path: Path) -> Job:
+    """A job of two workers, which have ended since their supervisor was killed."""
     slowly = [*TRAINING, "workers.count=2", *chaos(tmp_path, pace_s=0.05)]
     with command_line(tmp_path / "run", slowly) as (process, job):
         wait_until("40 steps", lambda: len(job.metrics) >= 40)
@@ -154,6 +153,13 @@ def test_a_killed_supervisor_leaves_a_checkpoint_and_no_worker(undisturbed: Job,
         process.wait()
         assert_none_left(job.pids)
         assert len(job.pids) == 2
+    return job
+
+
+@pytest.mark.full
+def test_a_killed_supervisor_leaves_a_checkpoint_and_no_worker(undisturbed: Job, tmp_path: Path) -> None:
+    """Also where none were asked for."""
+    job = without_supervisor(tmp_path)
     [saved] = [int(path.name.removeprefix("step-")) for path in (job.directory / "checkpoints").glob("step-*")]
     assert saved > job.metrics[-1]["step"], "the workers' last act was a checkpoint"
     assert not (job.directory / "summary.json").exists()
@@ -220,13 +226,7 @@ def test_a_signal_ends_the_run_in_order(undisturbed: Job, tmp_path: Path) -> Non
 @pytest.mark.jobs
 def test_a_worker_lost_as_the_job_resumes(undisturbed: Job, tmp_path: Path) -> None:
     """The leader has the checkpoint's state, and the other is killed before it has: training has begun all the same."""
-    slowly = [*TRAINING, "workers.count=2", *chaos(tmp_path, pace_s=0.05)]
-    with command_line(tmp_path / "run", slowly) as (process, job):
-        wait_until("40 steps", lambda: len(job.metrics) >= 40)
-        process.kill()
-        process.wait()
-        assert_none_left(job.pids)
-    events = job.events
+    events = without_supervisor(tmp_path).events
     kills = [{"step": 0, "moment": "receiver", "rank": 1, "how": "kill"}]
     settings = [*TRAINING, "workers.count=2", *chaos(tmp_path, events=kills), "checkpoint.resume=auto"]
     job = run_job(tmp_path / "run", settings)
