@@ -52,6 +52,7 @@ class Costs:
     gamma: float
     largest_bytes: float = float("inf")  # of the messages that were measured: nothing is known of much larger ones
     probe_s: float = 0.0
+    hosts: frozenset[str] = frozenset()  # names of the machines on which they were measured
 
 
 @dataclass(frozen=True)
@@ -229,11 +230,12 @@ def choose_program(costs: Costs, workers: int, buckets: Sequence[int]) -> Choice
 
 
 def known(group: Group, before: Group) -> Costs | None:
-    """What rank 0 measured in the group before, unless there are other machines now. Every rank calls it.
+    """What rank 0 knew in the group before, if it was measured on the machines that there are now. Every rank calls it.
 
     Raises CommError.
     """
-    return _from_first(group, before.costs if set(group.hosts) <= set(before.hosts) else None)
+    costs = before.costs
+    return _from_first(group, costs if costs is not None and costs.hosts == frozenset(group.hosts) else None)
 
 
 def _from_first(group: Group, costs: Costs | None) -> Costs | None:
@@ -247,7 +249,8 @@ def _from_first(group: Group, costs: Costs | None) -> Costs | None:
     if not any(values):
         return None
     alpha, beta = (dict(zip(PROBED, part, strict=True)) for part in (values[:count], values[count : 2 * count]))
-    return Costs(alpha, beta, *values[2 * count :])
+    gamma, largest_bytes, probe_s = values[2 * count :]
+    return Costs(alpha, beta, gamma, largest_bytes, probe_s, frozenset(group.hosts))
 
 
 def probe(group: Group, elements: int, budget_s: float = BUDGET_S) -> Costs:

@@ -142,6 +142,8 @@ class Engine:
         if self.group is not before and isinstance(self.tree, tuple):
             self.tree = None
         options = self.options
+        if group.size == 1:  # nothing to choose: what was measured is kept for when the job grows again
+            group.costs = group.costs or before.costs
         self.choice = self._choose(group, before)
         self.group.costs = group.costs  # a lane of its own
         if self.choice is not None and group.rank == 0:
@@ -166,8 +168,6 @@ class Engine:
         All workers of a view must come to the same messages, so decisions, which a joining worker does not know yet, do
         not matter here.
         """
-        if group.size == 1 and set(group.hosts) <= set(before.hosts):
-            group.costs = group.costs or before.costs  # kept for when the job grows again
         on_gpus = devices.of(group.device).asynchronous  # a probe would mostly measure how NCCL connects
         if group.size == 1 or on_gpus or not self.options.leaves_choice:
             return None

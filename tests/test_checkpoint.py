@@ -18,6 +18,7 @@ import zipfile
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from distributed import call
 from torch import Tensor, nn
 from warm import CONTEXT
 
-from kfuse.checkpoint import HostCopy, Snapshots
+from kfuse.checkpoint import HostCopy, Snapshots, manager
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest, load_plain
 from kfuse.checkpoint.format import _encode as encode
 
@@ -286,6 +287,22 @@ def test_bad_ones_are_reported_and_skipped(tmp_path: Path) -> None:
     assert found[1].name == "step-00000002" and exact(found[0]) == exact(state_of(2))
     assert [event["kind"] for event in events] == ["checkpoint_rejected"] * 2
     assert "step-00000004/state.pt" in events[0]["why"] and "step-00000003/model.pt" in events[1]["why"]
+
+
+def test_a_last_one_that_the_one_before_leaves_no_time_for_is_an_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, events = threading.Event(), list[dict[str, Any]]()
+    monkeypatch.setattr(os, "fsync", lambda _: gate.wait(PATIENCE_S))
+    monkeypatch.setattr(manager, "_LAST_TIMEOUT_S", 0.1)
+    session = Mock(group=Mock(rank=0), comm=Mock(sharded=False))
+    run = manager.Checkpoints(tmp_path, session, every_steps=1, report=lambda _, event: events.append(event))
+    run.save_when_due(1, 0, lambda: state_of(1))
+    run.save_last(2, lambda: state_of(2))
+    assert [(event["kind"], event["step"]) for event in events] == [("checkpoint_failed", 2)]
+    gate.set()
+    run.close()
+    assert [(event["kind"], event["step"]) for event in events[1:]] == [("checkpoint", 1)]
 
 
 @pytest.mark.parametrize("part", ["model", "policy"])

@@ -29,6 +29,7 @@ from kfuse.comm.cost import (
     choose,
     choose_program,
     fit,
+    known,
     orders,
     price,
     traffic,
@@ -204,6 +205,17 @@ def test_what_was_measured_is_known_after_a_time_with_one_worker(tmp_path: Path)
     assert job.error is None, job.told()
     first, again = [choice["probe_s"] for choice in job.of_kind("schedule")]
     assert first == again
+
+
+@pytest.mark.parametrize(
+    ("hosts", "is_known"), [("ba", True), ("aab", True), ("a", False), ("aa", False), ("abc", False)]
+)
+def test_what_was_measured_holds_on_the_same_machines_only(hosts: str, is_known: bool) -> None:
+    measured = Costs(ONE, ONE, 1.0, hosts=frozenset("ab"))
+    waits = SimpleNamespace(wait=lambda: None)
+    group = SimpleNamespace(hosts=list(hosts), rank=0, device="cpu", broadcast=lambda tensor, what: waits)
+    found = known(group, SimpleNamespace(costs=measured))  # type: ignore[arg-type]
+    assert found == (measured if is_known else None)
 
 
 def test_nothing_is_measured_where_nothing_is_left_to_choose() -> None:

@@ -56,12 +56,16 @@ def test_records_keep_their_order_and_events_come_once() -> None:
             records.add(kind, data)
         records.line("said")
         assert (records.furthest, records.progress) == (3, 4), "step 2 was reported before"
+        for kind, data in metrics(1):  # training goes back
+            records.add(kind, data)
+        records.event("clipped")
+        assert (records.furthest, records.progress) == (3, 4)
         records.begin_training()
         records.add("event", dict(event))  # the next training's
 
     run(report, kept)
-    wanted = [*metrics(0, 1, 2), ("event", event), *metrics(2, 3), ("line", {"text": "said"}), ("event", event)]
-    assert kept.records == wanted
+    said = [("line", {"text": "said"}), *metrics(1), ("event", {"step": 1, "kind": "clipped"}), ("event", event)]
+    assert kept.records == [*metrics(0, 1, 2), ("event", event), *metrics(2, 3), *said]
 
 
 def test_a_new_leader_sends_the_last_ones_events_but_none_of_before_a_checkpoint() -> None:

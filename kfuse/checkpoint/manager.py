@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ class Checkpoints:
         return bool(self._every_steps) and steps % (self._every_steps or 1) == 0
 
     def save_last(self, step: int, state: CaptureState, over: bool = False, alone: bool | None = None) -> None:
-        """Writes one more and waits for it (`_LAST_TIMEOUT_S` at most), unless this step has one.
+        """Writes one more and waits for it, unless this step has one: with the one under way `_LAST_TIMEOUT_S` at most.
 
         over: training has come to its end; else it ends before that, and the next process is to go on. alone: workers
         or the supervisor are lost; whether this worker writes it. None: all of them call it.
@@ -125,11 +126,17 @@ class Checkpoints:
         writes = self._session.group.rank == 0 if alone is None else alone
         if not writes and (alone is not None or not self._session.comm.sharded):
             return
+        deadline = time.monotonic() + _LAST_TIMEOUT_S
         if self._writer is not None:
             self._writer.wait(_LAST_TIMEOUT_S)
-        saved = step != self._written and (self._write(step, state()) if alone else self._save(step, state))
+        if step == self._written:
+            return
+        saved = self._write(step, state()) if alone else self._save(step, state)
         if saved and self._writer is not None:
-            self._writer.wait(_LAST_TIMEOUT_S)
+            self._writer.wait(max(0.0, deadline - time.monotonic()))
+        elif writes and not saved:
+            why = f"the one before was still being written after {_LAST_TIMEOUT_S:.0f} s"
+            self._report({"kind": "checkpoint_failed", "step": step, "why": why})
 
     def _goes_on(self, over: bool) -> bool:
         return self._resume == "auto" and not over

@@ -45,8 +45,8 @@ class Failures:
     async def ended(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker's process has ended. was: its state before that; status: None if its end was not reported."""
         job = self._job
-        gone = status == 0 or was is State.LEFT or not worker.joined
-        if worker.noticed and self._processes.rank_of(worker) is None and gone:
+        in_order = status == 0 or was is State.LEFT or not worker.joined
+        if worker.noticed and self._processes.rank_of(worker) is None and in_order:
             # It has left, or had nothing to hand over. Another is started only now: that takes a processor, perhaps of
             # those that took over.
             if not (job.stopping or job.done):

@@ -33,8 +33,8 @@ class Elasticity:
     replace: bool = True  # restore the wanted number of workers after a loss; otherwise only `min`
     # A worker without a heartbeat for this long is killed.
     heartbeat_timeout_s: float = SETTINGS["elastic_heartbeat_timeout_s"].default
-    # Workers lost in a row, with no step completed in between, after which the job fails. Workers lost together, as
-    # with a host, count as one.
+    # Workers lost in a row, with no new step completed in between, after which the job fails. Workers lost together, as
+    # with a host, count as one. Steps made again are not new: what ends a worker there would do so again.
     max_failures: int = SETTINGS["elastic_max_failures"].default
     boot_timeout_s: float = SETTINGS["elastic_boot_timeout_s"].default
     # Until a worker that was given notice, or a job that is to stop, is killed.
@@ -125,7 +125,8 @@ class Records:
 
     def __init__(self, recorder: Recorder, job: Job) -> None:
         self._recorder, self._job = recorder, job
-        self.furthest = -1  # the newest step of the training under way that was reported
+        self.furthest = -1  # the furthest step of the training under way that was reported
+        self._step = 0  # the newest one: training may have gone back
         self.progress = 0  # grows with each new step, and with each training that starts
         self._events: deque[dict[str, Any]] = deque(maxlen=_KNOWN_EVENTS)
         self._changed = threading.Condition()
@@ -145,9 +146,11 @@ class Records:
             if data in self._events:
                 return
             self._events.append(data)
-        elif kind == "metrics" and data["step"] > self.furthest:
-            self.furthest = data["step"]
-            self.progress += 1
+        elif kind == "metrics":
+            self._step = data["step"]
+            if self._step > self.furthest:
+                self.furthest = self._step
+                self.progress += 1
         with self._changed:
             if len(self._waiting) >= _MOST_WAITING and kind in OF_STEPS:
                 self._dropped.add(data["step"])
@@ -160,7 +163,7 @@ class Records:
 
     def event(self, kind: str, **fields: Any) -> None:
         """An event of the supervisor's own, at the newest step."""
-        self.add("event", {"step": max(self.furthest, 0), "kind": kind, **fields})
+        self.add("event", {"step": self._step, "kind": kind, **fields})
 
     def line(self, text: str) -> None:
         self.add("line", {"text": text})
@@ -168,7 +171,7 @@ class Records:
     def begin_training(self) -> None:
         """Another training starts: its steps count from 0 again, and its events may be equal to the last one's."""
         self._events.clear()
-        self.furthest = -1
+        self.furthest, self._step = -1, 0
         self.progress += 1
 
     async def close(self) -> None:

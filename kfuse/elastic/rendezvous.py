@@ -166,7 +166,7 @@ def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new
     raises.
     """
     if view.size == 1:
-        return Group(device=old.device, timeout_s=old.timeout_s, check=check, hosts=[view.members[0].host])
+        return Group(device=old.device, timeout_s=old.timeout_s, check=check)
     host, port = view.store
     try:
         store = connect_store(host, port, old.timeout_s, check)

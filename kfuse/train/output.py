@@ -321,7 +321,7 @@ class Reporter:
         self.recent.append(records)
 
     def forget_events(self) -> None:
-        """Drops the events that came with a checkpoint: the process that wrote it has recorded them."""
+        """Drops the events that came with a checkpoint: they are recorded, unless a supervisor was killed before."""
         for records in self.recent:
             records[:] = [(kind, data) for kind, data in records if kind != "event"]
 

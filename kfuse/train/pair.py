@@ -78,8 +78,8 @@ class PairAveraging(SyncMethod):
             self._apply_all(max(self._session.client.announced(at.announced), default=at.announced))
             return
         self._pass_on()
-        # After a loss a step may be ended in a new view, which `before_step` opens with all workers: until then nobody
-        # stands still for what the others may not have heard of, as they would wait for it there.
+        # After a loss a step may end in a new view, in which the workers first meet in `before_step`. Until then nobody
+        # waits here for a meeting: the others may not know of it yet, and wait in `before_step`.
         is_open = self._group is self._session.group
         called = (self._apply_at_once() or self._is_called) and is_open
         step = at.step + 1

@@ -74,7 +74,7 @@ class Recovery:
         self._joined = self._has_state = False
         # (step, reason) of the last loss of parts of sharded optimizer state; None once training goes on.
         self._lost: tuple[int, str] | None = None
-        # Position at which training began without a checkpoint: each worker's shards, from before that, stay its own.
+        # Step at which training began without a checkpoint: up to its update, workers keep the shards from before it.
         self._fresh_at: int | None = None
         self._torn = False  # this worker's tensors are parts of two states: the worker that sent one was lost
         if self._checkpoints is not None and not session.elastic:
@@ -82,8 +82,8 @@ class Recovery:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Context of a training. Where the supervisor is lost, or a worker and there is none, writes a last checkpoint:
-        on a worker that has the training state.
+        """Context of a training. If the supervisor is lost, or in a job without one another worker, a worker that has
+        the training state writes a last checkpoint.
         """
         self._session.begin_training()
         failed_at = None
@@ -247,10 +247,11 @@ class Recovery:
             if group.rank == 0:
                 loaded = self._load_or_begin(restarted=view.reason != "start")
                 self._decisions.workers_requested = requested or self._decisions.workers_requested or view.size
-                self._fresh_at = None if loaded else at.position
+                self._fresh_at = None if loaded else at.step
             positions = self._gather_positions()  # now rank 0 is the most advanced: its state replaces the others'
-        in_shards = self._take_newest_state(positions, begins, self._fresh_at == at.position)
-        self._fresh_at = at.position if in_shards else None
+        no_update = self._fresh_at == at.step and at.stage <= Stage.UPDATE  # since it began without a checkpoint
+        in_shards = self._take_newest_state(positions, begins, no_update)
+        self._fresh_at = at.step if in_shards else None
         self._opt.updates.regroup(self._has_state or in_shards)
         for files in (self._checkpoints, self._snapshots):
             if files is not None:
