@@ -108,8 +108,8 @@ class Job:
         lines = self.log.since(struck - 3.0)
         # What the survivor completes with the dead one's gradients is no recovery: the next step, with fewer, is.
         going_on = next((i for i in lines if i.time >= struck and (i.workers < WORKERS or i.pid not in ranks)), None)
-        if going_on is None:
-            return None
+        if going_on is None or (kind == "notice" and self.is_over):
+            return None  # all have to be back to say what a notice costs
         before = [line for line in lines if line.time < struck][-1:]
         after_it = [line for line in lines if line.time >= going_on.time]
         own = [[line for line in after_it if line.pid == pid] for pid in ranks if pid != victim]
@@ -155,14 +155,14 @@ class Series:
     every_s: float
     result: Result = field(default_factory=Result)
     model: dict[str, torch.Tensor] | None = None
-    """Of the job to which nothing was done."""
+    """Of the first job to which nothing was done."""
 
     def turn(self, directory: Path, plan: list[str], chance: random.Random) -> None:
-        """As many jobs as it takes to do to them what is planned; before the first, one to compare them with."""
+        """One job to which nothing is done, and as many as it takes to do to them what is planned."""
         directory.mkdir()
         try:
-            if self.model is None:
-                self.model = self._undisturbed(Job(self.name, directory / "undisturbed", self.epochs))
+            model = self._undisturbed(Job(self.name, directory / "undisturbed", self.epochs))
+            self.model = self.model or model
         except NotBackError as error:
             self._not_back(error)
             return
@@ -180,8 +180,9 @@ class Series:
     def _undisturbed(self, job: Job) -> dict[str, torch.Tensor]:
         try:
             job.await_all(0.0)
+            all_there = time.time()
             job.finish()
-            self._add_rate(job.log.done)
+            self.result.undisturbed_per_second += rate(job.log.since(all_there))
             self.result.undisturbed.append(contents(job.log, self.epochs))
             return job.model()
         finally:
@@ -189,12 +190,12 @@ class Series:
 
     def _struck(self, job: Job, plan: list[str], chance: random.Random) -> None:
         """What is done to the job is taken from the plan."""
-        result, planned = self.result, len(plan)
+        result = self.result
         try:
             job.await_all(0.0)
             result.start_s.append(job.log.done[0].time - job.started)
             while plan and not job.is_over:
-                self._add_rate(job.pass_time(self.every_s * chance.uniform(0.5, 1.5)))
+                result.samples_per_second += rate(job.pass_time(self.every_s * chance.uniform(0.5, 1.5)))
                 if job.log.done[-1].step > job.task.steps - 4 * _STEADY_LINES:
                     break
                 if plan[0] == "resize":
@@ -207,7 +208,6 @@ class Series:
                     plan.pop(0)
             job.finish()
             result.contents.append(contents(job.log, self.epochs))
-            result.struck.append(planned - len(plan))
             pairs = [(value, self.model[name]) for name, value in job.model().items()] if self.model else []
             result.equal.append(all(torch.equal(*pair) for pair in pairs))
             result.difference.append(max((a - b).abs().max().item() for a, b in pairs))
@@ -222,10 +222,12 @@ class Series:
         print(error, file=sys.stderr)
         self.result.not_back.append(str(error).splitlines()[0])  # the rest may have paths of this machine
 
-    def _add_rate(self, lines: list[Line]) -> None:
-        if len(lines) > 4 * WORKERS:
-            made = lines[-1].step - lines[0].step
-            self.result.samples_per_second.append(made * BATCH / (lines[-1].time - lines[0].time))
+
+def rate(lines: list[Line]) -> list[float]:
+    """The samples a second, if there are enough lines for it."""
+    if len(lines) <= 4 * WORKERS:
+        return []
+    return [(lines[-1].step - lines[0].step) * BATCH / (lines[-1].time - lines[0].time)]
 
 
 def main() -> int:

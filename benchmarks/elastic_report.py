@@ -39,17 +39,18 @@ class Result:
     """What was seen of one system."""
 
     start_s: list[float] = field(default_factory=list)
+    undisturbed_per_second: list[float] = field(default_factory=list)
+    """Samples, by job to which nothing was done."""
     samples_per_second: list[float] = field(default_factory=list)
+    """Once all workers are back, until the next kill or notice."""
     episodes: list[Episode] = field(default_factory=list)
     not_back: list[str] = field(default_factory=list)
     """What was seen where a kill was the job's end; another was then started."""
     undisturbed: list[Contents] = field(default_factory=list)
-    """Of the job to which nothing was done."""
+    """Of the jobs to which nothing was done."""
     contents: list[Contents] = field(default_factory=list)
-    struck: list[int] = field(default_factory=list)
-    """By job that came to its end: kills, notices and resizes."""
     equal: list[bool] = field(default_factory=list)
-    """By job: whether its final model has the bits of the undisturbed job's."""
+    """By job: whether its final model has the bits of the first undisturbed job's."""
     difference: list[float] = field(default_factory=list)
     growth_s: list[float] = field(default_factory=list)
     shrink_s: list[float] = field(default_factory=list)
@@ -68,7 +69,7 @@ def percentiles(values: Sequence[float | None]) -> dict[str, float | int | None]
 def summarize(result: Result) -> dict[str, Any]:
     kills = [each for each in result.episodes if each.kind == "kill"]
     notices = [each for each in result.episodes if each.kind == "notice"]
-    done, struck = result.contents, sum(result.struck)
+    done = result.contents
     planned, steps = sum(each.planned for each in done), sum(each.steps for each in done)
     return {
         "kills": len(kills),
@@ -81,13 +82,12 @@ def summarize(result: Result) -> dict[str, Any]:
         "notice: steps made again": percentiles([each.again for each in notices]),
         "jobs with the bits of the undisturbed": f"{sum(result.equal)} of {len(result.equal)}",
         "largest difference of a parameter": max(result.difference, default=None),
-        "samples lost, each time": sum(each.lost for each in done) / struck if struck else None,
-        "samples done twice, each time": sum(each.twice for each in done) / struck if struck else None,
         "samples lost, %": 100 * sum(each.lost for each in done) / planned if planned else None,
         "samples done twice, %": 100 * sum(each.twice for each in done) / planned if planned else None,
         "steps with another batch, %": 100 * sum(each.drifted for each in done) / steps if steps else None,
         "samples lost or done twice, undisturbed": sum(each.lost + each.twice for each in result.undisturbed),
-        "samples a second, undisturbed": percentiles(result.samples_per_second)["median"],
+        "samples a second, undisturbed": percentiles(result.undisturbed_per_second)["median"],
+        "samples a second, between kills": percentiles(result.samples_per_second)["median"],
         "start to first step, s": percentiles(result.start_s),
         "planned shrink: the other's gap, s": percentiles(result.shrink_s),
         "planned growth: the other's gap, s": percentiles(result.growth_s),
@@ -120,7 +120,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int | float):
-        return f"{value:.3g}"
+        return f"{value:.4g}"
     if all(isinstance(value[key], int) or value[key] == int(value[key]) for key in ("median", "p95")):
         return f"{value['median']:.0f} ({value['p95']:.0f})"
     return f"{value['median']:.3f} ({value['p95']:.3f})"

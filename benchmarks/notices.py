@@ -169,7 +169,7 @@ class Notices(Driver):
         while given < self._count:
             turn += 1
             leaving = min(2 if turn % 3 == 0 else 1, self._count - given)
-            for kind in self._chance.sample(["shrink", "notice"], 2):  # what comes second takes longer, whichever it is
+            for kind in self._chance.sample(["shrink", "notice"], 2):  # in random order: the second takes longer
                 await self._change(kind, leaving)
                 if kind == "shrink":
                     self.ask_for(WORKERS)

@@ -1,4 +1,4 @@
-"""Jobs that are struck thousands of times, end with the bits of undisturbed runs, and hold on to nothing on the way.
+"""Jobs with thousands of injected faults: they end with the bits of undisturbed runs, and no resource grows.
 
     sudo python benchmarks/soak.py --events 10000 --json benchmarks/results/soak.json     # hours; goes on where it was
 

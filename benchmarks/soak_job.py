@@ -1,4 +1,4 @@
-"""One supervisor of a job that is struck again and again, and what it and a worker hold on to after each event.
+"""One supervisor of a job with injected faults, and what resources it and a worker hold after each of them.
 
     python benchmarks/soak_job.py DIRECTORY      # what `soak.py` starts, and starts again after the supervisor's loss
 
@@ -87,7 +87,6 @@ class Sample:
     ended: float  # some steps after its consequences are in force
     step: int
     incarnation: int  # of the supervisor
-    processes: int
     members: int
     shared: int  # files in shared memory
     supervisor: dict[str, float] = field(default_factory=dict)
@@ -119,7 +118,7 @@ class Soak(Driver):
             await asyncio.sleep(self._chance.uniform(0, _LONGEST_DELAY_S))
             began = time.monotonic()
             if kind in SUPERVISOR:
-                self._note(Sample(index, kind, began, 0.0, self.recorder.step, self._incarnation, 0, 0, 0))
+                self._note(Sample(index, kind, began, 0.0, self.recorder.step, self._incarnation, 0, 0))
                 os.kill(os.getpid(), SUPERVISOR[kind])
                 await asyncio.Event().wait()  # the job ends
             await self._happen(kind)
@@ -158,8 +157,7 @@ class Soak(Driver):
             self.ask_for(self.wanted + (1 if kind == "grow" else -1))
             await self.recorder.until(f"{self.wanted} members", lambda: self.settled(self.wanted))
         elif kind == "loader lost":
-            await self.recorder.until("a loader process", lambda: bool(self._loaders()))
-            os.kill(self._chance.choice(self._loaders()), signal.SIGKILL)
+            await self.recorder.until("a loader process to kill", self._kill_loader)
             await self._steps(_STEPS_BETWEEN)
         elif kind == "link cut":
             await self._cut()
@@ -198,8 +196,14 @@ class Soak(Driver):
     def _hosts(self) -> list[str]:
         return sorted({worker.host for worker in self.members()})
 
-    def _loaders(self) -> list[int]:
-        return [pid for worker in self.members() for pid in _children(worker.pid or 0)]
+    def _kill_loader(self) -> bool:
+        """Whether one was there to kill: a child of a worker."""
+        loaders = [pid for worker in self.members() for pid in _children(worker.pid or 0)]
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            if loaders:
+                os.kill(self._chance.choice(loaders), signal.SIGKILL)
+                return True
+        return False
 
     async def _steps(self, count: int) -> None:
         await self.steps(count)
@@ -214,7 +218,6 @@ class Soak(Driver):
             ended=time.monotonic(),
             step=self.recorder.step,
             incarnation=self._incarnation,
-            processes=len(self.supervisor.processes.alive()),
             members=len(members),
             shared=len(os.listdir("/dev/shm")),
             supervisor=held_by(os.getpid()),
