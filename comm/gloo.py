@@ -243,7 +243,10 @@ def process_group(store: Store, rank: int, size: int, timeout_s: float, hostname
     backend: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
     gloo = backend._Options()
     gloo._devices = [backend.create_device(hostname=hostname) if hostname else backend.create_default_device()]
-    # Our own timeout comes first: it names the late ranks.
-    gloo._timeout = timedelta(seconds=2 * EARLY * timeout_s + 30)
+    # Nothing else ends a wait for a worker that was lost while it connected; `Group.connect` gives up a moment before.
+    gloo._timeout = timedelta(seconds=timeout_s + 1)
     gloo._threads = 2
-    return backend(store, rank, size, gloo)
+    made = backend(store, rank, size, gloo)
+    # Of messages our own timeout comes first: it names the late ranks.
+    made._set_default_timeout(timedelta(seconds=2 * EARLY * timeout_s + 30))
+    return made

@@ -6,10 +6,12 @@ import gc
 import hashlib
 import os
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -221,6 +223,20 @@ def test_messages_that_have_ended_keep_no_connection() -> None:
         pending.wait()
     with pytest.raises(kf.CommError, match="third: lost contact with rank 1"):
         failed.wait()
+
+
+@pytest.mark.full
+def test_a_connection_to_a_lost_worker_is_soon_dropped() -> None:
+    """Rank 0 is lost as it connects: its address is known, and rank 1 waits for it."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    for rank in range(2):
+        with pytest.raises(kf.CommError, match="connect"):
+            GlooGroup(rank, 2, store, timeout_s=0.5)
+        deadline = time.monotonic() + 20  # gloo's timeout of messages is 40 s
+        while any(thread.name == "kfuse-connect" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline, f"rank {rank} still connects"
+            time.sleep(0.05)
 
 
 def silent(schedule: str, absent: int, done: str, gone: bool) -> str:
