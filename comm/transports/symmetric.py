@@ -185,7 +185,7 @@ def _name(group: Group) -> str:
         store = PrefixStore("symmetric", group.store)
         # torch asks the process group for its name. Only one with messages has a name: gloo's, which sends none.
         known: Any = dist.ProcessGroup(store, group.rank, group.size)
-        connected = process_group(PrefixStore("gloo", store), group.rank, group.size, group.timeout_s, "127.0.0.1")
+        connected = process_group(PrefixStore("gloo", store), group.rank, group.size, group.limit_s, "127.0.0.1")
         known._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, connected)
         known._set_group_name(name)
         known._set_group_desc("kfuse")
