@@ -40,7 +40,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"reason": "interrupted", "steps": 9}, NOTHING_LEFT),
     ({"reason": None, "steps": 9}, NOTHING_LEFT),
     ({"reason": "epochs", "steps": 9, "checkpoint": True}, ENDED),
-    ({"reason": "loop_left", "steps": 9}, ENDED),
+    ({"reason": "loop_left", "steps": 9}, r"run: .* has ended \(loop_left\) and left no checkpoint$"),
 ]
 
 
@@ -85,6 +85,56 @@ def test_the_command_resumes_in_a_directory_that_it_was_given(
     status, _, err = command(*words.split())
     assert seen == ([resume] if resume else [])
     assert (status, "holds a run already" in err) == ((0, False) if resume else (2, True))
+
+
+WORDS = "model=mlp data=digits policy=none train.steps=4 hydra.run.dir=run observe.sinks=[] observe.progress=false"
+
+
+def trained(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "kfuse", *WORDS.split(), *more]
+    env = {**os.environ, **environment()}
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("first", "second", "status", "why"),
+    [
+        ([], ["train.steps=8", "checkpoint.resume=auto"], 2, "the run in it has ended (steps) and left no checkpoint"),
+        (
+            ["checkpoint.every_steps=2"],
+            ["train.steps=8", "seed=1", "checkpoint.resume=auto"],
+            1,
+            "it has seed=0, not 1",
+        ),
+    ],
+)
+def test_a_refused_command_leaves_a_run_as_it_is(
+    first: list[str], second: list[str], status: int, why: str, tmp_path: Path
+) -> None:
+    assert trained(tmp_path, *first).returncode == 0
+    names = ("metrics.jsonl", "summary.json", "model.pt", ".hydra/config.yaml")
+    before = [(tmp_path / "run" / name).read_bytes() for name in names]
+    refused = trained(tmp_path, *first, *second)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (status, 1), refused.stderr
+    assert why in refused.stderr
+    assert [(tmp_path / "run" / name).read_bytes() for name in names] == before
+
+
+@pytest.mark.full
+def test_a_run_whose_training_is_over_has_ended(tmp_path: Path) -> None:
+    """Its command is killed while a policy's after_train is under way."""
+    (tmp_path / "mine.py").write_text(
+        "import os, time, pathlib, kfuse as kf\n"
+        "class Kills(kf.BasePolicy):\n"
+        "    def after_train(self):\n"
+        "        while not pathlib.Path('run/summary.json').exists(): time.sleep(0.01)\n"
+        "        os.kill(os.getppid(), 9)\n"
+    )
+    policy = "policy={_target_:mine.Kills}"
+    assert trained(tmp_path, policy).returncode == -signal.SIGKILL
+    again = trained(tmp_path, policy)
+    assert again.returncode == 2 and "has ended (steps)" in again.stderr, again.stderr
 
 
 def test_a_directory_is_taken_once_and_by_nobody_before_all_that_share_it_have_ended(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def run(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
     launcher = first if early else instantiate.build(config["launcher"])
     job = {**config, "run_dir": str(run_dir.absolute())}
     directory = RunDirectory(run_dir, observe["sinks"], observe["ledger"], settings=config)
-    recorder = Recorder(directory, Display(progress=observe["progress"] is not False))
+    display = Display(progress=observe["progress"] is not False)
+    recorder = Recorder(directory, display, begins=lambda: OmegaConf.save(cfg, run_dir / ".hydra" / "config.yaml"))
     if isinstance(launcher, TorchrunLauncher):
         from kfuse.cli.torchrun import lead  # imports torch
 

@@ -12,7 +12,7 @@ from kfuse.comm.settings import CommOptions
 from kfuse.elastic.client import ControlClient
 from kfuse.elastic.protocol import ControlError
 from kfuse.optim import ConsistencyError
-from kfuse.settings.tree import flat
+from kfuse.settings.tree import ConfigError, flat
 from kfuse.train.build import build_trainer, set_threads
 
 
@@ -31,7 +31,7 @@ def main() -> int:
     trainer = build_trainer(config)
     try:
         trainer.run()
-    except (ControlError, ConsistencyError) as error:
+    except (ControlError, ConsistencyError, ConfigError) as error:
         print(f"kfuse: worker {client.worker} ends: {error}", file=sys.stderr)
         return 1
     finally:

@@ -186,16 +186,18 @@ def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new
 def connect_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:
     """A view's store, connected to in short attempts: it may be closed, as another worker is lost and `check` raises.
 
-    Raises RuntimeError after the timeout.
+    Raises RuntimeError or OSError after the timeout.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         check()
         try:
-            attempt = timedelta(seconds=min(timeout_s, _CONNECT_S))
-            store = TCPStore(host, port, None, False, attempt, wait_for_workers=False)
+            attempt_s = min(timeout_s, _CONNECT_S)
+            socket.create_connection((host, port), attempt_s).close()  # torch prints a trace where it cannot connect
+            store = TCPStore(host, port, None, False, timedelta(seconds=attempt_s), wait_for_workers=False)
             store.set_timeout(timedelta(seconds=timeout_s))
             return store
-        except RuntimeError:
+        except (RuntimeError, OSError):
             if time.monotonic() > deadline:
                 raise
+            time.sleep(_POLL_S)

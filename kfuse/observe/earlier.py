@@ -58,8 +58,8 @@ def resume_by_default(run_dir: Path, checkpoints: Path | None, where: str, shell
     if run is None:
         return "never"
     if run.ended:
-        why = f"the run in it has ended ({run.ended}); to train longer: {resume}=auto"
-        raise ConfigError(f"{where}: must be a new one: {why}")
+        longer = f"; to train longer: {resume}=auto" if has_checkpoint(checkpoints) else " and left no checkpoint"
+        raise ConfigError(f"{where}: must be a new one: the run in it has ended ({run.ended}){longer}")
     if run.trainings and not has_checkpoint(checkpoints):
         anew = "" if checkpoints is None else f"; to begin anew in it, in place of its records: {resume}=auto"
         raise ConfigError(f"{where}: must be a new one: the run in it has left no checkpoint to go on from{anew}")

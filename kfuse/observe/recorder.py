@@ -195,8 +195,12 @@ class Recorder:
     A script's second training has a directory of its own in the first one's: RUN_DIR/2, and so on.
     """
 
-    def __init__(self, directory: RunDirectory, display: Display) -> None:
+    def __init__(self, directory: RunDirectory, display: Display, begins: Callable[[], object] | None = None) -> None:
+        """begins: of a run that is one training, as the command line's is: called when that begins. Such a run ends
+        with its training: the summary is written then, and not only by `close`.
+        """
         self.directory, self._display = directory, display  # the directory is that of the training under way
+        self._begins = begins
         directory.warn = display.line
         self._first = directory
         self._training: int | None = None
@@ -214,6 +218,7 @@ class Recorder:
         Raises OSError if another training's directory cannot be made.
         """
         shown: dict[str, Any] | None = None
+        ended = False
         with self.directory.batch():
             for kind, data in records:
                 match kind:
@@ -229,9 +234,11 @@ class Recorder:
                     case "ledger":
                         self.directory.ledger(data)
                     case "summary":
-                        self.summary = data
+                        self.summary, ended = data, self._begins is not None
                     case "line":
                         self.line(data["text"])
+        if ended:  # all records before it are written
+            self._write_summary(None)
         if shown is not None:
             self._display.metrics(shown)
 
@@ -243,6 +250,8 @@ class Recorder:
                 self.close(LOOP_LEFT)
                 self.directory = self._first.another(str(self._trainings))
                 self._begin()
+        if self._begins is not None:
+            self._begins()
         self.directory.rewind(data["step"])
         self._display.start(data["samples"], data["steps"], f"kfuse  {self.directory.path}")
 
@@ -258,6 +267,14 @@ class Recorder:
 
         why: the exit reason of such a summary.
         """
+        summary = self._write_summary(why)
+        self.directory.close()
+        if self.summary is None and why in ("failed", NOT_TRAINED):
+            self._display.stop()
+        else:
+            self._display.finish({**summary, "report": f"kfuse report {self.directory.path}"})
+
+    def _write_summary(self, why: str | None) -> dict[str, Any]:
         summary = self.summary or {
             "steps": self._last["step"] + 1 if self._last else 0,
             "epochs": self._last.get("epoch", 0),
@@ -277,8 +294,4 @@ class Recorder:
                 self.directory.summary(summary)
         except OSError as error:
             self.line(f"kfuse: warning: {self.directory.path / 'summary.json'}: cannot be written: {error.strerror}")
-        self.directory.close()
-        if self.summary is None and why in ("failed", NOT_TRAINED):
-            self._display.stop()
-        else:
-            self._display.finish({**summary, "report": f"kfuse report {self.directory.path}"})
+        return summary

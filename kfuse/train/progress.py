@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from kfuse.settings.tree import ConfigError
 from kfuse.statistics.figures import StepContext
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class Progress:
         return best
 
     def refuse_other_beginning(self, saved: Mapping[str, Any]) -> None:
-        """Raises ValueError where a training with other arguments made `saved`, a `state_dict` to go on from.
+        """Raises ConfigError where a training with other arguments made `saved`, a `state_dict` to go on from.
 
         Learning rates are meant for the first batch size. Within an epoch the order of the samples counts as well.
         """
@@ -166,9 +167,8 @@ class Progress:
         within_epoch = saved["cursor"] not in (0, theirs["dataset size"])
         for name, value in theirs.items():
             if value != self.began_with[name] and (within_epoch or name not in ("seed", "dataset size")):
-                raise ValueError(
-                    f"another training's state: it has {name}={value}, not {self.began_with[name]}: must be the same"
-                )
+                why = f"it has {name}={value}, not {self.began_with[name]}: must be the same"
+                raise ConfigError(f"another training's state: {why}")
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self) | {"stage": int(self.stage)}

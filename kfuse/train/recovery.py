@@ -25,6 +25,7 @@ from kfuse.elastic.protocol import ControlError
 from kfuse.optim import ConsistencyError
 from kfuse.optim.consistency import parameter_layout
 from kfuse.optim.updates import ShardsLost, begun_update, has_begun, resume_update
+from kfuse.settings.tree import ConfigError
 from kfuse.train.context import TrainContext
 from kfuse.train.decisions import Decisions, PolicyCalls
 from kfuse.train.progress import STOP_REASONS, Stage
@@ -101,7 +102,7 @@ class Recovery:
                     client, writes = self._session.control_client, self._session.writes_last
                     with contextlib.nullcontext() if client is None else client.saving():
                         self._checkpoints.save_last(self._progress.step, self._state.capture, alone=writes)
-            elif isinstance(error, ConsistencyError):
+            elif isinstance(error, ConsistencyError | ConfigError):
                 self._session.give_up(str(error))
             raise
         finally:
