@@ -422,6 +422,19 @@ async def test_where_one_worker_leaves_the_loop_the_others_go_on(stage: Stage, e
     await stage.end_well(0)
 
 
+@job(SCRIPTS)
+async def test_one_that_is_to_leave_goes_on_where_the_only_other_has_left_its_loop(stage: Stage) -> None:
+    await stage.train(0, 1)
+    await stage.supervisor.views.resize(1)
+    assert stage.workers[1].view == [0]
+    await stage.says(0, "loop_ended", training=1, failed_at=None)
+    await stage.settle(1.2)
+    assert stage.workers[1].view == [1]
+    await stage.join(1)
+    stage.workers[0].end(0)
+    await stage.end_well(1)
+
+
 @job(Elasticity(1, 1, 2, script=True), "worker 0 ended with exit status 1: TypeError: bad")
 async def test_one_that_is_to_join_does_not_train_alone_where_the_only_one_has_left_its_loop(stage: Stage) -> None:
     """It has none of the state. The other's process takes long to end."""
