@@ -211,7 +211,7 @@ def test_what_was_measured_is_known_after_a_time_with_one_worker(tmp_path: Path)
     ("hosts", "is_known"), [("ba", True), ("aab", True), ("a", False), ("aa", False), ("abc", False)]
 )
 def test_what_was_measured_holds_on_the_same_machines_only(hosts: str, is_known: bool) -> None:
-    measured = Costs(ONE, ONE, 1.0, hosts=frozenset("ab"))
+    measured = Costs(ONE, ONE, 1.0, hosts=["a", "b"])
     waits = SimpleNamespace(wait=lambda: None)
     group = SimpleNamespace(hosts=list(hosts), rank=0, device="cpu", broadcast=lambda tensor, what: waits)
     found = known(group, SimpleNamespace(costs=measured))  # type: ignore[arg-type]
