@@ -52,7 +52,7 @@ class Costs:
     gamma: float
     largest_bytes: float = float("inf")  # of the messages that were measured: nothing is known of much larger ones
     probe_s: float = 0.0
-    hosts: Sequence[str] = ()  # names of the machines on which they were measured, in order
+    hosts: Sequence[str] = ()  # names of the machines on which they were measured, sorted
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,12 @@ def known(group: Group, before: Group) -> Costs | None:
     Raises CommError.
     """
     costs = before.costs
-    return _from_first(group, costs if costs is not None and [*costs.hosts] == sorted({*group.hosts}) else None)
+    holds = costs is not None and [*costs.hosts] == _machines(group)
+    return _from_first(group, costs if holds else None)
+
+
+def _machines(group: Group) -> list[str]:
+    return sorted({*group.hosts})
 
 
 def _from_first(group: Group, costs: Costs | None) -> Costs | None:
@@ -250,7 +255,7 @@ def _from_first(group: Group, costs: Costs | None) -> Costs | None:
         return None
     alpha, beta = (dict(zip(PROBED, part, strict=True)) for part in (values[:count], values[count : 2 * count]))
     gamma, largest_bytes, probe_s = values[2 * count :]
-    return Costs(alpha, beta, gamma, largest_bytes, probe_s, sorted({*group.hosts}))
+    return Costs(alpha, beta, gamma, largest_bytes, probe_s, _machines(group))
 
 
 def probe(group: Group, elements: int, budget_s: float = BUDGET_S) -> Costs:

@@ -48,6 +48,12 @@ def earlier(run_dir: Path) -> Earlier | None:
     return Earlier(trainings, None if reason in _NOT_ENDED else reason)
 
 
+def refuse_ended(run: Earlier | None, where: str, longer: str = " and left no checkpoint") -> None:
+    """Raises ConfigError if the run has ended. where: as in `resume_by_default`. longer: whether it can go on."""
+    if run is not None and run.ended:
+        raise ConfigError(f"{where}: must be a new one: the run in it has ended ({run.ended}){longer}")
+
+
 def resume_by_default(run_dir: Path, checkpoints: Path | None, where: str, shell: bool = False) -> str:
     """Where a training begins whose directory was given, and nothing else said: "never" in a new one, else "auto".
 
@@ -57,10 +63,11 @@ def resume_by_default(run_dir: Path, checkpoints: Path | None, where: str, shell
     run, resume = earlier(run_dir), spell("checkpoint.resume", shell)
     if run is None:
         return "never"
-    if run.ended:
-        longer = f"; to train longer: {resume}=auto" if has_checkpoint(checkpoints) else " and left no checkpoint"
-        raise ConfigError(f"{where}: must be a new one: the run in it has ended ({run.ended}){longer}")
-    if run.trainings and not has_checkpoint(checkpoints):
+    if has_checkpoint(checkpoints):
+        refuse_ended(run, where, f"; to train longer: {resume}=auto")
+        return "auto"
+    refuse_ended(run, where)
+    if run.trainings:
         anew = "" if checkpoints is None else f"; to begin anew in it, in place of its records: {resume}=auto"
         raise ConfigError(f"{where}: must be a new one: the run in it has left no checkpoint to go on from{anew}")
     return "never" if checkpoints is None else "auto"
