@@ -340,10 +340,7 @@ class Recovery:
     def _load_or_begin(self, restarted: bool) -> bool:
         """Begins from a checkpoint, or the state given, if there is one, and returns whether there is; else applies the
         policy's initial settings.
-
-        The start is reported here: if a worker is lost before all have the state, the next view counts as no beginning.
         """
-        at = self._progress
         saved: Mapping[str, Any] | None = None if self._checkpoints is None else self._checkpoints.load(restarted)
         if saved is None and self._lost is not None:
             why = f"{self._lost[1]}, and there is no checkpoint to go on from"
@@ -355,29 +352,33 @@ class Recovery:
                 "the training state is lost: the only worker that had the newest one was lost while it sent it to the "
                 "others, and there is no checkpoint to go on from"
             )
+        if saved is not None:
+            self._restore(saved)
+        self._report_start()  # now: after a loss before all have the state, the next view counts as no beginning
         if saved is None:
-            self._report_start()
             self._calls.begin()
-        else:
-            began_with = at.began_with
-            at.refuse_other_beginning(saved["progress"])
-            configured = [group.get("lr") for group in self._opt.param_groups]
-            self._state.restore(saved)
-            self._reporter.forget_events()
-            self._align_engine()
-            at.began_with = began_with
-            if self._lr_is_configured:  # the groups of an optimizer of one's own may have several rates
-                for group, rate in zip(self._opt.param_groups, configured, strict=True):
-                    if rate is not None:
-                        group["lr"] = rate
-            at.stop = at.generation = at.announced = 0
-            at.corrupt = ()  # numbers of another job's workers
-            at.resumed_at = at.step
-            if self._session.view is not None:
-                self._decisions.workers_requested = 0  # that was asked of another job
-            self._report_start()
         self._has_state, self._torn = True, False
         return saved is not None
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
+        """Takes over an earlier run's state, without what its workers were told. Raises ConfigError for another's."""
+        at = self._progress
+        began_with = at.began_with
+        at.refuse_other_beginning(saved["progress"])
+        configured = [group.get("lr") for group in self._opt.param_groups]
+        self._state.restore(saved)
+        self._reporter.forget_events()
+        self._align_engine()
+        at.began_with = began_with
+        if self._lr_is_configured:  # the groups of an optimizer of one's own may have several rates
+            for group, rate in zip(self._opt.param_groups, configured, strict=True):
+                if rate is not None:
+                    group["lr"] = rate
+        at.stop = at.generation = at.announced = 0
+        at.corrupt = ()  # numbers of another job's workers
+        at.resumed_at = at.step
+        if self._session.view is not None:
+            self._decisions.workers_requested = 0  # that was asked of another job
 
     def _align_engine(self) -> None:
         """Gives each engine the number of its coming step: it may have reduced one whose update was not made."""
