@@ -2,7 +2,7 @@
 # Everything there is to check and to measure on a machine with GPUs, in one call; with one GPU in under nine minutes:
 #     benchmarks/gpu.sh
 #     DEVICE=cpu OUT=/somewhere benchmarks/gpu.sh     the same parts on a machine without one (gloo in place of NCCL)
-# Needs Python 3.11, torch, numpy and, for GPUs, Triton and a C compiler with Python's headers (`kfuse doctor` looks).
+# Needs Python 3.11, what kfuse needs (pip install .) and, for GPUs, a C compiler with Python's headers (`kfuse doctor` looks).
 # The result is one JSON file in OUT; the exit status is 0, 1 if a part failed, or 2 if torch sees no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -16,6 +16,7 @@ PARTS = ["kernels are compiled", "kernels are right", "kernels beside their peer
 checkout = Path("kfuse-checkout")
 if not checkout.exists():
     subprocess.run(["git", "clone", "--quiet", "--depth", "1", REPOSITORY, str(checkout)], check=True)
+subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "orjson"], check=True)  # what notebooks may lack
 environment = os.environ | {
     "PYTHONPATH": os.pathsep.join(str((checkout / folder).resolve()) for folder in (".", "benchmarks")),
     "OMP_NUM_THREADS": "1",

@@ -71,13 +71,16 @@ def main() -> int:
         found = {part.name: part for part in parts(options.device, gpus, Path(folder))}
         if unknown := set(options.only or ()) - set(found):
             parser.exit(2, f"{parser.prog}: --only: no part {min(unknown)!r}; there are: {', '.join(found)}\n")
-        outcomes = [run(part) for name, part in found.items() if options.only is None or name in options.only]
+        chosen = [part for name, part in found.items() if options.only is None or name in options.only]
+        path = options.out / f"gpu_{options.device}.json"
+        outcomes: list[Outcome] = []
+        for part in chosen:  # written after each: what is known is kept where the machine goes, or time is over
+            outcomes.append(run(part))
+            done = [asdict(outcome) for outcome in outcomes]
+            write(path, ("torch", "triton", "numpy"), benchmark="gpu", device=options.device, gpus=gpus, parts=done)
     print(f"\n{'part':<34} {'status':<10} {'seconds':>7}  note")
     for outcome in outcomes:
         print(f"{outcome.part:<34} {outcome.status:<10} {outcome.seconds:>7.1f}  {outcome.note}")
-    path = options.out / f"gpu_{options.device}.json"
-    packages, done = ("torch", "triton", "numpy"), [asdict(outcome) for outcome in outcomes]
-    write(path, packages, benchmark="gpu", device=options.device, gpus=gpus, parts=done)
     print(f"\nAll of it is in {path}")
     return int(any(outcome.status in ("failed", "timed out") for outcome in outcomes))
 
@@ -92,7 +95,7 @@ def parts(device: str, gpus: int, folder: Path) -> list[Part]:
     needs_gpu = None if on_gpu else "needs a GPU"
     sanitizer = shutil.which("compute-sanitizer")
     # In the order of what must be known, so that --limit-s cuts off the rest.
-    sizes, rounds, limit_s = ("64,gpt2,resnet50,1024", "5", "45") if on_gpu else ("1", "3", "180")
+    sizes, rounds, limit_s = ("64,1024,gpt2,resnet50", "5", "45") if on_gpu else ("1", "3", "180")
     found: list[Part] = []
 
     def part(
@@ -108,19 +111,19 @@ def parts(device: str, gpus: int, folder: Path) -> list[Part]:
     no_tool = None if sanitizer else "no compute-sanitizer on this machine (it comes with the CUDA toolkit)"
     one_gpu = "one GPU: two ranks would wait for each other's turn on it" if gpus == 1 else None
     # On a fresh machine: some 70 kernels, which Triton keeps on the disk for the parts that follow.
-    part("kernels are compiled", 110, "gpu_check.py", "--processes", str(min(4, os.cpu_count() or 1)), absent=needs_gpu)
+    part("kernels are compiled", 50, "gpu_check.py", "--processes", str(min(12, os.cpu_count() or 1)), absent=needs_gpu)
     part("kernels are right", 50, "gpu_check.py")
     part("buffers of over 2^31 elements", 40, "gpu_check.py", "--large", absent=needs_gpu)
     part("kernels under compute-sanitizer", 50, "gpu_check.py", "--small", absent=needs_gpu or no_tool, tool=memcheck)
     part("kernels beside their peers", 70, "kernels.py", "--sizes", sizes, "--rounds", rounds, "--limit-s", limit_s)
     few = ("--rounds", "15", "--steps", "3") if on_gpu else ("--rounds", "3", "--steps", "1")
     part("a training step", 55, "step.py", "--workers", "1", "--micro-batches", "2", *few)
-    part("two workers, every transport", 45, "gpu_ranks.py")
+    part("two workers, every transport", 60, "gpu_ranks.py")
     beside = ("--workers", str(min(8, gpus)) if on_gpu else "2", "--micro-batches", "2", *few)
     part("communication beside DDP", 60, "step.py", *beside, absent=one_gpu)
     reproducible = (*beside, "--variants", "reproducible,reproducible-no-stats")
     part("reproducible sums beside DDP", 60, "step.py", *reproducible, absent=one_gpu)
-    part("growth, and workers killed", 70, "gpu_elastic.py")
+    part("growth, and workers killed", 110, "gpu_elastic.py")
     part("a large state", 45, "gpu_state.py")
     return found
 

@@ -11,6 +11,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,21 @@ STEPS, MICRO_BATCHES, SAMPLES = 8, 8, 16
 LIMIT_S, TIMEOUT_S = 25.0, 10.0
 """How long the workers may take to start, or for a case; and what they wait for each other's messages."""
 _GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-Case = tuple[str, bool, str]  # schedule, reproducible, dtype of the messages
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the workers train with: of `comm`'s settings."""
+
+    schedule: str
+    reproducible: bool = False
+    dtype: str = "fp32"
+    state: str = "replicated"
+
+    @property
+    def name(self) -> str:
+        other = [value for value in (self.dtype, self.state) if value not in ("fp32", "replicated")]
+        return ", ".join([self.schedule, *["reproducible"] * self.reproducible, *other])
 
 
 def main() -> int:
@@ -37,25 +52,22 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     options = parser.parse_args()
-    cases: list[Case] = [(name, False, "fp32") for name in TRANSPORT_NAMES if name != "symmetric"]
+    cases = [Case(name) for name in TRANSPORT_NAMES if name != "symmetric"]
     if options.device == "cuda" and torch.cuda.device_count() > 1:  # it needs a GPU each
-        cases += [("symmetric", False, "fp32"), ("symmetric", True, "fp32")]
-    cases += [("allreduce", False, "bf16"), ("auto", True, "fp32")]  # deterministic algorithms stay on: the last one
+        cases += [Case("symmetric"), Case("symmetric", reproducible=True)]
+    cases += [Case("allreduce", dtype="bf16"), Case("auto", dtype="bf16"), Case("auto", state="sharded")]
+    # Deterministic algorithms stay on: the last ones.
+    cases += [Case("auto", reproducible=True), Case("auto", reproducible=True, state="sharded")]
     patience = 1 if options.device == "cuda" else 3
     results = _run(options.device, cases, patience)
     return report(options.device, results, options.json, "transports give what one worker gives")
-
-
-def _name(case: Case) -> str:
-    schedule, reproducible, dtype = case
-    return f"{schedule}{', reproducible' * reproducible}{f', {dtype}' * (dtype != 'fp32')}"
 
 
 def _run(device: str, cases: list[Case], patience: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """One pair of workers for all cases. A case that fails or hangs ends them; the next ones get a new pair."""
     left = list(cases)
     while left:
-        answers: dict[str, list[dict[str, Any]]] = {_name(case): [] for case in left}
+        answers: dict[str, list[dict[str, Any]]] = {case.name: [] for case in left}
         try:
             for name, answer in messages_of(2, train, device, left, TIMEOUT_S * patience, limit_s=LIMIT_S * patience):
                 answers[name].append(answer)
@@ -63,21 +75,20 @@ def _run(device: str, cases: list[Case], patience: int) -> Iterator[tuple[str, d
                     alone, both = answer["alone"], [each["together"] for each in answers[name]]
                     yield name, {"verdict": _compare(alone, *both, left.pop(0)), "alone": alone, "two": both[0]}
         except Exception as error:  # of a worker, or a time that is over
-            yield _name(left.pop(0)), {"verdict": f"failed: {last_line(error)}"}
+            yield left.pop(0).name, {"verdict": f"failed: {last_line(error)}"}
 
 
 def _compare(alone: dict[str, Any], first: dict[str, Any], second: dict[str, Any], case: Case) -> str:
     if first != second:
         return "the two workers disagree"
-    _, reproducible, dtype = case
-    if reproducible:
+    if case.reproducible:
         return "ok" if first == alone else "other bits than one worker's"
     worst = max(
         abs(a - b) / max(abs(a), abs(b))
         for one, two in zip(alone["steps"], first["steps"], strict=True)
         for a, b in zip(one, two, strict=True)
     )
-    allowed = 1e-3 if dtype == "fp32" else 5e-2
+    allowed = 1e-3 if case.dtype == "fp32" else 5e-2
     return "ok" if worst <= allowed else f"losses or statistics differ from one worker's by {worst:.1e}"
 
 
@@ -88,16 +99,15 @@ def train(rank: int, device: str, cases: list[Case], timeout_s: float, port: int
         found = {
             name: _train(_session(device, rank, case, timeout_s, name == "alone")) for name in ("alone", "together")
         }
-        answers.put((_name(case), found))
+        answers.put((case.name, found))
     leave(answers)
 
 
 def _session(device: str, rank: int, case: Case, timeout_s: float, alone: bool) -> kf.Session:
     """Another session of this process. alone: of this worker only."""
-    schedule, reproducible, dtype = case
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
     kept = {name: os.environ.pop(name) for name in _GROUP} if alone else {}
-    options = CommOptions(schedule=schedule, reproducible=reproducible, dtype=dtype, bucket_mb=0.25)
+    options = CommOptions(**asdict(case), bucket_mb=0.25)
     session.reset()
     try:
         return start(device, rank, **options.named(), comm_timeout_s=timeout_s)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from step import measure
-from step_variants import DDP, LR, VARIANTS, Settings, Variant
+from step_variants import DDP, VARIANTS, Settings, Variant
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -104,7 +104,7 @@ class FSDP(Variant):
             fully_shard(unit, mesh=mesh, reshard_after_forward=False)
         for last in (gpt.tokens.weight, gpt.positions.weight):  # sharded: other parameters than before
             last.register_post_accumulate_grad_hook(self._gradient_is_there)
-        self.optimizer = torch.optim.AdamW(gpt.parameters(), lr=LR, fused=True)
+        self.optimizer = torch.optim.AdamW(gpt.parameters(), lr=settings.lr, fused=True)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         assert isinstance(self.model, FSDPModule)

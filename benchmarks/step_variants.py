@@ -31,7 +31,6 @@ from kfuse.kernels import Merges, PackArguments, block_sumsq, pack, reduce, sum_
 from kfuse.models import GPT
 
 VOCABULARY, POOL = 256, 16
-LR = 3e-4
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,7 @@ class Settings:
     layers: int = 6
     width: int = 256
     block: int = 64
+    lr: float = 3e-4
     seed: int = 0
     device: str = "cpu"
     """cpu | cuda"""
@@ -127,7 +127,7 @@ class Local(Variant):
 
     def __init__(self, settings: Settings, rank: int) -> None:
         super().__init__(settings, rank)
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=LR, fused=True)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.lr, fused=True)
 
     def update(self) -> None:
         self.optimizer.step()
@@ -247,7 +247,7 @@ class Kfuse(Variant):
         super().__init__(settings, rank)
         new_session(CommOptions(bucket_mb=settings.bucket_mb, **comm))
         self.statistics = statistics
-        self.optimizer = kf.FusedAdamW(self.parameters, lr=LR)
+        self.optimizer = kf.FusedAdamW(self.parameters, lr=settings.lr)
         count = settings.micro_batches
         ranges = tuple(range(r * count, (r + 1) * count) for r in range(settings.workers))
         self._plan = StepPlan(settings.samples * count * settings.workers, ranges)

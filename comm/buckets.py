@@ -145,14 +145,23 @@ class Bucket:
     call_of: dict[int, int]  # the number of each large one's call
     added_to: bool  # with sharded state: since the step's backward another one was to add to a `p.grad` of the bucket
 
-    def __init__(self, index: int, layout: BucketLayout, tensors: Sequence[Tensor], name: str, sharded: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        layout: BucketLayout,
+        tensors: Sequence[Tensor],
+        device: torch.device,
+        name: str,
+        sharded: bool,
+    ) -> None:
         """tensors: all that the layout's indices refer to. There is no tail until `renew` gives one.
 
+        device: of the tensors, and of the messages: a bucket of the tail alone has no tensors.
         sharded: of the mean gradient only this worker's shard is computed.
         """
         self.index, self.layout, self.name, self.sharded = index, layout, name, sharded
         mine = [tensors[i] for i in layout.params]
-        self.device = mine[0].device if mine else torch.device("cpu")
+        self.device = device
         self.shapes = [t.shape for t in mine]
         self._strides = layout.strides or (None,) * len(mine)
         self.orders = [
@@ -281,11 +290,15 @@ class Bucket:
 
 
 def make_buckets(
-    layouts: Sequence[BucketLayout], params: Sequence[Tensor], others: Sequence[Tensor] | None, sharded: bool
+    layouts: Sequence[BucketLayout],
+    params: Sequence[Tensor],
+    others: Sequence[Tensor] | None,
+    device: torch.device,
+    sharded: bool,
 ) -> list[Bucket]:
     """A bucket for each layout of `params`, and where `others` are given (perhaps none) a last one for them.
 
-    sharded: see `Bucket`; the last one is never sharded.
+    device, sharded: see `Bucket`; the last one is never sharded.
     """
     given = [(layout, params, sharded) for layout in layouts]
     if others is not None or not layouts:
@@ -293,7 +306,7 @@ def make_buckets(
         apart = plan_buckets([tensor.numel() for tensor in others], [0] * len(others), 2**62)
         given.append((apart[0] if apart else BucketLayout((), (), 0), others, False))
     return [
-        Bucket(i, layout, tensors, f"bucket {i + 1} of {len(given)}", of_shards)
+        Bucket(i, layout, tensors, device, f"bucket {i + 1} of {len(given)}", of_shards)
         for i, (layout, tensors, of_shards) in enumerate(given)
     ]
 

@@ -114,9 +114,9 @@ class Engine:
         self.averaged = AveragedBuffers(buffers, summed)
         # In a bucket of their own buffers and tail are fp32, and all workers get all of them.
         apart = buffers if buffers or self.options.dtype != "fp32" or self.options.sharded else None
-        self.buckets = make_buckets(self._layouts, self.params, apart, self.options.sharded)
-        self.gradient_buckets = self.buckets[: len(self._layouts)]
         self.device = self.params[0].device if self.params else torch.device("cpu")
+        self.buckets = make_buckets(self._layouts, self.params, apart, self.device, self.options.sharded)
+        self.gradient_buckets = self.buckets[: len(self._layouts)]
         self.on_gpu = devices.of(self.device).asynchronous
         self.streams = devices.StreamOrder(devices.of(self.device))
         self.measurement = Measurement(self.gradient_buckets, len(self.params), self.device)

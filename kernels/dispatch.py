@@ -10,8 +10,10 @@ its fields are written once. A step keeps the arguments of each bucket, and runs
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -47,6 +49,8 @@ class Kernel(Generic[P, Given, Result]):
         """
         self.__name__, self.__doc__ = name, arguments.__doc__
         self._arguments, self._device_of, self._by_torch = arguments, device_of, by_torch
+        package, _, family = by_torch.__module__.rpartition(".")
+        self._triton_module = f"{package}.triton_{family}"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
         return self.run(self._arguments(*args, **kwargs))
@@ -58,9 +62,8 @@ class Kernel(Generic[P, Given, Result]):
                 return self.run(given)
         if not (getattr(given, self._device_of).is_cuda or INTERPRETED):
             return self._by_torch(given)
-        package, _, family = self._by_torch.__module__.rpartition(".")
-        implementation = getattr(import_module(f"{package}.triton_{family}"), self.__name__)
-        launches: Generator[Launch, None, Result] = implementation(given)
+        module = sys.modules.get(self._triton_module) or import_module(self._triton_module)
+        launches: Generator[Launch, None, Result] = getattr(module, self.__name__)(given)
         while True:
             try:
                 launch = next(launches)
@@ -75,6 +78,7 @@ WARP_SIZE = 64 if torch.version.hip else 32
 REGISTERS = 65536  # of a multiprocessor, from sm_80 on: a program whose threads need more cannot be launched
 
 
+@cache  # nobody changes what it returns
 def options(threads: int, warp_size: int = WARP_SIZE) -> dict[str, int | bool]:
     """Compiler options for `threads` threads a program, of at most 128 registers each: fewer where all would not fit.
 
@@ -91,7 +95,7 @@ def options(threads: int, warp_size: int = WARP_SIZE) -> dict[str, int | bool]:
     return shape
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made for each launch, and a frozen one takes three times as long
 class Launch:
     """One launch of a kernel. `run` performs it; `kfuse.kernels.aot` compiles it.
 
@@ -114,7 +118,8 @@ class Launch:
     @property
     def arguments(self) -> dict[str, Any]:
         """The runtime arguments, in the kernel's order."""
-        return {name: self.given[name] for name in self.kernel.arg_names if name not in self.constants}
+        given, constants = self.given, self.constants
+        return {name: given[name] for name in self.kernel.arg_names if name not in constants}
 
     def run(self) -> None:
         """Starts the kernel on its tensors' device, on the stream that is current there. An empty grid starts nothing.
@@ -124,11 +129,15 @@ class Launch:
         if not all(self.grid):
             return
         arguments = self.arguments
-        tensors = {name: value.device for name, value in arguments.items() if isinstance(value, Tensor)}
-        first, device = next(iter(tensors.items()))
-        for name, other in tensors.items():
-            if other != device:
-                raise ValueError(f"{self.kernel.__name__}: {name} is on {other}, {first} on {device}: must be the same")
+        first, device = "", None
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                if device is None:
+                    first, device = name, value.device
+                elif value.device != device:
+                    where = f"{name} is on {value.device}, {first} on {device}"
+                    raise ValueError(f"{self.kernel.__name__}: {where}: must be the same")
+        assert device is not None, "every kernel has a tensor"
         # Triton starts a kernel on the current device, whichever its tensors' is (triton 3.7.1, runtime/jit.py:713).
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             self._start(arguments)

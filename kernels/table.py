@@ -17,6 +17,8 @@ from torch import Tensor
 
 CHUNK = 4096  # most elements of one tensor that share a partial sum of squares in `pack`
 
+KEPT = 8  # tables of the addresses of a bucket's gradients
+
 BLOCK = 4096  # elements of a flat buffer that share a partial sum of squares; shards start at multiples of it
 
 
@@ -50,8 +52,9 @@ class PackTable:
     offsets: tuple[int, ...]
     device: torch.device
     edges: tuple[tuple[int, ...], ...]
-    # Kept from the last use, since making it again takes longer than packing.
-    _pointers: tuple[tuple[int, ...], Tensor] = field(default=((), torch.empty(0)), repr=False)  # of these addresses
+    # By the addresses, of the last uses: a step's micro-batches often have their gradients where the step before had
+    # them, and making a table again takes the host longer than packing.
+    _pointers: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
     def end(self) -> int:
@@ -108,10 +111,12 @@ class PackTable:
         return flat[:end].split_with_sizes(sizes)[1::2]
 
     def pointers(self, addresses: tuple[int, ...]) -> Tensor:
-        """The gradients' addresses as an int64 tensor on `device`, copied there only when they have changed."""
-        if addresses != self._pointers[0]:
-            self._pointers = addresses, upload(torch.tensor(addresses, dtype=torch.int64), self.device)
-        return self._pointers[1]
+        """The gradients' addresses as an int64 tensor on `device`, copied there only where they are others."""
+        if addresses not in self._pointers:
+            if len(self._pointers) == KEPT:
+                del self._pointers[next(iter(self._pointers))]  # the oldest
+            self._pointers[addresses] = upload(torch.tensor(addresses, dtype=torch.int64), self.device)
+        return self._pointers[addresses]
 
     @staticmethod
     def build(

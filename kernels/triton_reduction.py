@@ -28,8 +28,10 @@ from kfuse.kernels.table import BLOCK, CHUNK, num_blocks, upload
 
 THREADS = 256
 WIDTH = 1024  # partials that `sum_partials` adds at a time
-AHEAD = 4  # rows that `sum_rows_kernel` loads before it adds any of them
-DEPTH = 8  # unfinished sums that `sum_rows_kernel` has registers for: enough for the tree over 2**DEPTH micro-batches
+# On an H200 two rows ahead and four sums reach a copy's speed for 2 to 8 rows; four and eight half of it for 2 rows.
+AHEAD = 2  # rows that `sum_rows_kernel` loads before it adds any of them
+DEPTH = 4  # unfinished sums that `sum_rows_kernel` has registers for: enough for the tree over 2**DEPTH micro-batches
+DEEPER = 8  # for more
 
 
 @triton.jit
@@ -147,9 +149,12 @@ def reduce(given: ReduceArguments) -> Launches:
             matrix = _aligned(matrix)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     program, depth = _uploaded_program(places, given.merges, matrix is None, device, stream)
+    depth = max(DEPTH, triton.next_power_of_2(depth))
+    if depth < DEEPER:  # a job that grows has more rows
+        later += [each | {"DEPTH": DEEPER} for each in ({}, *later)]
     values = vars(given) | {"matrix": matrix, "program": program, "count": len(program), "numel": numel}
     values["stride"] = 0 if matrix is None else matrix.stride(0)
-    constants = {"AHEAD": AHEAD, "DEPTH": max(DEPTH, triton.next_power_of_2(depth))}
+    constants = {"AHEAD": AHEAD, "DEPTH": depth}
     constants |= {"LANE": tile // THREADS, "TILE": tile, "BLOCK": block}
     yield Launch(sum_rows_kernel, (triton.cdiv(numel, block),), values, constants, later=tuple(later))
 
@@ -268,7 +273,7 @@ def pack(given: PackArguments) -> Launches:
     table = given.table
     dtypes = {grad.dtype for grad in given.grads if grad is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    sources = [None if grad is None else _loadable(grad, dtype) for grad in given.grads]
+    sources = [None if grad is None else _loadable(grad, dtype) for grad in given.grads]  # kept until the launch
     pointers = table.pointers(tuple(0 if grad is None else grad.data_ptr() for grad in sources))
     constants = {
         "GRAD": _TRITON_DTYPES[dtype],
@@ -288,5 +293,6 @@ def _loadable(grad: Tensor, dtype: torch.dtype) -> Tensor:
     A gradient that is not so, which is rare, is copied. A second kernel for it would sum squares in another order, and
     bits would depend on where the allocator happened to put a tensor.
     """
-    grad = grad.to(dtype).contiguous()
+    if grad.dtype != dtype or not grad.is_contiguous():
+        grad = grad.to(dtype).contiguous()
     return grad if grad.data_ptr() % 16 == 0 else grad.clone()

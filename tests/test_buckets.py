@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import Parameter
 
+from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN, plan_buckets
+from kfuse.comm.engine import Engine
+from kfuse.comm.group import Group
+from kfuse.comm.settings import CommOptions
 
 PARAMETERS = st.lists(st.tuples(st.integers(0, 700), st.sampled_from(["a", "b"])), max_size=40)
 
@@ -29,3 +36,18 @@ def test_each_parameter_has_an_aligned_place_last_first(parameters: list[tuple[i
         first = after.params[0]
         if kinds[first] == kinds[layout.params[0]]:
             assert layout.numel + numels[first] > capacity
+
+
+@pytest.mark.parametrize("options", [CommOptions(dtype="bf16"), CommOptions(state="sharded")], ids=["bf16", "sharded"])
+def test_a_bucket_of_the_tail_alone_lies_where_the_parameters_do(
+    options: CommOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without buffers it has no tensor of its own to tell the device by."""
+
+    class Asynchronous(devices.Device):
+        asynchronous = True
+
+    monkeypatch.setattr(devices, "of", Asynchronous)
+    engine = Engine([[Parameter(torch.empty(40, device="meta"))]], Group(), options)
+    assert len(engine.buckets) == 2
+    assert [bucket.sum.device.type for bucket in engine.buckets] == ["meta", "meta"]

@@ -152,7 +152,7 @@ def test_after_the_first_step_nothing_is_compiled(optimizer: str) -> None:
         assert ("sum_rows_kernel" in {each.kernel for each in seen.started}) == reproducible
 
 
-def test_a_sum_by_address_is_compiled_once() -> None:
+def test_sums_by_address_are_compiled_at_the_first() -> None:
     """Whatever the number of contributions, their order, their length and where they lie."""
     with recorded() as seen:
         call_by_address()
@@ -176,11 +176,11 @@ def test_three_products_are_compiled_for_matrices_of_all_shapes() -> None:
 
 
 def test_an_order_of_additions_is_data_for_any_plan() -> None:
-    """All plans of up to 40 workers and 256 micro-batches fit the registers that one binary has for unfinished sums."""
+    """All plans of up to 40 workers and 256 micro-batches fit the unfinished sums that the deeper binary has."""
     for total in (1, 2, 3, 29, 64, 100, 255, 256):
         for workers in (1, 2, 3, 5, 8, 13, 40):
             ranges = [worker_range(total, workers, rank, None) for rank in range(workers)]
             nodes = [node for mine in ranges for node in plan_range(mine.start, len(mine), total).pieces]
             lines = triton_reduction.adding_program(len(nodes), plan_merges(nodes, total))
             assert len(lines) % triton_reduction.AHEAD == 0
-            assert max(high for _, _, high, _ in lines) <= triton_reduction.DEPTH
+            assert max(high for _, _, high, _ in lines) <= triton_reduction.DEEPER
