@@ -111,7 +111,7 @@ def test_a_wrong_kernel_is_seen(script: Script, monkeypatch: pytest.MonkeyPatch)
     [
         ("gpu_check", "--device cpu --small", "37 of 37 checks passed"),
         ("step", f"--workers 1 --micro-batches 2 --samples 1 --rounds 3 --steps 1 --variants {STEPS}", ""),
-        ("gpu_ranks", "--device cpu", "6 of 6 transports give what one worker gives"),
+        ("gpu_ranks", "--device cpu", "9 of 9 transports give what one worker gives"),
         ("gpu_state", "--device cpu --parameters 2e5", "0 M parameters: regroup"),
         ("kernels", "--device cpu --sizes 1 --kernels reduce4,clip+adamw,sgd --peers eager,torch --rounds 3", ""),
         ("noise_quality", "--problems digits --runs 1 --steps 21 --every 20", ""),
