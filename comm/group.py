@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 import threading
 import time
 from collections import Counter
@@ -282,6 +283,11 @@ class Group:
 
         Inside `in_pairs` only. Raises CommError or RuntimeError.
         """
+
+    def measure_links(self) -> Links:
+        """See `topology.measure`, which is imported here: few jobs need it."""
+        links: Links = pkgutil.resolve_name("kfuse.comm.topology:measure")(self)
+        return links
 
     def take_links(self, links: Links) -> None:
         """Sets `links`, of all lanes."""

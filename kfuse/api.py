@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kfuse.comm.topology import measure
 from kfuse.membership import Session
 from kfuse.optim.base import latest_optimizer
 from kfuse.policies.signals import Decision
@@ -146,7 +145,7 @@ def peer_latencies() -> list[float]:
     then see latencies and throughputs in `Signals`. Raises CommError, RuntimeError with comm.sync=pair.
     """
     group = _group()
-    return list(measure(group).latencies[group.rank])
+    return list(group.measure_links().latencies[group.rank])
 
 
 def resize(workers: int) -> None:

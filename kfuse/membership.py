@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.topology import measure
 from kfuse.elastic import rendezvous
 from kfuse.elastic.protocol import ControlError, Met, View
 
@@ -192,7 +191,7 @@ class Session:
         try:
             group.connect_lanes(max(1, self.lanes_used))
             if self.comm.tree == "latency":  # it follows this view's links
-                measure(group)
+                group.measure_links()
         except CommError:
             group.retire()
             raise

@@ -20,7 +20,6 @@ from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import Group, drop_retired
 from kfuse.comm.settings import CommOptions, CommSettings
-from kfuse.comm.topology import measure
 from kfuse.elastic import notice, protocol
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.logs import set_up_logging
@@ -122,7 +121,7 @@ def join_fixed_group(
     group, view = rendezvous.form_group(_take_device(comm), timeout_s)
     group.first_steps.add(group)
     if comm.tree == "latency":
-        measure(group)
+        group.measure_links()
     made = _use(Session(group, comm, record=record))
     made.view = view
     made.log_view()

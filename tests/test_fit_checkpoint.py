@@ -116,19 +116,23 @@ def test_an_interrupted_training_resumes_with_the_same_bits(how: Train, every: i
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "message"),
+    ("given", "message"),
     [
-        ("checkpoint_dir", "file", "checkpoint_dir=.*: must be writable"),
-        ("run_dir", "file/below", "run_dir=.*: cannot be written"),
-        ("checkpoint_resume", "new", "checkpoint_resume=.*: no good checkpoint there"),
-        ("run_dir", "run", r"run_dir=.*: must be a new one"),
+        ({"checkpoint_dir": "file"}, "checkpoint_dir=.*: must be writable"),
+        ({"run_dir": "file/below"}, "run_dir=.*: cannot be written"),
+        ({"checkpoint_resume": "new"}, "checkpoint_resume=.*: no good checkpoint there"),
+        ({"run_dir": "run"}, r"run_dir=.*: must be a new one"),
+        (
+            {"run_dir": "run", "checkpoint_dir": "kept", "checkpoint_resume": "auto"},
+            r"has ended \(epochs\) and left no checkpoint",
+        ),
     ],
 )
-def test_wrong_places_are_refused(name: str, place: str, message: str, tmp_path: Path) -> None:
+def test_wrong_places_are_refused(given: dict[str, str], message: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     train(with_fit, run_dir=tmp_path / "run", train_epochs=1)
     with pytest.raises((ValueError, RuntimeError), match=message):
-        train(with_fit, **{name: str(tmp_path / place)})
+        train(with_fit, **{name: place if place == "auto" else str(tmp_path / place) for name, place in given.items()})
 
 
 @pytest.mark.parametrize(("error", "why"), [(Interrupted, "failed"), (KeyboardInterrupt, "interrupted")])

@@ -10,17 +10,17 @@ from __future__ import annotations
 import itertools
 import json
 import operator
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kfuse.checkpoint import plain_copy
 from kfuse.comm.group import CommError
 from kfuse.comm.settings import TRANSPORT_NAMES, TREES
 from kfuse.comm.sync import Sync
-from kfuse.comm.topology import Links, check_parents, measure
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
 from kfuse.policies.signals import BasePolicy, Decision, Signals, checked_decision
@@ -31,6 +31,9 @@ from kfuse.train.context import TrainContext
 from kfuse.train.learning_rate import LearningRate
 from kfuse.train.progress import STOP_REASONS
 from kfuse.train.step import relative_throughput
+
+if TYPE_CHECKING:
+    from kfuse.comm.topology import Links
 
 _SETTINGS, _MEASURED = ([each.name for each in fields(kind)] for kind in (StepSettings, Measured))
 _NUMBERS = itertools.count(1)  # of this process: a number is never used again, in another training neither
@@ -141,7 +144,7 @@ class Decisions:
         except TypeError:
             known = ", ".join(TREES)
             raise ValueError(f"tree {tree!r}: must be one of {known}, or a list with each rank's parent") from None
-        check_parents(parents, self._session.group.size)
+        pkgutil.resolve_name("kfuse.comm.topology:check_parents")(parents, self._session.group.size)  # few jobs need it
         return parents
 
     def report_if_clipped(self, name: str, note: str | None) -> None:
@@ -243,7 +246,7 @@ class Decisions:
         """Between two steps: measures the links where the tree needs them; reports new figures. Raises CommError."""
         group = self._session.group
         if self.tree == "latency" and group.links is None and group.size > 1 and not self._session.apart:
-            measure(group)
+            group.measure_links()
         if (links := group.links) is not self._reported_links and links is not None and group.size > 1:
             figures = {"latency_s": links.latencies, "bytes_per_s": links.throughputs}
             self._reporter.event(self._progress.step, "links", **figures)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kfuse.checkpoint.manager import Checkpoints, SavedModel
 from kfuse.elastic.protocol import LOOP_LEFT, View
 from kfuse.membership import Session
-from kfuse.observe.earlier import earlier, has_checkpoint, resume_by_default
+from kfuse.observe.earlier import earlier, has_checkpoint, refuse_ended, resume_by_default
 from kfuse.observe.sinks import missing
 from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
 from kfuse.session import current
@@ -106,6 +106,8 @@ class Output:
             return asked or "never"
         if asked == "never" and earlier(directory) is not None:
             raise ConfigError(f"run_dir={directory}: must be a new one, or one to resume (checkpoint_resume)")
+        if asked == "auto" and not has_checkpoint(folder):
+            refuse_ended(earlier(directory), f"run_dir={directory}")
         return asked or resume_by_default(directory, folder, f"run_dir={directory}")
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
