@@ -18,7 +18,7 @@ from policy_signals import BOUNDS, signals
 
 import kfuse as kf
 from kfuse.policies import BasePolicy, GNSPolicy, SchedulePolicy
-from kfuse.policies.signals import Decision
+from kfuse.policies.signals import ConfiguredPolicy, Decision
 from kfuse.tools.replay.steps import signals_of
 from kfuse.train.progress import Progress
 
@@ -64,25 +64,32 @@ def test_decision_takes_whole_numbers_of_any_kind() -> None:
 # BasePolicy
 
 
+class Asked(ConfiguredPolicy):
+    def __init__(self, other: BasePolicy | None = None) -> None:
+        self.other, self.count = other, 0
+
+
 class Counting(BasePolicy):
     prev = math.inf
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {"losses": [1.0, None], "pair": (1, "a")}
-        self.scratch = object()
+        self.scratch, self.asks = object(), Asked(Asked())
 
     def after_step(self) -> None:
         self.prev = np.float64(2.5)
+        self.asks.other.count = 7  # type: ignore[union-attr]
 
 
 def test_policy_state_carries_over() -> None:
     policy, joiner = Counting(), Counting()
     policy.after_step()
     state = policy.state_dict()
-    assert state == {"seen": {"losses": [1.0, None], "pair": (1, "a")}, "prev": 2.5}
+    asked = {"other": {"count": 7}, "count": 0}
+    assert state == {"seen": {"losses": [1.0, None], "pair": (1, "a")}, "asks": asked, "prev": 2.5}
     assert type(state["prev"]) is float
     joiner.load_state_dict(state)
-    assert joiner.prev == 2.5
+    assert joiner.prev == 2.5 and joiner.asks.state_dict() == asked
     policy.seen["losses"].append(3.0)
     assert state["seen"]["losses"] == joiner.seen["losses"] == [1.0, None]
 

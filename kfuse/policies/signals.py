@@ -226,19 +226,22 @@ class BasePolicy:
     def state_dict(self) -> dict[str, Any]:
         """Returns what a joining worker or a resumed run needs of this policy.
 
-        These are the attributes that are plain values (None, bool, int, float, str; lists, tuples, dicts of those).
-        Override it in a policy that keeps its state in attributes of other types.
+        These are the attributes that are plain values (None, bool, int, float, str; lists, tuples, dicts of those),
+        and the states of those that are policies. Override it in a policy that keeps its state in others.
         """
         state = {}
         for name, value in vars(self).items():
             with contextlib.suppress(TypeError):
-                state[name] = _plain(value)
+                state[name] = value.state_dict() if isinstance(value, BasePolicy) else _plain(value)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the attributes that `state_dict` returned, here or in another process."""
         for name, value in state.items():
-            setattr(self, name, _plain(value))
+            if isinstance(part := getattr(self, name, None), BasePolicy):
+                part.load_state_dict(value)
+            else:
+                setattr(self, name, _plain(value))
 
 
 class NoPolicy(BasePolicy):
@@ -248,14 +251,16 @@ class NoPolicy(BasePolicy):
 class ConfiguredPolicy(BasePolicy):
     """A policy whose arguments are settings, which it never changes. Raises ValueError for those out of range.
 
-    Its state has none of them: a resumed run takes them from its own configuration. Attributes that `BasePolicy`
-    declares (`fisher_every`, ...) follow from them, and are left out too. Others are state.
+    Its state has none of them, but for the state of one that is a policy: a resumed run takes them from its own
+    configuration. Attributes that `BasePolicy` declares (`fisher_every`, ...) follow from them, and are left out too.
+    Others are state.
     """
 
     def state_dict(self) -> dict[str, Any]:
         classes = [each for each in type(self).__mro__ if issubclass(each, ConfiguredPolicy)]
         settings = {name for each in classes for name in inspect.signature(each).parameters} | vars(BasePolicy).keys()
-        return {name: value for name, value in super().state_dict().items() if name not in settings}
+        policies = {name for name, value in vars(self).items() if isinstance(value, BasePolicy)}
+        return {name: value for name, value in super().state_dict().items() if name not in settings - policies}
 
 
 def checked_decision(returned: object, method: str) -> Decision | None:
