@@ -15,11 +15,10 @@ missing and those that were used twice are counted.
 
 Reported by kind of event: for how long no worker began a step (median, p95, maximum). After each event the supervisor's
 and the oldest worker's file descriptors, threads and memory are read, and the files in shared memory. In the last two
-thirds of a run both stay, and from 100 events later on (a quarter of the run, if that is less) they are judged; memory
-never earlier, since a worker's grows by some MiB until then. Flat means: over 200 events it rises by no more than 4
-descriptors, threads or files, or 2 % of the mean memory, or by no more than can be told from no trend (95 %). The trend
-is that among events of one kind with the same number of members; its error allows for the dependence of events within
-blocks of 20. What has fewer than 100 events to be judged by is not judged: memory in the short runs on agents.
+thirds of a run both stay, and from 100 events later on (a quarter of the run, if that is less) they are judged. Flat
+means: over 200 events it rises by no more than 4 descriptors, threads or files, or 2 % of the mean memory, or by no
+more than can be told from no trend (95 %). The trend is that among events of one kind with the same number of members;
+its error allows for the dependence of events within blocks of 20. Over fewer than 100 events that is not judged.
 
 A message of gloo that a lost worker had half sent may stay under way, and its group with it, until gloo's own timeout:
 20 times comm.timeout_s, and 30 s. With the 10 s here that is short beside a run.
@@ -223,16 +222,14 @@ def figures(plan: Plan, directory: Path, job: Job) -> dict[str, Any]:
 
 def resources(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """For each resource its trend, what it may be, and whether it is flat."""
-    settled = plan.undisturbed_from + _WARM_UP
-    first = min(settled, plan.undisturbed_from + plan.events // 4)
+    first = plan.undisturbed_from + min(_WARM_UP, plan.events // 4)
     watched = [sample for sample in samples if sample["event"] >= first]
     [(pid, _)] = Counter(sample["witness_pid"] for sample in watched).most_common(1)
     of_one = [sample for sample in watched if sample["witness_pid"] == pid]
     series = {"shared files": (watched, [float(s["shared"]) for s in watched])}
     for who, its in (("supervisor", watched), ("witness", of_one)):
         for name in ("fds", "threads", "rss_mib"):
-            judged = [s for s in its if s["event"] >= settled] if name == "rss_mib" else its
-            series[f"{who} {name}"] = judged, [float(s[who][name]) for s in judged]
+            series[f"{who} {name}"] = its, [float(s[who][name]) for s in its]
     found = {}
     for name, (its, values) in series.items():
         if len(its) < _JUDGED_FROM:
