@@ -14,7 +14,7 @@ import pytest
 from elastic_job import DEADLINE_S, environment, read_lines, wait_until
 
 import kfuse.cli.run
-from kfuse.observe.earlier import resume_by_default, share, taken
+from kfuse.observe.earlier import choose_resume, share, taken
 from kfuse.settings.tree import ConfigError
 
 
@@ -48,17 +48,17 @@ CASES: list[tuple[dict[str, Any], str]] = [
 def test_what_a_directory_holds_decides(left: dict[str, Any], expected: str, tmp_path: Path) -> None:
     run_dir = put(tmp_path / "run", **left)
     if expected == "auto":
-        assert resume_by_default(run_dir, run_dir / "checkpoints", "run", shell=True) == "auto"
+        assert choose_resume(run_dir, run_dir / "checkpoints", None, "run", shell=True) == "auto"
     else:
         with pytest.raises(ConfigError, match=expected):
-            resume_by_default(run_dir, run_dir / "checkpoints", "run", shell=True)
+            choose_resume(run_dir, run_dir / "checkpoints", None, "run", shell=True)
 
 
 def test_the_newest_of_several_trainings_decides(tmp_path: Path) -> None:
     put(tmp_path / "run", "epochs", steps=9, checkpoint=True)
     put(tmp_path / "run" / "2", steps=9)
-    assert resume_by_default(tmp_path / "run", tmp_path / "run" / "checkpoints", "run") == "auto"
-    assert resume_by_default(tmp_path / "other", None, "run") == "never"
+    assert choose_resume(tmp_path / "run", tmp_path / "run" / "checkpoints", None, "run") == "auto"
+    assert choose_resume(tmp_path / "other", None, None, "run") == "never"
 
 
 @pytest.mark.full

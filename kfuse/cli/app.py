@@ -26,7 +26,7 @@ from kfuse.cli.check import prepare, validate
 from kfuse.cli.first import FirstWorker
 from kfuse.cli.output import leave, survive_closed_output
 from kfuse.elastic.protocol import STOP_STATUS
-from kfuse.observe.earlier import earlier, has_checkpoint, refuse_ended, resume_by_default, taken
+from kfuse.observe.earlier import choose_resume, taken
 from kfuse.settings.shell import explain, explain_flags
 from kfuse.settings.tree import ConfigError
 from kfuse.version import __version__
@@ -265,11 +265,8 @@ def _claim(run_dir: Path, cfg: DictConfig, goes_on: bool, held: contextlib.ExitS
     if cfg.checkpoint.resume == "never" and not goes_on and path.exists():
         raise ConfigError(f"{where}: holds a run already; use a new one, or checkpoint.resume=auto")
     held.enter_context(taken(run_dir, where))
-    checkpoints = run_dir / "checkpoints"
-    if goes_on:
-        resume_by_default(run_dir, checkpoints, where, shell=True)
+    if goes_on or cfg.checkpoint.resume == "auto":
+        choose_resume(run_dir, run_dir / "checkpoints", None if goes_on else "auto", where, shell=True)
         cfg.checkpoint.resume = "auto"
-    elif cfg.checkpoint.resume == "auto" and not has_checkpoint(checkpoints):
-        refuse_ended(earlier(run_dir), where)
     if not path.exists():
         OmegaConf.save(cfg, path)

@@ -48,29 +48,24 @@ def earlier(run_dir: Path) -> Earlier | None:
     return Earlier(trainings, None if reason in _NOT_ENDED else reason)
 
 
-def refuse_ended(run: Earlier | None, where: str, longer: str = " and left no checkpoint") -> None:
-    """Raises ConfigError if the run has ended. where: as in `resume_by_default`. longer: whether it can go on."""
-    if run is not None and run.ended:
-        raise ConfigError(f"{where}: must be a new one: the run in it has ended ({run.ended}){longer}")
+def choose_resume(run_dir: Path, checkpoints: Path | None, asked: str | None, where: str, shell: bool = False) -> str:
+    """Where a training begins whose directory was given: "never" (at its first step) or "auto" (at its checkpoint).
 
-
-def resume_by_default(run_dir: Path, checkpoints: Path | None, where: str, shell: bool = False) -> str:
-    """Where a training begins whose directory was given, and nothing else said: "never" in a new one, else "auto".
-
-    checkpoints: the folder that is resumed from, if there is one. where: how messages name the directory. shell: how
-    they spell settings. Raises ConfigError if the run in it has ended, or has left records and nothing to go on from.
+    checkpoints: the folder that is resumed from, if there is one. asked: by the user; None: nothing.
+    where: how messages name the directory. shell: how they spell settings. Raises ConfigError if the run in the
+    directory has ended (resumed all the same where that is asked and there is a checkpoint), or, where nothing is
+    asked, has left records and nothing to go on from.
     """
-    run, resume = earlier(run_dir), spell("checkpoint.resume", shell)
-    if run is None:
-        return "never"
-    if has_checkpoint(checkpoints):
-        refuse_ended(run, where, f"; to train longer: {resume}=auto")
-        return "auto"
-    refuse_ended(run, where)
-    if run.trainings:
+    run, resume, kept = earlier(run_dir), spell("checkpoint.resume", shell), has_checkpoint(checkpoints)
+    if run is not None and run.ended and not (kept and asked):
+        longer = f"; to train longer: {resume}=auto" if kept else " and left no checkpoint"
+        raise ConfigError(f"{where}: must be a new one: the run in it has ended ({run.ended}){longer}")
+    if asked is not None:
+        return asked
+    if run is not None and run.trainings and not kept:
         anew = "" if checkpoints is None else f"; to begin anew in it, in place of its records: {resume}=auto"
         raise ConfigError(f"{where}: must be a new one: the run in it has left no checkpoint to go on from{anew}")
-    return "never" if checkpoints is None else "auto"
+    return "never" if run is None or checkpoints is None else "auto"
 
 
 def has_checkpoint(folder: Path | None) -> bool:

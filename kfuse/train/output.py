@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kfuse.checkpoint.manager import Checkpoints, SavedModel
 from kfuse.elastic.protocol import LOOP_LEFT, View
 from kfuse.membership import Session
-from kfuse.observe.earlier import earlier, has_checkpoint, refuse_ended, resume_by_default
+from kfuse.observe.earlier import choose_resume, earlier, has_checkpoint
 from kfuse.observe.sinks import missing
 from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
 from kfuse.session import current
@@ -106,9 +106,7 @@ class Output:
             return asked or "never"
         if asked == "never" and earlier(directory) is not None:
             raise ConfigError(f"run_dir={directory}: must be a new one, or one to resume (checkpoint_resume)")
-        if asked == "auto" and not has_checkpoint(folder):
-            refuse_ended(earlier(directory), f"run_dir={directory}")
-        return asked or resume_by_default(directory, folder, f"run_dir={directory}")
+        return choose_resume(directory, folder, asked, f"run_dir={directory}")
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
         """Takes a record of rank 0's: it is written and shown, or sent to the supervisor."""
