@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import pkgutil
 import threading
 import time
 from collections import Counter
@@ -286,8 +285,9 @@ class Group:
 
     def measure_links(self) -> Links:
         """See `topology.measure`, which is imported here: few jobs need it."""
-        links: Links = pkgutil.resolve_name("kfuse.comm.topology:measure")(self)
-        return links
+        from kfuse.comm.topology import measure
+
+        return measure(self)
 
     def take_links(self, links: Links) -> None:
         """Sets `links`, of all lanes."""

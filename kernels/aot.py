@@ -17,7 +17,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -145,7 +145,11 @@ def _launches() -> Iterator[tuple[str, bool, Iterable[Launch]]]:
         label = f"{NAMES[of_rows]}->{NAMES[of_out]}{'' if sumsq is None else ' norm'}"
         rows, out = like(ahead, BLOCK, dtype=of_rows), like(BLOCK, dtype=of_out)
         everywhere = of_rows == F32 and sumsq is not None
-        yield label, everywhere, triton_reduction.reduce(ReduceArguments(rows, order, out, sumsq=sumsq))
+        for launch in triton_reduction.reduce(ReduceArguments(rows, order, out, sumsq=sumsq)):
+            yield label, everywhere, [launch]
+            if everywhere:
+                deeper = launch.constants | {"DEPTH": triton_reduction.DEEPER}
+                yield f"of many rows {label}", False, [replace(launch, constants=deeper)]
         if of_rows == F32:
             yield (
                 f"by address {label}",

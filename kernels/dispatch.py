@@ -10,7 +10,6 @@ its fields are written once. A step keeps the arguments of each bucket, and runs
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -62,7 +61,7 @@ class Kernel(Generic[P, Given, Result]):
                 return self.run(given)
         if not (getattr(given, self._device_of).is_cuda or INTERPRETED):
             return self._by_torch(given)
-        module = sys.modules.get(self._triton_module) or import_module(self._triton_module)
+        module = import_module(self._triton_module)
         launches: Generator[Launch, None, Result] = getattr(module, self.__name__)(given)
         while True:
             try:

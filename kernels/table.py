@@ -17,9 +17,9 @@ from torch import Tensor
 
 CHUNK = 4096  # most elements of one tensor that share a partial sum of squares in `pack`
 
-KEPT = 8  # tables of the addresses of a bucket's gradients
-
 BLOCK = 4096  # elements of a flat buffer that share a partial sum of squares; shards start at multiples of it
+
+KEPT_TABLES = 8  # of the addresses of a bucket's gradients
 
 
 def num_blocks(numel: int) -> int:
@@ -41,7 +41,7 @@ class PackTable:
     """Where each tensor of a bucket lies in the flat buffer, and how it is cut into chunks.
 
     Built once per bucket and device, and reused every step. Chunks of a tensor follow each other, tensors follow each
-    other in the order given, and no chunk spans two tensors. A table is used from one stream at a time.
+    other in the order given, and no chunk spans two tensors.
 
     Args:
         numels, offsets: of each tensor, in elements of the flat buffer.
@@ -52,9 +52,9 @@ class PackTable:
     offsets: tuple[int, ...]
     device: torch.device
     edges: tuple[tuple[int, ...], ...]
-    # By the addresses, of the last uses: a step's micro-batches often have their gradients where the step before had
-    # them, and making a table again takes the host longer than packing.
-    _pointers: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False)
+    # By the stream and the addresses, the newest last: a step's micro-batches often have their gradients where the step
+    # before had them, and making a table again takes the host longer than packing.
+    _pointers: dict[tuple[int, tuple[int, ...]], Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
     def end(self) -> int:
@@ -110,13 +110,17 @@ class PackTable:
             end = offset + numel
         return flat[:end].split_with_sizes(sizes)[1::2]
 
-    def pointers(self, addresses: tuple[int, ...]) -> Tensor:
-        """The gradients' addresses as an int64 tensor on `device`, copied there only where they are others."""
-        if addresses not in self._pointers:
-            if len(self._pointers) == KEPT:
-                del self._pointers[next(iter(self._pointers))]  # the oldest
-            self._pointers[addresses] = upload(torch.tensor(addresses, dtype=torch.int64), self.device)
-        return self._pointers[addresses]
+    def pointers(self, addresses: tuple[int, ...], stream: int) -> Tensor:
+        """The gradients' addresses as an int64 tensor on `device`, copied there where they are not among the newest.
+
+        stream: the current one's handle. A stream uses what was copied there on the same stream.
+        """
+        key = stream, addresses
+        if key not in self._pointers:
+            if len(self._pointers) == KEPT_TABLES:
+                del self._pointers[next(iter(self._pointers))]
+            self._pointers[key] = upload(torch.tensor(addresses, dtype=torch.int64), self.device)
+        return self._pointers[key]
 
     @staticmethod
     def build(

@@ -2,8 +2,8 @@
 """Triton `pack`, `reduce`, `block_sumsq` and `sum_partials`: sums in an order that never changes.
 
 `reduce` reads the order of its merges from a table. Another batch size or number of workers, which is another order,
-needs no other binary: nothing is compiled in mid-step. The table may give the rows' addresses too, in other GPUs'
-memory: they are read over the links between the GPUs.
+needs no binary but the two that are compiled at its first launch: nothing is compiled in mid-step. The table may give
+the rows' addresses too, in other GPUs' memory: they are read over the links between the GPUs.
 """
 
 from functools import lru_cache
@@ -31,7 +31,7 @@ WIDTH = 1024  # partials that `sum_partials` adds at a time
 # On an H200 two rows ahead and four sums reach a copy's speed for 2 to 8 rows; four and eight half of it for 2 rows.
 AHEAD = 2  # rows that `sum_rows_kernel` loads before it adds any of them
 DEPTH = 4  # unfinished sums that `sum_rows_kernel` has registers for: enough for the tree over 2**DEPTH micro-batches
-DEEPER = 8  # for more
+DEEPER = 8  # of the second binary: up to 2**DEEPER micro-batches
 
 
 @triton.jit
@@ -147,8 +147,7 @@ def reduce(given: ReduceArguments) -> Launches:
             block, later = tile, [each | {"stride": each["numel"]} for each in later]
         else:
             matrix = _aligned(matrix)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    program, depth = _uploaded_program(places, given.merges, matrix is None, device, stream)
+    program, depth = _uploaded_program(places, given.merges, matrix is None, device, _stream(device))
     depth = max(DEPTH, triton.next_power_of_2(depth))
     if depth < DEEPER:  # a job that grows has more rows
         later += [each | {"DEPTH": DEEPER} for each in ({}, *later)]
@@ -157,6 +156,12 @@ def reduce(given: ReduceArguments) -> Launches:
     constants = {"AHEAD": AHEAD, "DEPTH": depth}
     constants |= {"LANE": tile // THREADS, "TILE": tile, "BLOCK": block}
     yield Launch(sum_rows_kernel, (triton.cdiv(numel, block),), values, constants, later=tuple(later))
+
+
+def _stream(device: torch.device) -> int:
+    """The current stream's handle; 0 on a CPU."""
+    handle: int = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return handle
 
 
 def _readable(row: Tensor) -> bool:
@@ -274,7 +279,8 @@ def pack(given: PackArguments) -> Launches:
     dtypes = {grad.dtype for grad in given.grads if grad is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     sources = [None if grad is None else _loadable(grad, dtype) for grad in given.grads]  # kept until the launch
-    pointers = table.pointers(tuple(0 if grad is None else grad.data_ptr() for grad in sources))
+    addresses = tuple(0 if grad is None else grad.data_ptr() for grad in sources)
+    pointers = table.pointers(addresses, _stream(table.device))
     constants = {
         "GRAD": _TRITON_DTYPES[dtype],
         "OFFSET_ALIGNMENT": table.offset_alignment,

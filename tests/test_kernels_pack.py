@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kfuse.kernels import CHUNK, PackTable, pack
+from kfuse.kernels.table import KEPT_TABLES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = 10 if INTERPRETED else 60
@@ -197,6 +198,15 @@ def test_bits_do_not_depend_on_alignment_and_new_addresses_are_read(device: str)
         found = run([shifted], flat, table)
         assert torch.equal(flat[: numels[0]], shifted)
         assert shift & (shift + 1) or torch.equal(found, expected * (shift + 1) ** 2), "exact for powers of two"
+
+
+def test_the_newest_tables_of_addresses_are_kept_each_for_its_stream(device: str) -> None:
+    table = PackTable.build([4], [0], torch.device(device))
+    made = [table.pointers((address,), 0) for address in range(KEPT_TABLES)]
+    assert [int(each) for each in made] == [*range(KEPT_TABLES)]
+    assert table.pointers((1,), 0) is made[1]
+    assert table.pointers((1,), 7) is not made[1]  # in place of the oldest
+    assert table.pointers((1,), 0) is made[1] and table.pointers((0,), 0) is not made[0]
 
 
 def test_errors_name_what_is_wrong(device: str) -> None:

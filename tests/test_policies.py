@@ -85,13 +85,17 @@ def test_policy_state_carries_over() -> None:
     policy, joiner = Counting(), Counting()
     policy.after_step()
     state = policy.state_dict()
-    asked = {"other": {"count": 7}, "count": 0}
-    assert state == {"seen": {"losses": [1.0, None], "pair": (1, "a")}, "asks": asked, "prev": 2.5}
+    asked = {"other.": {"count": 7}, "count": 0}
+    assert state == {"seen": {"losses": [1.0, None], "pair": (1, "a")}, "asks.": asked, "prev": 2.5}
     assert type(state["prev"]) is float
     joiner.load_state_dict(state)
     assert joiner.prev == 2.5 and joiner.asks.state_dict() == asked
     policy.seen["losses"].append(3.0)
     assert state["seen"]["losses"] == joiner.seen["losses"] == [1.0, None]
+    late = Counting()
+    late.asks = None  # made when it is first asked
+    late.load_state_dict(state)
+    assert late.asks is None
 
     class Derived(GNSPolicy):
         def __init__(self, least: int = 2) -> None:

@@ -226,22 +226,29 @@ class BasePolicy:
     def state_dict(self) -> dict[str, Any]:
         """Returns what a joining worker or a resumed run needs of this policy.
 
-        These are the attributes that are plain values (None, bool, int, float, str; lists, tuples, dicts of those),
-        and the states of those that are policies. Override it in a policy that keeps its state in others.
+        These are the attributes that are plain values (None, bool, int, float, str; lists, tuples, dicts of those), and
+        the states of those that are policies: of an attribute `inner`, as "inner.". Override it in a policy that keeps
+        its state in others: policies in a list, one that refers to the policy that asks it.
         """
-        state = {}
+        state: dict[str, Any] = {}
         for name, value in vars(self).items():
+            if isinstance(value, BasePolicy):
+                state[f"{name}."] = value.state_dict()
+                continue
             with contextlib.suppress(TypeError):
-                state[name] = value.state_dict() if isinstance(value, BasePolicy) else _plain(value)
+                state[name] = _plain(value)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the attributes that `state_dict` returned, here or in another process."""
+        """Sets the attributes that `state_dict` returned, here or in another process.
+
+        The state of a policy is left out where that attribute is none here: it may be made later.
+        """
         for name, value in state.items():
-            if isinstance(part := getattr(self, name, None), BasePolicy):
-                part.load_state_dict(value)
-            else:
+            if not name.endswith("."):
                 setattr(self, name, _plain(value))
+            elif isinstance(policy := getattr(self, name[:-1], None), BasePolicy):
+                policy.load_state_dict(value)
 
 
 class NoPolicy(BasePolicy):
@@ -251,16 +258,14 @@ class NoPolicy(BasePolicy):
 class ConfiguredPolicy(BasePolicy):
     """A policy whose arguments are settings, which it never changes. Raises ValueError for those out of range.
 
-    Its state has none of them, but for the state of one that is a policy: a resumed run takes them from its own
-    configuration. Attributes that `BasePolicy` declares (`fisher_every`, ...) follow from them, and are left out too.
-    Others are state.
+    Settings are not state, since a resumed run has its own; of one that is a policy the state is kept. Attributes that
+    `BasePolicy` declares (`fisher_every`, ...) follow from them, and are left out too. Others are state.
     """
 
     def state_dict(self) -> dict[str, Any]:
         classes = [each for each in type(self).__mro__ if issubclass(each, ConfiguredPolicy)]
         settings = {name for each in classes for name in inspect.signature(each).parameters} | vars(BasePolicy).keys()
-        policies = {name for name, value in vars(self).items() if isinstance(value, BasePolicy)}
-        return {name: value for name, value in super().state_dict().items() if name not in settings - policies}
+        return {name: value for name, value in super().state_dict().items() if name not in settings}
 
 
 def checked_decision(returned: object, method: str) -> Decision | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import operator
-import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -144,7 +143,9 @@ class Decisions:
         except TypeError:
             known = ", ".join(TREES)
             raise ValueError(f"tree {tree!r}: must be one of {known}, or a list with each rank's parent") from None
-        pkgutil.resolve_name("kfuse.comm.topology:check_parents")(parents, self._session.group.size)  # few jobs need it
+        from kfuse.comm.topology import check_parents  # few jobs need it
+
+        check_parents(parents, self._session.group.size)
         return parents
 
     def report_if_clipped(self, name: str, note: str | None) -> None:

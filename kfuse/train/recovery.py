@@ -354,7 +354,7 @@ class Recovery:
             )
         if saved is not None:
             self._restore(saved)
-        self._report_start()  # now: after a loss before all have the state, the next view counts as no beginning
+        self._report_start()  # before the others have the state: a view after a loss until then counts as no beginning
         if saved is None:
             self._calls.begin()
         self._has_state, self._torn = True, False
