@@ -164,9 +164,16 @@ def strike(plan: Plan, directory: Path, bar: Progress, task: TaskID) -> None:
             raise AssertionError(f"{plan.name}: ended with {process.returncode} after: {last}\n{told(directory)}")
         job = Job(directory / "disk" / "run")
         end = time.monotonic() + 60
-        while left := [*filter(is_alive, job.pids)]:  # they write a last checkpoint
+        while left := [*filter(is_worker, job.pids)]:  # they write a last checkpoint
             assert time.monotonic() < end, f"{plan.name}: processes {left} did not end with their supervisor"
             time.sleep(0.02)
+
+
+def is_worker(pid: int) -> bool:
+    """Whether a worker of a soak has this number: that of one that ended long ago may be another process's by now."""
+    with contextlib.suppress(OSError):
+        return is_alive(pid) and b"soak_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def told(directory: Path) -> str:
