@@ -43,7 +43,7 @@ def calls(small: bool) -> Iterator[tuple[str, Call]]:
     for name, dtype in DTYPES.items():
         yield f"pack {name}", partial(checks.pack, numels=ragged, dtype=dtype)
         yield f"block_sumsq {name}", partial(checks.block_sumsq, numel=numel, dtype=dtype)
-        for count in (2, 3, 4, 7, 8, 17):
+        for count in (2, 3, 4, 7, 8, 33):
             yield f"reduce{count} {name}", partial(checks.reduce, count=count, numel=numel, dtype=dtype)
         for update in (checks.adamw, checks.sgd):
             yield f"{update.__name__} {name}", partial(update, numel=numel, dtype=dtype)

@@ -30,8 +30,8 @@ THREADS = 256
 WIDTH = 1024  # partials that `sum_partials` adds at a time
 # On an H200 two rows ahead and four sums reach a copy's speed for 2 to 8 rows; four and eight half of it for 2 rows.
 AHEAD = 2  # rows that `sum_rows_kernel` loads before it adds any of them
-DEPTH = 4  # unfinished sums that `sum_rows_kernel` has registers for: enough for the tree over 2**DEPTH micro-batches
-DEEPER = 8  # of the second binary: up to 2**DEEPER micro-batches
+DEPTH = 4  # unfinished sums that `sum_rows_kernel` has registers for: enough for the tree over 31 micro-batches
+DEEPER = 8  # of the second binary: up to 511 micro-batches
 
 
 @triton.jit
@@ -149,8 +149,8 @@ def reduce(given: ReduceArguments) -> Launches:
             matrix = _aligned(matrix)
     program, depth = _uploaded_program(places, given.merges, matrix is None, device, _stream(device))
     depth = max(DEPTH, triton.next_power_of_2(depth))
-    if depth < DEEPER:  # a job that grows has more rows
-        later += [each | {"DEPTH": DEEPER} for each in ({}, *later)]
+    other = DEPTH if depth > DEPTH else DEEPER  # a job that grows or shrinks has more rows, or fewer
+    later += [each | {"DEPTH": other} for each in ({}, *later)]
     values = vars(given) | {"matrix": matrix, "program": program, "count": len(program), "numel": numel}
     values["stride"] = 0 if matrix is None else matrix.stride(0)
     constants = {"AHEAD": AHEAD, "DEPTH": depth}
@@ -160,8 +160,7 @@ def reduce(given: ReduceArguments) -> Launches:
 
 def _stream(device: torch.device) -> int:
     """The current stream's handle; 0 on a CPU."""
-    handle: int = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    return handle
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _readable(row: Tensor) -> bool:

@@ -289,6 +289,15 @@ def test_bad_ones_are_reported_and_skipped(tmp_path: Path) -> None:
     assert "step-00000004/state.pt" in events[0]["why"] and "step-00000003/model.pt" in events[1]["why"]
 
 
+def test_training_does_not_begin_anew_over_checkpoints_of_which_none_is_good(tmp_path: Path) -> None:
+    Writing(tmp_path).put(1, 2)
+    for folder in tmp_path.iterdir():
+        (folder / "state.pt").unlink()
+    session = Mock(group=Mock(rank=0), comm=Mock(sharded=False))
+    with pytest.raises(CheckpointError, match=r"no checkpoint in it is good: move them away to begin anew"):
+        manager.Checkpoints(tmp_path, session, resume="auto", report=lambda *_: None).load()
+
+
 def test_a_last_one_that_the_one_before_leaves_no_time_for_is_an_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

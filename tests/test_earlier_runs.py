@@ -31,27 +31,48 @@ def put(run_dir: Path, reason: str | None = None, steps: int = 0, checkpoint: bo
 
 
 ENDED, NOTHING_LEFT = r"run: must be a new one: .* has ended \(.*resume=auto", "run: .* left no checkpoint.*resume=auto"
-CASES: list[tuple[dict[str, Any], str]] = [
-    ({"reason": None, "steps": 9, "checkpoint": True}, "auto"),
-    ({"reason": "terminated", "steps": 9, "checkpoint": True}, "auto"),
-    ({"reason": "failed", "steps": 9, "checkpoint": True}, "auto"),
-    ({"reason": None}, "auto"),  # lost before its first step was recorded: nothing is overwritten
-    ({"reason": "not_trained"}, "auto"),
-    ({"reason": "interrupted", "steps": 9}, NOTHING_LEFT),
-    ({"reason": None, "steps": 9}, NOTHING_LEFT),
-    ({"reason": "epochs", "steps": 9, "checkpoint": True}, ENDED),
-    ({"reason": "loop_left", "steps": 9}, r"run: .* has ended \(loop_left\) and left no checkpoint$"),
+HOLDS = "run: holds a run already: must be a new one, or checkpoint.resume=auto goes on with it"
+CASES: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"reason": None, "steps": 9, "checkpoint": True}, None, "auto"),
+    ({"reason": "terminated", "steps": 9, "checkpoint": True}, None, "auto"),
+    ({"reason": "failed", "steps": 9, "checkpoint": True}, None, "auto"),
+    ({"reason": "loop_left", "steps": 9, "checkpoint": True}, None, "auto"),  # by an error, for all that is known
+    ({"reason": None}, None, "auto"),  # lost before its first step was recorded: nothing is overwritten
+    ({"reason": "not_trained"}, None, "auto"),
+    ({"reason": "interrupted", "steps": 9}, None, NOTHING_LEFT),
+    ({"reason": None, "steps": 9}, None, NOTHING_LEFT),
+    ({"reason": "loop_left", "steps": 9}, None, NOTHING_LEFT),
+    ({"reason": "epochs", "steps": 9, "checkpoint": True}, None, ENDED),
+    ({"reason": "epochs", "steps": 9, "checkpoint": True}, "auto", "auto"),
+    ({"reason": "epochs", "steps": 9}, "auto", r"run: .* has ended \(epochs\) and left no checkpoint$"),
+    ({"reason": "interrupted", "steps": 9}, "never", HOLDS),
+    ({"reason": "epochs", "steps": 9, "checkpoint": True}, "other/step-1", HOLDS),
+    (
+        {"reason": "epochs", "steps": 9, "checkpoint": True},
+        "run/checkpoints/step-00000001",
+        "run/checkpoints/step-00000001",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("left", "expected"), CASES)
-def test_what_a_directory_holds_decides(left: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    run_dir = put(tmp_path / "run", **left)
-    if expected == "auto":
-        assert choose_resume(run_dir, run_dir / "checkpoints", None, "run", shell=True) == "auto"
+@pytest.mark.parametrize(("left", "asked", "expected"), CASES)
+def test_what_a_directory_holds_decides(
+    left: dict[str, Any], asked: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir = put(Path("run"), **left)
+    if expected in ("auto", asked):
+        assert choose_resume(run_dir, run_dir / "checkpoints", asked, "run", shell=True) == expected
     else:
         with pytest.raises(ConfigError, match=expected):
-            choose_resume(run_dir, run_dir / "checkpoints", None, "run", shell=True)
+            choose_resume(run_dir, run_dir / "checkpoints", asked, "run", shell=True)
+
+
+def test_checkpoints_of_an_unknown_run_are_gone_on_from_if_that_is_asked(tmp_path: Path) -> None:
+    folder = put(tmp_path / "other", checkpoint=True) / "checkpoints"
+    with pytest.raises(ConfigError, match=r"new: holds no run, but .*checkpoints: to go on from them: .*auto"):
+        choose_resume(tmp_path / "new", folder, None, "new")
+    assert choose_resume(tmp_path / "new", folder, "auto", "new") == "auto"
 
 
 def test_the_newest_of_several_trainings_decides(tmp_path: Path) -> None:

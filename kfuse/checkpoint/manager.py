@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from kfuse.checkpoint import snapshot
-from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest, load_plain, one_line
+from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest, load_plain, one_line, steps_in
 from kfuse.membership import Record, Session
 from kfuse.observe import write_whole
 
@@ -74,11 +74,13 @@ class Checkpoints:
         """Returns the state to resume from; None to start from the beginning.
 
         restarted: all workers were lost, so this run's own checkpoints come first. Raises CheckpointError if the one
-        asked for by path cannot be used.
+        asked for by path cannot be used, or there are checkpoints and none is good.
         """
         found = None
         if self._directory is not None and (self._resume == "auto" or (restarted and not self._script)):
             found = load_newest(self._directory, self._report)
+            if found is None and steps_in(self._directory):  # training anew would replace what may yet be saved
+                raise CheckpointError(f"{self._directory}: no checkpoint in it is good: move them away to begin anew")
         if found is None and self._resume not in ("never", "auto"):
             found = self._load_path(Path(self._resume).expanduser())
         if found is None:

@@ -261,12 +261,12 @@ def _claim(run_dir: Path, cfg: DictConfig, goes_on: bool, held: contextlib.ExitS
     A run's directory is refused to a second one that does not resume it. goes_on: resumes if it holds a run.
     """
     path, where = run_dir / ".hydra" / "config.yaml", f"hydra.run.dir={run_dir}"
-    path.parent.mkdir(exist_ok=True)
     if cfg.checkpoint.resume == "never" and not goes_on and path.exists():
         raise ConfigError(f"{where}: holds a run already; use a new one, or checkpoint.resume=auto")
     held.enter_context(taken(run_dir, where))
-    if goes_on or cfg.checkpoint.resume == "auto":
-        choose_resume(run_dir, run_dir / "checkpoints", None if goes_on else "auto", where, shell=True)
+    choose_resume(run_dir, run_dir / "checkpoints", None if goes_on else cfg.checkpoint.resume, where, shell=True)
+    if goes_on:
         cfg.checkpoint.resume = "auto"
     if not path.exists():
+        path.parent.mkdir(exist_ok=True)
         OmegaConf.save(cfg, path)

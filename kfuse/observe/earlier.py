@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from kfuse.elastic.protocol import NOT_TRAINED, STOP_STATUS
+from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED, STOP_STATUS
 from kfuse.settings.tree import ConfigError, spell
 
 RECORDS = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "summary.json")
@@ -24,7 +24,8 @@ _LOCK = ".lock"
 _WAIT_S = 60.0  # workers end within 40 s of the loss of their supervisor; one that is stopped (SIGSTOP) does not
 _SAY_S = 1.0
 _POLL_S = 0.05
-_NOT_ENDED = (*STOP_STATUS, "failed", NOT_TRAINED, None)  # exit reasons of runs that can go on
+# Exit reasons of runs that can go on. Nobody knows why a loop was left: its end, an error, Ctrl-C.
+_NOT_ENDED = (*STOP_STATUS, "failed", NOT_TRAINED, LOOP_LEFT, None)
 
 
 class Earlier(NamedTuple):
@@ -49,22 +50,30 @@ def earlier(run_dir: Path) -> Earlier | None:
 
 
 def choose_resume(run_dir: Path, checkpoints: Path | None, asked: str | None, where: str, shell: bool = False) -> str:
-    """Where a training begins whose directory was given: "never" (at its first step) or "auto" (at its checkpoint).
+    """Where a training begins whose directory was given: "never" (at its first step), "auto" or a checkpoint's path.
 
-    checkpoints: the folder that is resumed from, if there is one. asked: by the user; None: nothing.
-    where: how messages name the directory. shell: how they spell settings. Raises ConfigError if the run in the
-    directory has ended (resumed all the same where that is asked and there is a checkpoint), or, where nothing is
-    asked, has left records and nothing to go on from.
+    checkpoints: the folder that is resumed from, if there is one. asked: one of these, by the user; None: nothing.
+    where: how messages name the directory. shell: how they spell settings. Raises ConfigError where another run's
+    records would be replaced, or those of one that has ended, unless "auto" is to train that longer; and where nothing
+    is asked and there is no checkpoint to go on from, or a checkpoint of an unknown run.
     """
-    run, resume, kept = earlier(run_dir), spell("checkpoint.resume", shell), has_checkpoint(checkpoints)
+    run, auto, kept = earlier(run_dir), f"{spell('checkpoint.resume', shell)}=auto", has_checkpoint(checkpoints)
+    if asked is not None and asked != "auto":
+        path = Path(asked).expanduser().resolve()
+        own = asked != "never" and any(path.is_relative_to(it.resolve()) for it in (run_dir, checkpoints) if it)
+        if run is not None and not own:
+            raise ConfigError(f"{where}: holds a run already: must be a new one, or {auto} goes on with it")
+        return asked
     if run is not None and run.ended and not (kept and asked):
-        longer = f"; to train longer: {resume}=auto" if kept else " and left no checkpoint"
+        longer = f"; to train longer: {auto}" if kept else " and left no checkpoint"
         raise ConfigError(f"{where}: must be a new one: the run in it has ended ({run.ended}){longer}")
     if asked is not None:
         return asked
     if run is not None and run.trainings and not kept:
-        anew = "" if checkpoints is None else f"; to begin anew in it, in place of its records: {resume}=auto"
+        anew = "" if checkpoints is None else f"; to begin anew in it, in place of its records: {auto}"
         raise ConfigError(f"{where}: must be a new one: the run in it has left no checkpoint to go on from{anew}")
+    if run is None and kept:
+        raise ConfigError(f"{where}: holds no run, but {checkpoints} has checkpoints: to go on from them: {auto}")
     return "never" if run is None or checkpoints is None else "auto"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -170,6 +171,10 @@ class Decision:
         return replace(self, **changed), notes
 
 
+_LOG = logging.getLogger("kfuse")
+_UNDER_WAY: set[int] = set()  # policies whose state is being put together
+
+
 class BasePolicy:
     """A policy adapts training while it runs: KungFu's hooks (Mai et al., OSDI 2020) and `decide`.
 
@@ -227,28 +232,39 @@ class BasePolicy:
         """Returns what a joining worker or a resumed run needs of this policy.
 
         These are the attributes that are plain values (None, bool, int, float, str; lists, tuples, dicts of those), and
-        the states of those that are policies: of an attribute `inner`, as "inner.". Override it in a policy that keeps
-        its state in others: policies in a list, one that refers to the policy that asks it.
+        the states of those that are policies: of an attribute `inner` that is an `Outer`, as "inner.Outer". Override it
+        in a policy that keeps its state in others (a list of policies), or makes policies while it runs.
         """
         state: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, BasePolicy):
-                state[f"{name}."] = value.state_dict()
-                continue
-            with contextlib.suppress(TypeError):
-                state[name] = _plain(value)
+        if id(self) in _UNDER_WAY:  # a policy that this one asks refers back to it
+            return state
+        _UNDER_WAY.add(id(self))
+        try:
+            for name, value in vars(self).items():
+                if isinstance(value, BasePolicy):
+                    state[f"{name}.{type(value).__name__}"] = value.state_dict()
+                    continue
+                with contextlib.suppress(TypeError):
+                    state[name] = _plain(value)
+        finally:
+            _UNDER_WAY.discard(id(self))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the attributes that `state_dict` returned, here or in another process.
 
-        The state of a policy is left out where that attribute is none here: it may be made later.
+        Of a policy that is made later here, or is another one, the state is left out with a warning.
         """
-        for name, value in state.items():
-            if not name.endswith("."):
+        for key, value in state.items():
+            name, _, kind = key.partition(".")
+            found = getattr(self, name, None)
+            if not kind:
                 setattr(self, name, _plain(value))
-            elif isinstance(policy := getattr(self, name[:-1], None), BasePolicy):
-                policy.load_state_dict(value)
+            elif isinstance(found, BasePolicy) and type(found).__name__ == kind:
+                found.load_state_dict(value)
+            else:
+                what, here = f"{type(self).__name__}.{name}", type(found).__name__
+                _LOG.warning("state of %s (%s there, %s here) is not taken over: make it in __init__", what, kind, here)
 
 
 class NoPolicy(BasePolicy):

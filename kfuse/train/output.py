@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kfuse.checkpoint.manager import Checkpoints, SavedModel
 from kfuse.elastic.protocol import LOOP_LEFT, View
 from kfuse.membership import Session
-from kfuse.observe.earlier import choose_resume, earlier, has_checkpoint
+from kfuse.observe.earlier import choose_resume, has_checkpoint
 from kfuse.observe.sinks import missing
 from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
 from kfuse.session import current
@@ -101,12 +101,9 @@ class Output:
                 self._session.give_up(why)
                 raise ConfigError(why)
             return asked or ("never" if trainings is None else default)
-        directory = self._directory
-        if directory is None:
+        if self._directory is None:
             return asked or "never"
-        if asked == "never" and earlier(directory) is not None:
-            raise ConfigError(f"run_dir={directory}: must be a new one, or one to resume (checkpoint_resume)")
-        return choose_resume(directory, folder, asked, f"run_dir={directory}")
+        return choose_resume(self._directory, folder, asked, f"run_dir={self._directory}")
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
         """Takes a record of rank 0's: it is written and shown, or sent to the supervisor."""

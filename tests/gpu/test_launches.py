@@ -152,10 +152,11 @@ def test_after_the_first_step_nothing_is_compiled(optimizer: str) -> None:
         assert ("sum_rows_kernel" in {each.kernel for each in seen.started}) == reproducible
 
 
-def test_sums_by_address_are_compiled_at_the_first() -> None:
+@pytest.mark.parametrize("first", [2, 256])
+def test_sums_by_address_are_compiled_at_the_first(first: int) -> None:
     """Whatever the number of contributions, their order, their length and where they lie."""
     with recorded() as seen:
-        call_by_address()
+        call_by_address(first, balanced(first))
         compiled = list(seen.compiled)
         assert compiled
         for count in (1, 2, 3, 8, 29, 256):
