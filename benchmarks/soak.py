@@ -15,7 +15,8 @@ missing and those that were used twice are counted.
 
 Reported by kind of event: for how long no worker began a step (median, p95, maximum). After each event the supervisor's
 and the oldest worker's file descriptors, threads and memory are read, and the files in shared memory. In the last two
-thirds of a run both stay, and from 100 events later on (a quarter of the run, if that is less) they are judged. Flat
+thirds of a run both stay, and from 100 events later on (a quarter of the run, if that is less) they are judged. (A cut
+link may leave the oldest worker out. Then the next one is watched too, and the one with more events is judged.) Flat
 means: over 200 events it rises by no more than 4 descriptors, threads or files, or 2 % of the mean memory, or by no
 more than can be told from no trend (95 %). The trend is that among events of one kind with the same number of members;
 its error allows for the dependence of events within blocks of 20. Over fewer than 100 events that is not judged.
@@ -229,10 +230,15 @@ def figures(plan: Plan, directory: Path, job: Job) -> dict[str, Any]:
 
 def resources(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """For each resource its trend, what it may be, and whether it is flat."""
-    first = plan.undisturbed_from + min(_WARM_UP, plan.events // 4)
-    watched = [sample for sample in samples if sample["event"] >= first]
-    [(pid, _)] = Counter(sample["witness_pid"] for sample in watched).most_common(1)
-    of_one = [sample for sample in watched if sample["witness_pid"] == pid]
+    since: dict[int | None, int] = {}  # event from which on the supervisor (None), or each oldest worker, is there
+    for sample in (late := [sample for sample in samples if sample["event"] >= plan.undisturbed_from]):
+        for pid in (None, sample["witness_pid"]):
+            since.setdefault(pid, sample["event"])
+    warm_up = min(_WARM_UP, plan.events // 4)
+    watched = [sample for sample in late if sample["event"] >= since[None] + warm_up]
+    warm = [sample for sample in late if sample["event"] >= since[sample["witness_pid"]] + warm_up]
+    [(pid, _)] = Counter(sample["witness_pid"] for sample in warm).most_common(1)
+    of_one = [sample for sample in warm if sample["witness_pid"] == pid]
     series = {"shared files": (watched, [float(s["shared"]) for s in watched])}
     for who, its in (("supervisor", watched), ("witness", of_one)):
         for name in ("fds", "threads", "rss_mib"):
