@@ -109,7 +109,7 @@ def test_a_wrong_kernel_is_seen(script: Script, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("name", "arguments", "last"),
     [
-        ("gpu_check", "--device cpu --small", "37 of 37 checks passed"),
+        ("gpu_check", "--device cpu --small", "40 of 40 checks passed"),
         ("step", f"--workers 1 --micro-batches 2 --samples 1 --rounds 3 --steps 1 --variants {STEPS}", ""),
         ("gpu_ranks", "--device cpu", "9 of 9 transports give what one worker gives"),
         ("gpu_state", "--device cpu --parameters 2e5", "0 M parameters: regroup"),
