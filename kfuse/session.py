@@ -24,7 +24,7 @@ from kfuse.elastic import notice, protocol
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.logs import set_up_logging
 from kfuse.membership import Record, Session
-from kfuse.observe.earlier import share
+from kfuse.observe.lock import share
 from kfuse.settings import rules
 from kfuse.settings.tree import by_key, resolved
 

@@ -14,7 +14,8 @@ import pytest
 from elastic_job import DEADLINE_S, environment, read_lines, wait_until
 
 import kfuse.cli.run
-from kfuse.observe.earlier import choose_resume, share, taken
+from kfuse.observe.earlier import choose_resume
+from kfuse.observe.lock import share, taken
 from kfuse.settings.tree import ConfigError
 
 
@@ -166,7 +167,7 @@ def test_a_directory_is_taken_once_and_by_nobody_before_all_that_share_it_have_e
         with pytest.raises(ConfigError, match=why):
             taken(tmp_path, "run", wait_s=0.0).__enter__()
     assert own is not None
-    code = "import sys, time; from pathlib import Path; from kfuse.observe.earlier import share\n"
+    code = "import sys, time; from pathlib import Path; from kfuse.observe.lock import share\n"
     code += "held = share(Path(sys.argv[1])); print(flush=True); time.sleep(1000)"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None

@@ -26,7 +26,8 @@ from kfuse.cli.check import prepare, validate
 from kfuse.cli.first import FirstWorker
 from kfuse.cli.output import leave, survive_closed_output
 from kfuse.elastic.protocol import STOP_STATUS
-from kfuse.observe.earlier import choose_resume, taken
+from kfuse.observe.earlier import choose_resume
+from kfuse.observe.lock import taken
 from kfuse.settings.shell import explain, explain_flags
 from kfuse.settings.tree import ConfigError
 from kfuse.version import __version__

@@ -22,7 +22,8 @@ from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, join
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.logs import set_up_logging
-from kfuse.observe.earlier import earlier, taken
+from kfuse.observe.earlier import earlier
+from kfuse.observe.lock import taken
 from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.observe.sinks import missing

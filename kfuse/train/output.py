@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from kfuse.checkpoint.manager import Checkpoints, SavedModel
 from kfuse.elastic.protocol import LOOP_LEFT, View
 from kfuse.membership import Session
-from kfuse.observe.earlier import choose_resume, has_checkpoint
 from kfuse.observe.sinks import missing
 from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
 from kfuse.session import current
@@ -95,14 +94,19 @@ class Output:
         if client is not None:  # the supervisor has looked at the run directory, but does not know the checkpoints
             trainings = client.job.get("trainings")
             recorded = trainings is not None and self._session.training < trainings
-            if recorded and (asked == "never" or (asked is None and not has_checkpoint(folder))):
-                none = "it has left no checkpoint to go on from" if asked is None else "checkpoint_resume='never'"
-                why = f"the run directory holds a run, and {none}: must be a new one"
-                self._session.give_up(why)
-                raise ConfigError(why)
+            if recorded and asked in (None, "never"):
+                from kfuse.observe.earlier import has_checkpoint
+
+                if asked == "never" or not has_checkpoint(folder):
+                    none = "it has left no checkpoint to go on from" if asked is None else "checkpoint_resume='never'"
+                    why = f"the run directory holds a run, and {none}: must be a new one"
+                    self._session.give_up(why)
+                    raise ConfigError(why)
             return asked or ("never" if trainings is None else default)
         if self._directory is None:
             return asked or "never"
+        from kfuse.observe.earlier import choose_resume
+
         return choose_resume(self._directory, folder, asked, f"run_dir={self._directory}")
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
