@@ -71,7 +71,7 @@ def test_what_a_directory_holds_decides(
 
 def test_checkpoints_of_an_unknown_run_are_gone_on_from_if_that_is_asked(tmp_path: Path) -> None:
     folder = put(tmp_path / "other", checkpoint=True) / "checkpoints"
-    with pytest.raises(ConfigError, match=r"new: holds no run, but .*checkpoints: to go on from them: .*auto"):
+    with pytest.raises(ConfigError, match=r"new holds no run, but .*checkpoints: must be this run's own, or .*auto"):
         choose_resume(tmp_path / "new", folder, None, "new")
     assert choose_resume(tmp_path / "new", folder, "auto", "new") == "auto"
 

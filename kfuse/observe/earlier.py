@@ -61,7 +61,8 @@ def choose_resume(run_dir: Path, checkpoints: Path | None, asked: str | None, wh
         anew = "" if checkpoints is None else f"; to begin anew in it, in place of its records: {auto}"
         raise ConfigError(f"{where}: must be a new one: the run in it has left no checkpoint to go on from{anew}")
     if run is None and kept:
-        raise ConfigError(f"{where}: holds no run, but {checkpoints} has checkpoints: to go on from them: {auto}")
+        must = f"must be this run's own, or {auto} goes on from them"
+        raise ConfigError(f"{where} holds no run, but {checkpoints} has checkpoints: {must}")
     return "never" if run is None or checkpoints is None else "auto"
 
 
