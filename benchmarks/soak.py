@@ -52,7 +52,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
 import hosts  # noqa: E402
-from elastic_job import Job, assert_exact, assert_same_steps, is_alive  # noqa: E402
+from elastic_job import Job, assert_exact, assert_same_steps  # noqa: E402
 from soak_job import MARKS, Plan, samples_of  # noqa: E402
 
 SHARDED = {"comm_state": "sharded"}
@@ -173,7 +173,7 @@ def strike(plan: Plan, directory: Path, bar: Progress, task: TaskID) -> None:
 def is_worker(pid: int) -> bool:
     """Whether a worker of a soak has this number: that of one that ended long ago may be another process's by now."""
     with contextlib.suppress(OSError):
-        return is_alive(pid) and b"soak_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"soak_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()  # one that has ended (a zombie) has none
     return False
 
 
@@ -230,12 +230,9 @@ def figures(plan: Plan, directory: Path, job: Job) -> dict[str, Any]:
 
 def resources(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """For each resource its trend, what it may be, and whether it is flat."""
-    since: dict[int | None, int] = {}  # event from which on the supervisor (None), or each oldest worker, is there
-    for sample in (late := [sample for sample in samples if sample["event"] >= plan.undisturbed_from]):
-        for pid in (None, sample["witness_pid"]):
-            since.setdefault(pid, sample["event"])
-    warm_up = min(_WARM_UP, plan.events // 4)
-    watched = [sample for sample in late if sample["event"] >= since[None] + warm_up]
+    late, warm_up = samples[plan.undisturbed_from :], min(_WARM_UP, plan.events // 4)
+    watched = late[warm_up:]
+    since = {sample["witness_pid"]: sample["event"] for sample in reversed(late)}  # of each oldest worker its first
     warm = [sample for sample in late if sample["event"] >= since[sample["witness_pid"]] + warm_up]
     [(pid, _)] = Counter(sample["witness_pid"] for sample in warm).most_common(1)
     of_one = [sample for sample in warm if sample["witness_pid"] == pid]

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from kfuse.kernels.dispatch import Launch, Launches
 from kfuse.kernels.reduction import (
@@ -159,8 +160,8 @@ def reduce(given: ReduceArguments) -> Launches:
 
 
 def _stream(device: torch.device) -> int:
-    """The current stream's handle; 0 on a CPU."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    """The current stream's handle, as Triton's launches ask for it: torch would make a Stream of it. 0 on a CPU."""
+    return driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
 
 
 def _readable(row: Tensor) -> bool:

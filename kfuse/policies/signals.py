@@ -14,6 +14,9 @@ from typing import Any
 
 from kfuse.statistics.figures import FIGURES, METRICS, Measured, StepSettings, optional, required
 
+_LOG = logging.getLogger("kfuse")
+_UNDER_WAY: set[int] = set()  # policies whose state is being put together
+
 # The range of learning rates and of factors on them: beyond it float32 holds 0, a few bits, or infinity.
 FP32_MIN, FP32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127
 FP32_RANGE = f"{FP32_MIN:.3g} to {FP32_MAX:.3g}"
@@ -171,10 +174,6 @@ class Decision:
         return replace(self, **changed), notes
 
 
-_LOG = logging.getLogger("kfuse")
-_UNDER_WAY: set[int] = set()  # policies whose state is being put together
-
-
 class BasePolicy:
     """A policy adapts training while it runs: KungFu's hooks (Mai et al., OSDI 2020) and `decide`.
 
@@ -232,8 +231,8 @@ class BasePolicy:
         """Returns what a joining worker or a resumed run needs of this policy.
 
         These are the attributes that are plain values (None, bool, int, float, str; lists, tuples, dicts of those), and
-        the states of those that are policies: of an attribute `inner` that is an `Outer`, as "inner.Outer". Override it
-        in a policy that keeps its state in others (a list of policies), or makes policies while it runs.
+        the states of those that are policies: of an attribute `asks`, a GNSPolicy, as "asks.GNSPolicy". Override it in
+        a policy that keeps its state in others (a list of policies), or makes policies while it runs.
         """
         state: dict[str, Any] = {}
         if id(self) in _UNDER_WAY:  # a policy that this one asks refers back to it
@@ -257,10 +256,11 @@ class BasePolicy:
         """
         for key, value in state.items():
             name, _, kind = key.partition(".")
-            found = getattr(self, name, None)
             if not kind:
                 setattr(self, name, _plain(value))
-            elif isinstance(found, BasePolicy) and type(found).__name__ == kind:
+                continue
+            found = getattr(self, name, None)
+            if isinstance(found, BasePolicy) and type(found).__name__ == kind:
                 found.load_state_dict(value)
             else:
                 what, here = f"{type(self).__name__}.{name}", type(found).__name__

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,8 +178,6 @@ def recorded(on: torch.device = GPU) -> Iterator[SeenLaunches]:
         patch.setattr(torch.cuda, "current_device", seen.get_current_device)
         for name in ("_exchange_device", "_maybe_exchange_device"):
             patch.setattr(torch.cuda, name, seen.exchange)
-        stream = seen.get_current_stream
-        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream(device.index)))
         patch.setattr(driver, "_active", seen)
 
         def compile_(jit: JITFunction[Any], key: str, *rest: Any) -> Any:
