@@ -114,7 +114,8 @@ def flat_zeros(numel: int, nth: int, device: torch.device, dtype: torch.dtype = 
 
 
 class Bucket:
-    """One bucket's tensors on a device: gradients as they come, and the flat fp32 buffers ("slots") that hold them.
+    """One bucket's tensors on a device: gradients as they come, and the flat buffers ("slots") that hold them: fp32, of
+    float64 parameters float64.
 
     With the canonical tree a worker may hold several partial sums, one a slot. After the reduction `sum` holds the sum
     over all workers. `tail` extra elements follow the gradients in every slot.
@@ -123,6 +124,7 @@ class Bucket:
     parameter's shape has its strides too (channels_last). One of averaged buffers holds them in logical order.
     """
 
+    kind: torch.dtype  # of the slots
     orders: list[tuple[int, ...] | None]  # each parameter's `dense_order`; None: the logical one
     sum: Tensor  # fp32 [body + tail], slot 0
     tail_sum: Tensor  # fp32 [tail], the part of `sum` behind the gradients
@@ -169,6 +171,7 @@ class Bucket:
             for shape, strides in zip(self.shapes, self._strides, strict=True)
         ]
         self.body, self.tail = layout.numel, 0
+        self.kind = torch.float64 if layout.dtype is torch.float64 else torch.float32
         self.shards, self.owned = [slice(0, self.body)], []
         self.part, self.mirrored, self.parameters, self.unscale = slice(0, self.body), slice(0, 0), None, None
         self.table = PackTable.build([t.numel() for t in mine], list(layout.offsets), self.device)
@@ -199,7 +202,7 @@ class Bucket:
             make = pkgutil.resolve_name("kfuse.comm.sharded_gradient:ShardedGradient")  # few jobs need it
             self.views = [make(self, k, kind) for k, kind in enumerate(kinds)]
             return
-        if self.layout.dtype != torch.float32:
+        if self.layout.dtype != self.kind:
             self.visible = torch.zeros(self.body, dtype=self.layout.dtype, device=self.device)
         self.views = self.view(self.visible)
         self._addresses = [view.data_ptr() for view in self.views]
@@ -217,8 +220,9 @@ class Bucket:
     def slot(self, k: int) -> Tensor:
         """Slot k, allocated (zeros, so that padding stays zero) on first use."""
         while len(self.slots) <= k:
-            slot = self._new_slot(len(self.slots)) if self._new_slot is not None else None
-            self.slots.append(flat_zeros(self.body + self.tail, len(self.slots), self.device) if slot is None else slot)
+            nth = len(self.slots)
+            slot = None if self._new_slot is None else self._new_slot(nth)
+            self.slots.append(flat_zeros(self.body + self.tail, nth, self.device, self.kind) if slot is None else slot)
             self.tails.append(quick(self.slots[-1][self.body :]))
         return self.slots[k]
 
@@ -315,15 +319,19 @@ class AveragedBuffers:
     """The buffers, and their values at the start of the step.
 
     Changes are averaged, not values, so that a buffer which nothing changes keeps its bits. Each micro-batch starts
-    from the step's first values, so that the result does not depend on which worker ran which.
+    from the step's first values, so that the result does not depend on which worker ran which. An element that is not
+    finite then (a minimum that begins with inf, a mask's -inf) has no change: the micro-batches' values are averaged.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], summed: Sequence[Tensor] = ()) -> None:
-        """summed: those of which each element is changed by one micro-batch of a step at most: it gets that change."""
-        self.tensors = list(buffers)
-        self._summed = [any(b is other for other in summed) for b in self.tensors]
+    def __init__(self, buffers: Mapping[str, Tensor], summed: Sequence[Tensor] = ()) -> None:
+        """buffers: by name. summed: those of which each element is changed by one micro-batch of a step at most: it
+        gets that change.
+        """
+        self.named, self.summed, self.tensors = buffers, summed, list(buffers.values())
+        self._is_summed = [any(b is other for other in summed) for b in self.tensors]
         self._first = [b.clone() for b in self.tensors]
-        self._infinite = [i for i, b in enumerate(self.tensors) if not b.isfinite().all()]  # a mask's -inf
+        self._elements = sum(map(Tensor.numel, self.tensors))
+        self._base: list[Tensor] | None = None  # what changes are from: `_first`, with 0 for what is not finite
 
     def begin_step(self) -> None:
         """A planned step starts from the values now.
@@ -332,6 +340,7 @@ class AveragedBuffers:
         """
         if self.tensors:
             torch._foreach_copy_(self._first, self.tensors)
+            self._base = None
 
     def put_back(self) -> None:
         """Restores the values at the start of the step: for the next micro-batch, or because the step is aborted."""
@@ -341,13 +350,15 @@ class AveragedBuffers:
     def pack(self, bucket: Bucket, leaf: LeafStep, scale: float) -> None:
         """Packs the changes since the step began into their bucket's slot, as `leaf` says: times `scale`, or as they
         are of those that are summed, where the scales of a step's micro-batches add up to 1.
+
+        Raises RuntimeError for a buffer that forward has given another shape; it has the first one again then.
         """
-        changes = list(torch._foreach_sub(self.tensors, self._first))
-        for i in self._infinite:  # inf - inf is not 0
-            changes[i] = torch.where(self.tensors[i] == self._first[i], 0, changes[i])
+        if sum(map(Tensor.numel, self.tensors)) != self._elements:
+            self._refuse_resized()
+        changes = torch._foreach_sub(self.tensors, self._changes_from())
         values = [changes[i].to(torch.float32) for i in bucket.layout.params]
-        values = [v / scale if self._summed[i] else v for i, v in zip(bucket.layout.params, values, strict=True)]
-        unused = torch.empty(bucket.table.num_chunks, device=bucket.device)
+        values = [v / scale if self._is_summed[i] else v for i, v in zip(bucket.layout.params, values, strict=True)]
+        unused = torch.empty(bucket.table.num_chunks, dtype=torch.float32, device=bucket.device)
         pack(values, bucket.slot(leaf.slot), bucket.table, scale=scale, accumulate=leaf.accumulate, sumsq=unused)
 
     def apply(self, indices: Sequence[int], changes: Sequence[Tensor], total_weight: Tensor | None) -> None:
@@ -355,9 +366,26 @@ class AveragedBuffers:
 
         indices: each change's buffer. total_weight: scalar, by which changes are divided; None: they are means.
         """
+        base = self._changes_from()
         for index, change in zip(indices, changes, strict=True):
-            buffer, first = self.tensors[index], self._first[index]
+            buffer = self.tensors[index]
             change = change if total_weight is None else change / total_weight
             change = change if buffer.is_floating_point() else change.round().to(buffer.dtype)
-            torch.add(first, change, out=buffer)
-            first.copy_(buffer)
+            torch.add(base[index], change, out=buffer)
+        self.begin_step()
+
+    def _changes_from(self) -> list[Tensor]:
+        if self._base is None:
+            self._base = [torch.nan_to_num(first, 0.0, 0.0, 0.0) for first in self._first]
+        return self._base
+
+    def _refuse_resized(self) -> None:
+        for name, buffer, first in zip(self.named, self.tensors, self._first, strict=True):
+            if buffer.shape != first.shape:
+                found = tuple(buffer.shape)
+                buffer.resize_(first.shape)  # so that the step can be dropped
+                raise RuntimeError(
+                    f"buffer {name} of shape {tuple(first.shape)} was given the shape {found} by a forward: its "
+                    "changes could not be averaged. Run one forward before the optimizer is made, register it with "
+                    "persistent=False, which leaves it to each worker, or replace it by assignment"
+                )

@@ -164,7 +164,8 @@ class Communicator(Group):
                     os.environ[_BLOCKING_WAIT] = before
         try:
             group.eager_connect_single_device(self._device.name)  # returns at once; the communicator can be aborted
-            return group, group.allreduce(torch.zeros(1, device=self._device.name))  # waits: 5) above
+            first = torch.zeros(1, dtype=torch.float32, device=self._device.name)
+            return group, group.allreduce(first)  # waits: 5) above
         except BaseException:
             _abort(group)
             raise

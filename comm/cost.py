@@ -331,9 +331,12 @@ class _Messages:
     def grow(self, elements: int) -> None:
         if elements > self._flat.numel():
             most = max(shard.stop - shard.start for shard in self._group.shards(elements))  # NCCL: the last one
-            # Not `zeros`: pages that nothing has written are all one page, and quicker to read than a bucket.
-            self._flat = torch.empty(elements, device=self._group.device).fill_(0)
-            self._received = torch.empty(max(elements, most * self._group.size), device=self._group.device).fill_(0)
+            self._flat = self._zeros(elements)
+            self._received = self._zeros(max(elements, most * self._group.size))
+
+    def _zeros(self, elements: int) -> torch.Tensor:
+        # Not `zeros`: pages that nothing has written are all one page, and quicker to read than a bucket.
+        return torch.empty(elements, dtype=torch.float32, device=self._group.device).fill_(0)
 
     def seconds(self, kind: str, elements: int) -> float:
         started, group, flat = time.perf_counter(), self._group, self._flat[:elements]

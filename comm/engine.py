@@ -7,7 +7,7 @@ during backward, and `executor` runs each bucket's program with messages of the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,12 +56,14 @@ class Engine:
 
         mirrors: with sharded state, the worker after this one gets its shard of the mean gradient too.
 
-        Raises ValueError for parameters that are not dense, fp32 or bf16, and on one device.
+        Raises ValueError for parameters that are not dense, fp32 or bf16 (on a CPU also float64), and on one device.
         """
         self.options, self.lane, self.mirrors = options, lane, mirrors and options.sharded
         self.params = [p for params in groups for p in params]
         self.names = list(names) if names is not None else [f"parameter {i}" for i in range(len(self.params))]
         gradients.check_parameters(self.params, self.names)
+        if options.sync != "ssgd" and any(p.dtype == torch.float64 for p in self.params):
+            raise ValueError(f"comm.sync={options.sync}: must be ssgd with parameters of float64")
         kinds = [index for index, params in enumerate(groups) for _ in params]
         # What the optimizer sets.
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
@@ -85,15 +87,15 @@ class Engine:
         self._warned = set[str]()
         self.group = group
         self._layouts = plan_parameters(self.params, kinds, options.bucket_elements, costs)
-        self._build([])
+        self._build({})
         self.set_group(group)
 
     # -- set-up, between steps ------------------------------------------------------------------------------------
 
-    def track_buffers(self, buffers: Sequence[Tensor], summed: Sequence[Tensor] = ()) -> None:
+    def track_buffers(self, buffers: Mapping[str, Tensor], summed: Sequence[Tensor] = ()) -> None:
         """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches, by samples.
 
-        summed: those of `buffers` whose changes are added up instead: see `AveragedBuffers`.
+        buffers: by name. summed: those of `buffers` whose changes are added up instead: see `AveragedBuffers`.
         """
         gradients.check_owner(self)
         self.close()
@@ -109,11 +111,13 @@ class Engine:
             self.figures = count
             self.set_group(self.group)
 
-    def _build(self, buffers: Sequence[Tensor], summed: Sequence[Tensor] = ()) -> None:
+    def _build(self, buffers: Mapping[str, Tensor], summed: Sequence[Tensor] = ()) -> None:
         """Makes buckets and hooks. The last bucket carries the tail."""
         self.averaged = AveragedBuffers(buffers, summed)
         # In a bucket of their own buffers and tail are fp32, and all workers get all of them.
-        apart = buffers if buffers or self.options.dtype != "fp32" or self.options.sharded else None
+        own_bucket = bool(buffers) or self.options.dtype != "fp32" or self.options.sharded
+        own_bucket |= any(layout.dtype is torch.float64 for layout in self._layouts)
+        apart = self.averaged.tensors if own_bucket else None
         self.device = self.params[0].device if self.params else torch.device("cpu")
         self.buckets = make_buckets(self._layouts, self.params, apart, self.device, self.options.sharded)
         self.gradient_buckets = self.buckets[: len(self._layouts)]

@@ -69,7 +69,7 @@ class Executor:
         tree: str | Sequence[int],
     ) -> None:
         """programs: of each bucket. dtype: of gradients in messages, fp32 or bf16; the last bucket, with the tail, is
-        always sent in fp32. tree: see `transports.make`. Raises CommError.
+        always sent in fp32, and those of float64 in float64. tree: see `transports.make`. Raises CommError.
         """
         self._buckets, self._group, self.programs = buckets, group, programs
         # What the length of a shard is a multiple of: where shards are measured they are of whole blocks.
@@ -78,7 +78,8 @@ class Executor:
         made = {name: transports.make(name, group, tree, self._cuts) for name in names}
         self._transports, self._transport_of = list(made.values()), [made[program.transport] for program in programs]
         self._sharded = any(program.sharded for program in programs)
-        self._wire = {} if dtype == "fp32" else {b.index: torch.empty(0) for b in buckets[:-1]}
+        rounded = [] if dtype == "fp32" else [b for b in buckets[:-1] if b.kind is torch.float32]
+        self._wire = {bucket.index: torch.empty(0) for bucket in rounded}
         self._device = devices.of(group.device)
         self._side = self._device.new_stream()
         on_shards = any(program.ops[program.index("exchange")].place == SHARD for program in programs)
@@ -97,7 +98,7 @@ class Executor:
             mirrors = program.has("mirror") and group.size > 1
             bucket.assign(shard, bucket.shards[group.before[group.rank]] if mirrors else slice(0, 0))
             blocks = num_blocks(shard.stop - shard.start) if program.measures_shards else 0
-            self._sumsq.append(torch.zeros(blocks, device=group.device))
+            self._sumsq.append(torch.zeros(blocks, dtype=torch.float32, device=group.device))
         for transport in self._transports:
             if (hold := getattr(transport, "hold", None)) is not None:
                 hold([bucket for bucket in buckets if self._transport_of[bucket.index] is transport])
@@ -192,7 +193,7 @@ class Executor:
             stream = self._side
         with self._device.on(stream):
             self._transport_of[run.bucket.index].launch(run.bucket.index, outgoing, self._name(run.bucket))
-        run.flat = run.sum if outgoing[0].dtype == torch.float32 else outgoing[0]
+        run.flat = run.sum if outgoing[0].dtype == run.sum.dtype else outgoing[0]
         run.at += 1
 
     def _run_arrived(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,22 +31,29 @@ class GradientHooks:
         try:
             for bucket in self._buckets:
                 for k, index in enumerate(bucket.layout.params):
-                    register = self._params[index].register_post_accumulate_grad_hook
-                    self._handles.append(register(self._hook(bucket, k)))  # type: ignore[no-untyped-call]
+                    self._handles.append(self._register(self._params[index], bucket, k))
         except BaseException:  # by Ctrl-C: nobody has these hooks to remove them
             self.close(drop=False)
             raise
 
-    def _hook(self, bucket: Bucket, k: int) -> Callable[[Tensor], None]:
-        """Returns one closure, which calls nothing where all is as usual: it runs for every gradient."""
+    def _register(self, param: Parameter, bucket: Bucket, k: int) -> torch.utils.hooks.RemovableHandle:
+        """Registers one closure, which calls nothing where all is as usual: it runs for every gradient.
+
+        Hooks that the user registers later would run after it, and find no gradient. The first time it meets one it
+        moves itself to the end, and leaves the gradient to them: it is taken as the micro-batch ends.
+        """
         engine, order, dtype, strided = self._engine, bucket.orders[k], bucket.layout.dtype, torch.strided
         large, numel = k in bucket.call_of, bucket.shapes[k].numel()
 
         def on_gradient(param: Tensor) -> None:
             if not (engine.now.collects or engine.wants_gradient()):
                 return  # it stays with its parameter
+            if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)
+                return
             grad = param.grad
-            assert grad is not None
+            if grad is None:
+                return  # a hook of the user's has dropped it
             if bucket.packed or bucket.grads[k] is not None or type(grad) is not Tensor or grad is bucket.views[k]:
                 self._refuse_another(grad, bucket, k)
             if grad.layout is not strided or param.dtype is not dtype or grad.numel() != numel:
@@ -59,7 +66,10 @@ class GradientHooks:
             if not bucket.missing:
                 engine.now.pack(bucket)
 
-        return on_gradient
+        handle: torch.utils.hooks.RemovableHandle
+        handle = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+        hooks: Any = handle.hooks_dict_ref()
+        return handle
 
     def _refuse_another(self, grad: Tensor, bucket: Bucket, k: int) -> None:
         """Raises RuntimeError for the last step's gradient, and for a second one in a micro-batch."""
@@ -210,15 +220,20 @@ _CLOSED: list[Engine] = []
 
 
 def check_parameters(params: Sequence[Parameter], names: Sequence[str]) -> None:
-    """Raises ValueError for parameters that are not dense, fp32 or bf16, and on one device."""
+    """Raises ValueError for parameters that are not dense, fp32 or bf16 (on a CPU also float64), and on one device."""
     devices = {p.device for p in params}
     if len(devices) > 1:
         raise ValueError(f"parameters lie on {sorted(map(str, devices))}: a worker has one device")
     for name, p in zip(names, params, strict=True):
-        if p.dtype not in (torch.float32, torch.bfloat16):
+        if p.is_complex():
             raise ValueError(
-                f"{name} is {p.dtype}: parameters must be torch.float32 or torch.bfloat16 (fp16 compute comes from "
-                "autocast)"
+                f"{name} is {p.dtype}: buckets hold real numbers: keep a real parameter of shape (..., 2), and call "
+                "torch.view_as_complex in forward"
+            )
+        if p.dtype not in (torch.float32, torch.bfloat16) and (p.dtype, p.device.type) != (torch.float64, "cpu"):
+            raise ValueError(
+                f"{name} is {p.dtype}: parameters must be torch.float32 or torch.bfloat16, on a CPU also torch.float64 "
+                "(fp16 compute comes from autocast)"
             )
         if dense_order(p) is None:
             raise ValueError(

@@ -295,7 +295,7 @@ class Group:
 
     def barrier(self, what: str = "barrier") -> None:
         """Returns when every rank has come here, and all messages before have completed. Raises CommError."""
-        self.all_reduce(torch.zeros(1, device=self.device), what).wait()
+        self.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device), what).wait()
 
     def meet(self, what: str) -> None:
         """Returns when every rank has called it with this `what`; it sends no message. Before a collective of the

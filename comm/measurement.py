@@ -45,7 +45,7 @@ class Measurement:
         self._buckets, self._params = gradient_buckets, params
         chunks = [bucket.table.num_chunks for bucket in gradient_buckets]
         self._blocks = [num_blocks(bucket.body) for bucket in gradient_buckets]
-        self._sumsq = torch.zeros(sum(chunks), device=device)
+        self._sumsq = torch.zeros(sum(chunks), dtype=torch.float32, device=device)
         for bucket, sumsq in zip(gradient_buckets, self._sumsq.split_with_sizes(chunks) if chunks else (), strict=True):
             bucket.sumsq = sumsq
         self._total = SumPartialsArguments(self._sumsq, torch.zeros((), dtype=torch.float64, device=device))
@@ -108,7 +108,7 @@ class Measurement:
 
     def renew(self) -> None:
         """Takes other memory for `norms`: messages under way may still write to this."""
-        self.norms = torch.zeros(sum(self._blocks), device=self._sumsq.device)
+        self.norms = torch.zeros(sum(self._blocks), dtype=torch.float32, device=self._sumsq.device)
         self._norms_of = self.norms.split_with_sizes(self._blocks) if self._blocks else ()
         self._norm = SumPartialsArguments(self.norms, self._totals[0])
         self._blocks_of: dict[int, BlockSumsqArguments] = {}  # by bucket
@@ -120,9 +120,10 @@ class Measurement:
         """
         share = None
         if total_weight is not None:
-            share = total_weight.reciprocal().float()
+            exact = total_weight.reciprocal()
+            share = exact.float()
             for bucket in self._buckets:
-                bucket.own.mul_(share)
+                bucket.own.mul_(exact if bucket.kind is torch.float64 else share)
                 if bucket.mirrored.stop:
                     bucket.before.mul_(share)
         for bucket, norms in zip(self._buckets, self._norms_of, strict=True):

@@ -63,6 +63,7 @@ class ReduceArguments:
 
     Args:
         rows: [K, n] contributions, fp32, bf16 or fp16 (added in fp32), each row contiguous. They may be overwritten.
+            On a CPU also float64, added in float64, with `out` in float64.
             Or K tensors [n] of one dtype, which stay as they are. On a GPU fp32 ones that are 16-byte aligned are read
             where they lie, be it in another GPU's memory that this device can read; others are copied first.
         merges: pairs (dst, src) of different row numbers.
@@ -150,10 +151,11 @@ def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
     """
     program = postfix(len(rows), merges)
     additions, dtype = program.count(ADD), rows[0].dtype
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
     depth = max(running_sums(-1 if item == ADD else 1 for item in program))
-    one_pass = additions <= 1 and dtype == out.dtype == torch.float32
+    one_pass = additions <= 1 and dtype == out.dtype == kind
     piece = max(1, out.numel()) if one_pass else REDUCE_PIECE
-    scratch = torch.empty(depth, 0 if one_pass else min(piece, out.numel()), dtype=torch.float32, device=out.device)
+    scratch = torch.empty(depth, 0 if one_pass else min(piece, out.numel()), dtype=kind, device=out.device)
     for target, *parts in zip(*(torch.split(row, piece) for row in (out, *rows)), strict=True):
         slots = list(scratch[:, : target.numel()].unbind(0))  # for the sum at each place of the stack
         stack: list[Tensor] = []
@@ -162,11 +164,11 @@ def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
             if item == ADD:
                 left -= 1
                 right = stack.pop()
-                sum_at = target if left == 0 and out.dtype == torch.float32 else slots[len(stack) - 1]
+                sum_at = target if left == 0 and out.dtype == kind else slots[len(stack) - 1]
                 stack[-1] = torch.add(stack[-1], right, out=sum_at)
             else:
                 part = parts[item]
-                stack.append(part if part.dtype == torch.float32 else slots[len(stack)].copy_(part))
+                stack.append(part if part.dtype == kind else slots[len(stack)].copy_(part))
         if stack[0] is not target:
             target.copy_(stack[0])
 
@@ -229,9 +231,9 @@ class PackArguments:
     Args:
         grads: one gradient per tensor of the table, fp32, bf16 or fp16, on the buffer's device, of any shape and
             strides (read in logical order). None stands for zeros. They are left as they are: autograd may hand the
-            same memory to several parameters.
+            same memory to several parameters. On a CPU also float64, with `flat` in float64.
         flat: 1-D, contiguous, fp32, bf16 or fp16, at least `table.end` elements.
-        scale: factor on every gradient, applied in fp32; 1 is a plain copy or addition.
+        scale: factor on every gradient, applied in fp32 (of float64 in float64); 1 is a plain copy or addition.
         sumsq: fp32 [table.num_chunks]; receives the sum of squares of each chunk of the raw, unscaled gradients.
             Its bits do not depend on `accumulate` or `scale`.
 
@@ -248,17 +250,18 @@ class PackArguments:
 
     def __post_init__(self) -> None:
         flat, table = self.flat, self.table
+        kinds = (torch.float64,) if flat.dtype == torch.float64 and flat.device.type == "cpu" else DTYPES
         if len(self.grads) != len(table.numels):
             raise ValueError(f"pack: the table has {len(table.numels)} tensors, got {len(self.grads)} gradients")
         for index, (grad, numel) in enumerate(zip(self.grads, table.numels, strict=True)):
-            if grad is not None and (grad.numel() != numel or grad.dtype not in DTYPES or grad.device != flat.device):
+            if grad is not None and (grad.numel() != numel or grad.dtype not in kinds or grad.device != flat.device):
                 raise ValueError(
                     f"pack: gradient {index} has {grad.numel()} elements of {grad.dtype} on {grad.device}, must have "
-                    f"{numel} of one of {DTYPES} on {flat.device}, where the flat buffer is"
+                    f"{numel} of one of {kinds} on {flat.device}, where the flat buffer is"
                 )
         if flat.numel() < table.end:
             raise ValueError(f"pack: flat has {flat.numel()} elements, the table needs {table.end}")
-        require("pack: flat", flat, (flat.numel(),), *DTYPES)
+        require("pack: flat", flat, (flat.numel(),), *kinds)
         require("pack: sumsq", self.sumsq, (table.num_chunks,), torch.float32)
 
     @cached_property
@@ -284,6 +287,11 @@ def pack_by_torch(given: PackArguments) -> None:
                 segment.zero_()
             continue
         values = grad.reshape(-1)
+        if values.dtype == torch.float64:
+            row_norms(values.float(), CHUNK, norms)
+            values = values * given.scale
+            segment.add_(values) if accumulate else segment.copy_(values)
+            continue
         needs_scratch = (accumulate and given.scale != 1.0) or not values.dtype == flat.dtype == torch.float32
         scratch = values
         if needs_scratch:

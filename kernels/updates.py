@@ -230,11 +230,11 @@ def lamb_by_torch(given: LAMBArguments) -> None:
     table, trust = given.table, given.trust
     gradients = [g.float() for g in table.split(given.grad)]  # its own place, where it is fp32
     if trust is None:
-        partials = torch.empty(2, table.num_chunks) if given.partials is None else given.partials
+        partials = torch.empty(2, table.num_chunks, dtype=torch.float32) if given.partials is None else given.partials
         _lamb_norms(given, gradients, partials)
         if given.partials is not None:
             return
-        trust = torch.empty(len(table.numels))
+        trust = torch.empty(len(table.numels), dtype=torch.float32)
         lamb_trust_by_torch(TrustArguments(partials, table, trust))
     places = zip(table.split(given.param), table.split(given.weights), gradients, trust, strict=True)
     for param, p, direction, ratio in places:
@@ -248,7 +248,7 @@ def _lamb_norms(given: LAMBArguments, gradients: Sequence[Tensor], partials: Ten
     parameters and updates.
     """
     table = given.table
-    scratch = torch.empty(min(PIECE, max(table.numels, default=0)))
+    scratch = torch.empty(min(PIECE, max(table.numels, default=0)), dtype=torch.float32)
     flats = (table.split(flat) for flat in (given.param, given.weights, given.exp_avg, given.exp_avg_sq))
     first = 0
     for param, p, m, v, g, edges in zip(*flats, gradients, table.edges, strict=True):

@@ -293,6 +293,57 @@ def test_batch_norm_statistics_are_averaged_and_other_buffers_left_alone(bare: b
     assert all(first[-1][name] == untouched[name] for name in ("table", "large", "mask", "limit", "exact"))
 
 
+class Extremes(nn.Linear):
+    """Keeps the smallest inputs. The other buffers stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 2)
+        self.register_buffer("low", torch.full((5,), float("inf")))
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+        self.register_buffer("unknown", torch.tensor(float("nan")))
+        self.register_buffer("eight", torch.ones(3).to(torch.float8_e4m3fn))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.low.copy_(torch.minimum(self.low, x.min(0).values))
+        return super().forward(x)
+
+
+def smallest_inputs() -> None:
+    """A step that begins with inf has the mean over its micro-batches; later ones their mean change."""
+    group = kf.init().group
+    net = Extremes()
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    opt.sync_buffers(net)
+    low = torch.full((5,), float("inf"))
+    for step in range(4):
+        if step == 2:
+            net.low.fill_(float("inf"))
+            low = net.low.clone()
+        parts = samples(8 * group.size, seed=step)[0].split(8)
+        with opt.micro_batch(samples=8):
+            net(parts[group.rank]).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        low = torch.stack([torch.minimum(low, part.min(0).values) for part in parts]).mean(0)
+        torch.testing.assert_close(net.low, low, atol=1e-6, rtol=0)
+        assert net.mask.tolist() == [0.0, float("-inf")] and net.unknown.isnan()
+
+
+def test_buffers_that_are_not_finite_keep_what_forward_writes() -> None:
+    smallest_inputs()
+    run_workers(2, smallest_inputs)
+
+
+def test_a_buffer_that_forward_resizes_is_refused_by_name() -> None:
+    net, (x, y) = Extremes(), samples(8, seed=0)
+    net.low.resize_(0)
+    opt = kf.FusedSGD(net.parameters())
+    opt.sync_buffers(net)
+    net.low.resize_(5)
+    with pytest.raises(RuntimeError, match=r"buffer low of shape \(0,\) was given the shape \(5,\) by a forward"):
+        F.mse_loss(net(x), y).backward()
+
+
 def test_buffers_of_an_aborted_step_are_put_back() -> None:
     net = WithBuffers()
     opt = kf.FusedSGD(net.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -101,6 +102,70 @@ def test_gradients_set_by_hand_are_reduced_and_applied() -> None:
     for found in run_workers(2, beside_a_twin, 5):
         for name, error in found.items():
             assert error <= 1e-5, name
+
+
+def after_the_reduction(how: str) -> None:
+    """Each worker's own gradients, set when nothing can reduce them any more; zeros in place of None are no such."""
+    session = kf.init()
+    net = Net()
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    x, y = samples(16, seed=session.group.rank)
+    if how == "loader":
+        for step in kf.DataLoader((x, y), net, opt, batch_size=16, train_epochs=1):
+            grads = [torch.autograd.grad(F.mse_loss(net(a, False), b), used(net)) for a, b in step]
+            for p, each in zip(used(net), grads[0], strict=True):
+                p.grad = each
+            with pytest.raises(RuntimeError, match=r"the gradient of parameter . was set by hand .* after the step's"):
+                opt.step()
+            break
+        return
+    with opt.micro_batch(samples=16) if how == "context" else contextlib.nullcontext():
+        F.mse_loss(net(x, False), y).backward()
+    assert net.never.bias.grad is None
+    net.never.bias.grad = torch.zeros(3)
+    opt.step()
+    opt.zero_grad()
+    with opt.micro_batch(samples=16) if how == "context" else contextlib.nullcontext():
+        F.mse_loss(net(x, False), y).backward()
+    net.never.bias.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"the gradient of parameter 8 was set by hand"):
+        opt.step()
+
+
+@pytest.mark.parametrize("how", ["loader", "context", "bare"])
+def test_gradients_set_by_hand_after_the_reduction_are_refused(how: str) -> None:
+    run_workers(2, after_the_reduction, how)
+
+
+@pytest.mark.parametrize("contexts", [False, True])
+def test_hooks_that_are_registered_later_see_the_gradient(contexts: bool) -> None:
+    """One halves a gradient, one drops it, and one is removed again: beside torch's own optimizer."""
+
+    def halve(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+
+    def drop(p: Tensor) -> None:
+        p.grad = None
+
+    nets = Net(), Net()
+    opts = kf.FusedSGD(nets[0].parameters(), lr=0.1), torch.optim.SGD(nets[1].parameters(), lr=0.1)
+    for net in nets:
+        net.first.weight.register_post_accumulate_grad_hook(halve)
+        net.middle.weight.register_post_accumulate_grad_hook(drop)
+    removed = [net.last.weight.register_post_accumulate_grad_hook(drop) for net in nets]
+    for step in range(3):
+        x, y = samples(8, seed=step)
+        for net, opt in zip(nets, opts, strict=True):
+            with opt.micro_batch(samples=8) if contexts and opt is opts[0] else contextlib.nullcontext():
+                F.mse_loss(net(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        if step == 0:
+            for handle in removed:
+                handle.remove()
+    assert relative(nets[0].parameters(), nets[1].parameters()) < 1e-6
+    assert torch.equal(nets[0].middle.weight, Net().middle.weight)
 
 
 def test_gradients_that_share_their_memory_are_each_packed_as_they_are() -> None:

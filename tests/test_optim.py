@@ -557,9 +557,9 @@ def test_an_optimizer_whose_parameters_a_newer_one_took_over_says_so(kind: str, 
 def test_a_group_that_is_refused_is_not_added(kind: str) -> None:
     """A parameter listed twice, one of another group, and one of a type that is not trained."""
     net = nn.Linear(6, 6)
-    more, double = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    more, half = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float16))
     opt = KINDS[kind][0](net.parameters(), lr=0.1)
-    bad_groups = {"lists a parameter twice": [more, more], "more than one": [net.bias], "parameter 2": [double]}
+    bad_groups = {"lists a parameter twice": [more, more], "more than one": [net.bias], "parameter 2": [half]}
     for why, bad in bad_groups.items():
         with pytest.raises(ValueError, match=why):
             opt.add_param_group({"params": bad})

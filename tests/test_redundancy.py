@@ -106,7 +106,7 @@ def test_a_worker_without_the_tail_takes_it_from_one_that_has_begun(used: bool) 
     models = net(), net()
     other, this = (optimizer("adamw", model) for model in models)
     for opt, norm in zip((other, this), norms, strict=True):
-        opt.engine.track_buffers([buffer for buffer in norm.buffers() if buffer.is_floating_point()])
+        opt.engine.track_buffers({name: b for name, b in norm.named_buffers() if b.is_floating_point()})
     before = models[1].sometimes.weight.detach().clone()
 
     def fails(*_: Tensor) -> None:

@@ -41,7 +41,7 @@ class AllToAll:
         self._messages: dict[int, _Message] = {}
         self._device = devices.of(group.device)
         if self._device.asynchronous:  # compiled here, between steps, for the orders of all later plans
-            rows = torch.zeros(2, ALIGN, device=group.device)
+            rows = torch.zeros(2, ALIGN, dtype=torch.float32, device=group.device)
             reduce(rows, ((0, 1),), rows[0])
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:

@@ -73,8 +73,8 @@ class Symmetric:
         for bucket, start in zip(buckets, starts, strict=False):
             bucket.renew(new_slot=partial(self._slot, start, bucket.body + bucket.tail))
         self._buckets = buckets
-        rows = [torch.zeros(ALIGN, device=self._group.device) for _ in range(2)]
-        for sumsq in (None, torch.zeros(1, device=self._group.device)):
+        rows = [torch.zeros(ALIGN, dtype=torch.float32, device=self._group.device) for _ in range(2)]
+        for sumsq in (None, torch.zeros(1, dtype=torch.float32, device=self._group.device)):
             reduce(rows, ((0, 1),), rows[0], sumsq)  # compiled here, between steps, for the orders of all later plans
 
     def _grow(self, slots: int) -> None:

@@ -75,22 +75,23 @@ def _each_element_once(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def averaged_buffers(model: nn.Module) -> list[Tensor]:
+def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers whose changes are averaged over a step's micro-batches: floating-point ones, BatchNorm's counters.
 
-    An expanded buffer is left out, since nothing can write it in place.
+    By name, each once. An expanded buffer is left out, since nothing can write it in place; sparse ones and those of
+    8-bit floats are, since torch cannot subtract them.
     A buffer that nothing changes costs its bytes in each step's last message, so large constants are left out by being
     registered as non-persistent buffers (as rotary embeddings' tables usually are).
     """
-    found: dict[int, Tensor] = {}
-    for module in model.modules():
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, module in model.named_modules():
         counts = isinstance(module, nn.modules.batchnorm._NormBase)
-        for name, buffer in module.named_buffers(recurse=False):
-            kept = name not in module._non_persistent_buffers_set
-            writable = _each_element_once(buffer).numel() == buffer.numel()
-            if kept and writable and (buffer.is_floating_point() or counts):
-                found[id(buffer)] = buffer
-    return list(found.values())
+        for name, buffer in module.named_buffers(path, recurse=False):
+            kept = name.rpartition(".")[2] not in module._non_persistent_buffers_set
+            subtracts = buffer.layout is torch.strided and buffer.is_floating_point() and buffer.element_size() > 1
+            if kept and (subtracts or counts) and _each_element_once(buffer).numel() == buffer.numel():
+                found.setdefault(id(buffer), (name, buffer))
+    return dict(found.values())
 
 
 def carried_states(model: nn.Module) -> list[Tensor]:

@@ -52,7 +52,7 @@ class FlatState(Updates):
         super().lay_out(engine)
         groups = {id(p): index for index, group in enumerate(self.opt.param_groups) for p in group["params"]}
         sizes = [len(bucket.layout.params) for bucket in engine.gradient_buckets]
-        self.steps = torch.zeros(sum(sizes), device=engine.device)
+        self.steps = torch.zeros(sum(sizes), dtype=torch.float32, device=engine.device)
         steps = self.steps.split_with_sizes(sizes) if sizes else ()
         buckets = zip(engine.gradient_buckets, steps, strict=True)
         self.states = [self._flatten(bucket, groups, of_bucket) for bucket, of_bucket in buckets]

@@ -45,8 +45,14 @@ class FlatUpdates(FlatState):
         return fisher(self) if self.rule.counts_updates else super().fisher()
 
     def check_layout(self, named: list[tuple[Parameter, str]]) -> None:
-        """Raises ValueError if two parameters share memory: in flat buffers each has its own place."""
+        """Raises ValueError if two parameters share memory: in flat buffers each has its own place. And for float64."""
         self._refuse_options(self.opt.param_groups, _OTHER_ARITHMETIC)
+        for p, name in named:
+            if p.dtype == torch.float64:
+                raise ValueError(
+                    f"{name} is torch.float64: kf.{type(self.opt).__name__} updates in fp32: use kf.Optimizer over an "
+                    "optimizer of torch's"
+                )
         refuse_overlaps(named)
 
     def owner_costs(self, params: Sequence[Parameter], group: Mapping[str, Any]) -> list[int] | None:
@@ -293,7 +299,7 @@ class FlatUpdates(FlatState):
         for number, (bucket, state) in enumerate(self.pairs()):
             mine = {name: tensor.clone() for name, tensor in state.own.tensors.items()}  # updates change it meanwhile
             before = bucket.shards[group.before[group.rank]]
-            theirs = {name: torch.empty(before.stop - before.start, device=bucket.device) for name in mine}
+            theirs = {name: tensor.new_empty(before.stop - before.start) for name, tensor in mine.items()}
             for name, tensor in mine.items():
                 what = f"step {step}, snapshot of bucket {number + 1}, {name}"
                 arriving.append(group.pass_on(theirs[name], tensor, what))

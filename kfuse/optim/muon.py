@@ -66,7 +66,7 @@ class FusedMuon(DistributedOptimizer):
         self.check_arguments(lr, weight_decay, momentum, ns_steps, betas, eps, adamw_eps, adjust_lr_fn, arithmetic)
         session = current()
         if arithmetic == "auto":
-            faster = torch.tensor([float(bf16_is_faster(session.group.device.type))], device=session.group.device)
+            faster = torch.tensor([int(bf16_is_faster(session.group.device.type))], device=session.group.device)
             if not session.elastic:  # else all take the first worker's state
                 share_from_first(session.group, [faster])
             arithmetic = "bf16" if faster.item() else "fp32"

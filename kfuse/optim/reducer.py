@@ -42,6 +42,7 @@ class Reducer:
         self.lost_worker_error: RuntimeError | None = None  # has aborted the step under way; the loop takes it
         # Parameters whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient.
         self.in_doubt: set[int] = set()
+        self._unused: Collection[int] = ()  # parameters that got no gradient in the step that was reduced last
         self.tracked: nn.Module | None = None  # whose buffers' changes are averaged
         self.unit = "micro-batches"  # of the statistics: these, or samples
         self.has_pass = True  # of several optimizers that step in one body: this one's pass has begun in it
@@ -120,7 +121,7 @@ class Reducer:
         reduced = self.engine.reduced
         if reduced is None:
             return
-        unused = self._unused_by_all(reduced)
+        unused = self._unused = self._unused_by_all(reduced)
         self._had_gradients |= len(unused) < len(self.engine.params)
         self._show_gradients(unused)
 
@@ -189,7 +190,8 @@ class Reducer:
     def _take_back_gradients(self) -> None:
         """Where the user replaced a `p.grad` or its `.data` (it may also be changed in place), buckets get the values.
 
-        Raises RuntimeError where `.data` has another shape now, and where a further backward reached sharded gradients.
+        Raises RuntimeError where `.data` has another shape now, where a further backward reached sharded gradients, and
+        where a `p.grad` was set of which the reduction had none: on each worker it may be another one.
         """
         replaced: list[tuple[Bucket, int, Tensor]] = []
         for bucket in self.engine.gradient_buckets:
@@ -202,8 +204,15 @@ class Reducer:
                 p = self.engine.params[index]
                 if p.grad is None or (p.grad is view and k not in displaced):
                     continue
+                name = self.engine.names[index]
+                if index in self._unused and p.grad.any():  # zeros in place of None are the same everywhere
+                    raise RuntimeError(
+                        f"the gradient of {name} was set by hand (p.grad = ...) after the step's gradients were "
+                        "reduced, so no other worker would see it: set it before the step's last micro-batch ends, in "
+                        "the loop over `step` or in `with opt.micro_batch(...)`; it is that micro-batch's mean gradient"
+                    )
                 if p.grad.shape != p.shape:
-                    name, found = self.engine.names[index], tuple(p.grad.shape)
+                    found = tuple(p.grad.shape)
                     raise RuntimeError(f"{name} of shape {tuple(p.shape)}: its p.grad.data has shape {found}")
                 replaced.append((bucket, k, p.grad.clone()))  # gradients may lie in each other's places
             bucket.put_back(displaced)

@@ -190,7 +190,7 @@ class LambRule(Rule):
 
         def apply(bucket: Bucket, state: BucketState) -> None:
             table = tables[bucket.index]
-            trust = torch.empty(len(table.numels), device=bucket.device)
+            trust = torch.empty(len(table.numels), dtype=torch.float32, device=bucket.device)
             lamb_trust(partials[bucket.index], table, trust)
             for piece in moved.pieces[bucket.index]:
                 first, last = piece.extent.tensors[0], piece.extent.tensors[-1]
@@ -202,7 +202,8 @@ class LambRule(Rule):
 
     def _move_moments(self, updates: FlatUpdates, tables: Sequence[PackTable], given: Update, kept: KeptStep) -> _Moved:
         """tables: of whole buckets."""
-        sums, mirrored = torch.zeros(2, 2 * sum(table.num_chunks for table in tables), device=updates.engine.device)
+        chunks, device = sum(table.num_chunks for table in tables), updates.engine.device
+        sums, mirrored = torch.zeros(2, 2 * chunks, dtype=torch.float32, device=device)
         every: list[list[Piece]] = []
         for (bucket, state), whole, *partials in zip(
             updates.pairs(), tables, _of_buckets(sums, tables), _of_buckets(mirrored, tables), strict=True
@@ -213,7 +214,7 @@ class LambRule(Rule):
                 for piece in pieces:
                     every[-1].append(piece)
                     table = self._tables[_key(bucket, piece.extent)]
-                    norms = torch.zeros(2, table.num_chunks, device=bucket.device)
+                    norms = torch.zeros(2, table.num_chunks, dtype=torch.float32, device=bucket.device)
                     self._lamb(piece, table, updates.options_of(state), given, partials=norms)
                     k, begins = piece.extent.tensors[0], piece.extent.place.start + piece.extent.offsets[0]
                     at = first_chunks[k] + begins // CHUNK - bucket.layout.offsets[k] // CHUNK

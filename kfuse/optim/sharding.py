@@ -119,8 +119,8 @@ def _exchange(
     sent = [[at(held, m.place) for m in travelling if (m.source, m.target) == (rank, r)] for r in ranks]
     received = [[at(new, m.place) for m in travelling if (m.source, m.target) == (r, rank)] for r in ranks]
     cut, into = ([sum(part.numel() for part in parts) for parts in by_rank] for by_rank in (sent, received))
-    nothing = torch.empty(0, device=group.device)
-    out = torch.empty(sum(into), device=group.device)
+    nothing = torch.empty(0, dtype=torch.float32, device=group.device)
+    out = torch.empty(sum(into), dtype=torch.float32, device=group.device)
     group.all_to_all(out, into, torch.cat([nothing, *(p for parts in sent for p in parts)]), cut, what).wait()
     places = [part for parts in received for part in parts]
     for place, values in zip(places, out.split_with_sizes([p.numel() for p in places]), strict=True):

@@ -137,7 +137,7 @@ class Updates:
         params, group = self.engine.params, self.engine.group
         if group.size == 1 or not params:
             return
-        mine = torch.tensor([float(bool(self._states_of(p))) for p in params], device=group.device)
+        mine = torch.tensor([int(bool(self._states_of(p))) for p in params], device=group.device)
         everywhere = mine.clone()
         group.all_reduce(everywhere, "which parameters have optimizer state").wait()
         lacking = ((mine == 0) & (everywhere > 0)).tolist()

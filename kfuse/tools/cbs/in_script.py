@@ -142,7 +142,7 @@ def _kept(model: nn.Module, opt: DistributedOptimizer) -> Iterator[Callable[[], 
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     engine, reducer, statistics = opt.engine, opt.reducer, opt.statistics
     kept = opt.last_lr, opt.steps_without_gradients, opt.begun, reducer.tracked
-    step, figures, averaged = engine.step, engine.figures, engine.averaged.tensors
+    step, figures, averaged = engine.step, engine.figures, engine.averaged
 
     @torch.no_grad()
     def restore() -> None:
@@ -163,6 +163,6 @@ def _kept(model: nn.Module, opt: DistributedOptimizer) -> Iterator[Callable[[], 
         opt.statistics = statistics
         opt.last_lr, opt.steps_without_gradients, opt.begun, reducer.tracked = kept
         opt.carry_figures(figures)
-        if engine.averaged.tensors != averaged:
-            engine.track_buffers(averaged)
+        if engine.averaged is not averaged:
+            engine.track_buffers(averaged.named, averaged.summed)
         engine.step = step
