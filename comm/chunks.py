@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -171,8 +171,12 @@ def _take_apart(value: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
     descriptions: list[Tensor] = []
     described: dict[object, Tensor] = {}
 
-    def describe(tensor: Tensor, _: Any) -> Tensor:
+    def describe(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return tensor
+        if type(tensor) is not Tensor:
+            tensor = tensor.as_subclass(Tensor)  # its elements: each worker's own tensor has the class
         key = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and key in described:
             return described[key]
@@ -183,7 +187,48 @@ def _take_apart(value: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
         described[key] = description
         return description
 
-    return _replace_tensors(value, describe), descriptions, tensors
+    return plain_copy(value, "the training state", describe, any_tensor=True), descriptions, tensors
+
+
+def plain_copy(
+    value: Any,
+    where: str,
+    of_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    any_tensor: bool = False,
+) -> Any:
+    """A copy of `value` with of_tensor(tensor) for each tensor: what torch.load(weights_only=True) reads back.
+
+    Subclasses of plain values (numpy.float64 is a float) become those: reading accepts nothing else. where: what
+    `value` is, for messages. any_tensor: of_tensor takes sparse, quantized and subclassed tensors too.
+    Raises TypeError, naming the place, for anything but tensors, None, bool, int, float, str, and lists, tuples and
+    dicts of those.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Tensor):
+        kind = type(value.detach())
+        if hasattr(kind, "__tensor_flatten__") or not (
+            any_tensor or (kind is Tensor and value.layout is torch.strided)
+        ):
+            raise TypeError(f"{where} is a {kind.__qualname__} of layout {value.layout}: must be a plain dense tensor")
+        return of_tensor(value)
+    for plain in (int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
+    if type(value) in (list, tuple):
+        if _PLAIN.issuperset(map(type, value)):  # a list of numbers may be long
+            return type(value)(value)
+        copies = (plain_copy(item, f"{where}[{index}]", of_tensor, any_tensor) for index, item in enumerate(value))
+        return type(value)(copies)
+    if type(value) in (dict, OrderedDict, Counter):  # MultiStepLR has a Counter
+        copy = type(value)()
+        for key, item in value.items():
+            copy[plain_copy(key, where)] = plain_copy(item, f"{where}[{key!r}]", of_tensor, any_tensor)
+        if isinstance(copy, OrderedDict):  # a module's state dict has its version numbers in an attribute
+            vars(copy).update(plain_copy(vars(value), f"vars({where})", of_tensor, any_tensor))
+        return copy
+    allowed = "tensors, None, bool, int, float, str, and lists, tuples and dicts of those"
+    raise TypeError(f"{where} is a {type(value).__qualname__}; what a state can hold: {allowed}")
 
 
 def _put_in_place(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import gc
@@ -22,6 +23,7 @@ from plain_lamb import PlainLAMB
 from problems import relative
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import kfuse as kf
 from kfuse.session import reset
@@ -305,6 +307,44 @@ def test_state_dict_is_torchs_own_and_training_goes_on(kind: str, torch_loads: b
     assert {k: set(v) for k, v in found.items()} == {k: set(v) for k, v in wanted.items()}
     if not torch_loads and kind != "wrapped":
         torch.testing.assert_close(kept, state, rtol=0, atol=0)  # what was loaded was copied
+
+
+def replace(opt: Any, net: Net) -> None:
+    opt.state = collections.defaultdict(dict)
+
+
+def clear(opt: Any, net: Net) -> None:
+    opt.state.clear()
+
+
+def take_out(opt: Any, net: Net) -> None:
+    opt.state.pop(net.first.weight)
+
+
+@pytest.mark.parametrize("reset_state", [replace, clear, take_out])
+@pytest.mark.parametrize("kind", ["adamw", "momentum", "lamb", "wrapped"])
+def test_state_that_the_user_takes_away_begins_anew(kind: str, reset_state: Callable[[Any, Net], None]) -> None:
+    nets = twins()
+    for net, make in zip(nets, KINDS[kind], strict=True):
+        opt = make(net.parameters(), lr=0.01)
+        train(net, opt, 4)
+        reset_state(opt, net)
+        train(net, opt, 4, seed=1)
+    assert difference(*nets) < 1e-5
+
+
+def test_hooks_of_torchs_optimizers_run_once() -> None:
+    net, calls = twins()[0], list[str]()
+    opt = kf.Optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    opt.register_state_dict_post_hook(lambda opt, state: calls.append("state_dict"))
+    opt.register_load_state_dict_pre_hook(lambda opt, state: calls.append("load_state_dict"))
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("step"))
+    try:
+        train(net, opt, 1)
+    finally:
+        handle.remove()
+    opt.load_state_dict(opt.state_dict())
+    assert calls == ["step", "state_dict", "load_state_dict"]
 
 
 def test_lr_factor_puts_a_wrapped_optimizers_rate_back_also_when_it_raises() -> None:
@@ -643,6 +683,11 @@ def test_options_that_the_kernels_do_not_have_are_refused(kind: str, option: str
         state["param_groups"][1] |= {option: value, "lr": 7.0}
         opt.load_state_dict(state)
     assert when != "loaded" or opt.param_groups[1]["lr"] == 0.5, "nothing is loaded"
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"LBFGS.step needs a closure"):
+        kf.Optimizer(torch.optim.LBFGS(Net().parameters()))
 
 
 def test_other_optimizers_and_copies_are_refused() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,7 @@ def odd_state() -> dict[str, Any]:
     nested = OrderedDict(tied=weight, again=weight, image=torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
     nested._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
     return {
-        "plain": [None, True, 3, 0.1, "x", (1, {"y": 2.5})],
+        "plain": [None, True, 3, np.float64(0.1), "x", (1, {"y": 2.5})],
         "nested": nested,
         "repeats": torch.tensor([7.0]).expand(3),
         "gaps": torch.arange(8)[::2],
@@ -81,7 +82,12 @@ def odd_state() -> dict[str, Any]:
         "sparse": torch.eye(3).to_sparse(),
         "scalar": torch.tensor(5, dtype=torch.int64),
         "half": torch.randn(70).bfloat16(),
+        "subclass": torch.randn(5).as_subclass(Marked),
     }
+
+
+class Marked(Tensor):
+    """A tensor's class of the user's own."""
 
 
 def receive_odd_state() -> Any:
@@ -106,6 +112,13 @@ def test_every_kind_of_value_arrives() -> None:
     for name, value in want["nested"].items():
         assert torch.equal(got["nested"][name], value) and got["nested"][name].stride() == value.stride()
     assert got["nested"]["tied"].data_ptr() == got["nested"]["again"].data_ptr(), "sent once"
+
+
+def test_what_cannot_be_sent_is_named_before_anything_is_sent() -> None:
+    with pytest.raises(
+        TypeError, match=r"the training state\['queue'\] is a deque; what a state can hold: tensors, None"
+    ):
+        chunks._take_apart({"weight": torch.zeros(4), "queue": deque([1])})
 
 
 def test_tensors_land_on_the_receivers_device_and_those_of_the_host_on_the_host() -> None:

@@ -7,8 +7,7 @@ being copied (a forward changes BatchNorm's statistics, an update the rest).
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kfuse.comm import devices
-from kfuse.comm.chunks import Chunk, cut, dense, gather, memory
+from kfuse.comm.chunks import Chunk, cut, dense, gather, memory, plain_copy
 from kfuse.comm.devices import Device, Event, Stream
 
 
@@ -133,31 +132,3 @@ def _at(place: np.ndarray, start: int, like: Tensor) -> Tensor:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     own = torch.from_numpy(place[start : start + like.nbytes])
     return own.view(like.dtype).as_strided(like.shape, like.stride())
-
-
-def plain_copy(value: Any, where: str, of_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
-    """A copy of `value` with of_tensor(tensor) for each tensor. Raises TypeError as `Snapshots.take` does.
-
-    Subclasses of plain values (numpy.float64 is a float) become those: reading accepts nothing else.
-    """
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, Tensor):
-        if type(value.detach()) is not Tensor or value.layout is not torch.strided:
-            what = f"{type(value.detach()).__qualname__} of layout {value.layout}"
-            raise TypeError(f"{where} is a {what}; a checkpoint holds plain dense tensors")
-        return of_tensor(value)
-    for plain in (int, float, str):
-        if isinstance(value, plain):
-            return plain(value)
-    if type(value) in (list, tuple):
-        return type(value)(plain_copy(item, f"{where}[{index}]", of_tensor) for index, item in enumerate(value))
-    if type(value) in (dict, OrderedDict, Counter):  # MultiStepLR has a Counter
-        copy = type(value)()
-        for key, item in value.items():
-            copy[plain_copy(key, where, of_tensor)] = plain_copy(item, f"{where}[{key!r}]", of_tensor)
-        if isinstance(copy, OrderedDict):  # a module's state dict has its version numbers in an attribute
-            vars(copy).update(plain_copy(vars(value), f"vars({where})", of_tensor))
-        return copy
-    allowed = "tensors, None, bool, int, float, str, and lists, tuples and dicts of those"
-    raise TypeError(f"{where} is a {type(value).__qualname__}; what a checkpoint can hold: {allowed}")

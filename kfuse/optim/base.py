@@ -243,7 +243,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         some were frozen or unfrozen without `rebuild`, or if the last step's gradients are still there.
         """
         hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        hooks = hooks or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks
+        if not self.inners:  # their own steps call torch's global hooks
+            hooks = hooks or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks
         # torch itself does it for a class with a `step` of its own, which calls this one.
         if (hooks or profiler._is_profiler_enabled) and type(self).step is DistributedOptimizer.step:
             return _watched_step(self) if closure is None else _watched_step(self, closure)

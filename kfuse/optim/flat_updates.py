@@ -33,6 +33,8 @@ class FlatUpdates(FlatState):
     weight_names = (MASTER,)
     skips_on_device = True
     _counts_differ = False  # workers may have made different updates
+    _state: Any = None  # the optimizer's `state` after the last update, and how many entries it had
+    _known = 0
 
     @property
     def sharded(self) -> bool:
@@ -82,8 +84,13 @@ class FlatUpdates(FlatState):
         if self.sharded and not resumes and any(state.own.place != bucket.shard for bucket, state in self.pairs()):
             raise RuntimeError("comm.state=sharded: the group has changed, and the optimizer's state was not moved")
         self.keep_flat()
+        changed = self.opt.state is not self._state or len(self.opt.state) < self._known
+        if self._known and changed and not self.sharded:
+            for bucket, state in self.pairs():  # the user has replaced it, or taken entries out, to begin anew
+                self.take(bucket, state)
         self._counted = self.engine.on_gpu and not self.sharded and self._count_together(given)
         self.rule.update(self, given)
+        self._state, self._known = self.opt.state, len(self.opt.state)
 
     def run(self, update: Callable[[Bucket, BucketState], None]) -> None:
         """Updates this worker's part of each bucket, and shares its shards. Raises CommError."""

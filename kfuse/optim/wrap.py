@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,9 @@ _BEGIN_WITH_ZEROS = tuple(
     if hasattr(torch.optim, name)  # torch has Muon since 2.9
 )
 _SEVERAL = "optimizers"  # a key of state_dict
+_STATE_HOOKS = tuple(
+    f"_optimizer_{call}_{when}_hooks" for call in ("state_dict", "load_state_dict") for when in ("pre", "post")
+)
 
 
 class Optimizer(DistributedOptimizer):
@@ -37,8 +41,8 @@ class Optimizer(DistributedOptimizer):
         clip_norm: float | None = None,
         skip_nonfinite: bool | None = None,
     ) -> None:
-        """Raises TypeError for what is not a torch optimizer, or is a kfuse one already, and ValueError for several of
-        which two have one parameter, or one has none.
+        """Raises TypeError for what is not a torch optimizer, is a kfuse one already, or needs a closure (LBFGS), and
+        ValueError for several of which two have one parameter, or one has none.
 
         clip_norm: limit of the mean gradient's global norm. skip_nonfinite: leaves a step out where a gradient is not
         finite; rank 0 warns either way. None: where that costs no wait.
@@ -50,13 +54,19 @@ class Optimizer(DistributedOptimizer):
 
         bf16 parameters are updated as torch does it: in bf16, from gradients that were averaged in fp32 and rounded.
         There are no fp32 master weights, so an update smaller than the spacing of bf16 numbers is lost; FusedAdamW,
-        FusedSGD and FusedLAMB keep masters. An optimizer that needs a closure (LBFGS), or sparse gradients
-        (SparseAdam), fails at its first step.
+        FusedSGD and FusedLAMB keep masters. An optimizer that needs sparse gradients (SparseAdam) fails at its first
+        step.
         """
         inners = (optimizer, *others)
         for each in inners:
             if not isinstance(each, torch.optim.Optimizer) or isinstance(each, DistributedOptimizer):
                 raise TypeError(f"kf.Optimizer wraps a torch.optim.Optimizer, not {type(each).__name__}")
+            closure = inspect.signature(each.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                raise TypeError(
+                    f"{type(each).__name__}.step needs a closure, to compute several gradients in a step: kf.Optimizer "
+                    "reduces one; take an optimizer whose step() needs none"
+                )
         if others:
             _refuse_shared(inners)
             super().__init__(_groups(inners), {})
@@ -65,6 +75,8 @@ class Optimizer(DistributedOptimizer):
             super().__init__(optimizer.param_groups, optimizer.defaults)
             self.state = optimizer.state
             optimizer.param_groups = self.param_groups
+            for hooks in _STATE_HOOKS:  # one set: the optimizer's own state_dict and load_state_dict call them
+                vars(self)[hooks] = getattr(optimizer, hooks, {})
         self.inner, self.inners = optimizer, inners
         updates = TorchUpdates(self, inners)
         if skip_nonfinite is None:
@@ -126,6 +138,8 @@ class TorchUpdates(Updates):
 
     def update(self, given: Update) -> None:
         self._refuse_changed()
+        if len(self._inners) == 1:
+            self._inners[0].state = self.opt.state  # which the user may have replaced, to begin anew
         scale, found_inf = given.scaled.factor, given.scaled.skip
         on_device = self.skips_on_device and devices.of(self.engine.device).asynchronous
         if found_inf is not None and not on_device and found_inf.item():

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from kfuse.checkpoint import plain_copy
+from kfuse.comm.chunks import plain_copy
 from kfuse.comm.group import CommError
 from kfuse.comm.settings import TRANSPORT_NAMES, TREES
 from kfuse.comm.sync import Sync

@@ -135,7 +135,7 @@ class TrainingState:
                 part.load_statistics(state[name])
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(f"{type(error).__name__}: {error}".split())
-                raise ValueError(f"another program's state: its {name} does not fit: {why}") from error
+                raise ValueError(f"rank 0's or another program's state: its {name} does not fit: {why}") from error
 
 
 def _common_state(opt: DistributedOptimizer) -> dict[str, Any]:
