@@ -109,11 +109,12 @@ class Rendezvous:
         self.store(_JOB_TIMEOUT_S).compare_set("job", "", json.dumps({"status": status}))
 
     def await_job(self) -> dict[str, Any] | int:
-        """The job that rank 0 sends, or the status to exit with. Raises RuntimeError if it sends nothing in time."""
+        """The job that rank 0 sends, or the status to exit with. Raises CommError if it sends nothing in time."""
         try:
             message: dict[str, Any] = json.loads(self.store(_JOB_TIMEOUT_S).get("job"))
         except RuntimeError as error:
-            raise RuntimeError(f"rank 0, at {self.host}:{self.port}, has announced no job: {error}") from error
+            alone = "torchrun sets RANK and WORLD_SIZE: for a run without it unset both"
+            raise CommError(f"rank 0, at {self.host}:{self.port}, has announced no job ({alone}): {error}") from error
         return message["job"] if "job" in message else int(message["status"])
 
 
