@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import select
 import socket
 import sys
 import threading
@@ -25,6 +26,7 @@ _SENT_AT_ONCE = 64  # messages that wait, in one call of the system
 _POLL_S = 0.01
 _MOST_REACHED = 512  # connections of other workers that were accepted and are dropped, with each heartbeat
 _ENDS_POLL_S = 0.1
+_NEWS_S = 2.0  # of the supervisor's end, once its end of this process's output is closed
 
 T = TypeVar("T")
 
@@ -206,6 +208,17 @@ class ControlClient:
         self._check_connection()
         if self.failed:
             raise ControlError(f"the job has failed: {self.failed}")
+
+    def is_ending(self) -> bool:
+        """Whether the supervisor is gone, or the job has failed. Where nobody reads this process's output any more,
+        waits for that news, which comes a moment later.
+        """
+        outputs = select.poll()
+        for number in (1, 2):
+            outputs.register(number, 0)  # errors are told in any case
+        unread = any(event & (select.POLLERR | select.POLLHUP) for _, event in outputs.poll(0))
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self._lost or self.failed, _NEWS_S if unread else 0.0))
 
     def _check_connection(self) -> None:
         if self._lost:
