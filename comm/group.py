@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections import Counter
@@ -345,6 +346,13 @@ def drop_retired() -> None:
         group.under_way.clear()
         _RETIRED.remove(group)
         threading.Thread(target=group.disconnect, name="kfuse-disconnect").start()  # gloo takes tens of milliseconds
+
+
+def keep_for_ever(group: Group) -> None:
+    """As the process ends: neither this group nor a retired one is freed, in no thread. While messages are under way
+    that takes so long that the interpreter has ended meanwhile, which aborts the process.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object([group, *_RETIRED]))
 
 
 def first_line(error: BaseException) -> str:
