@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from kfuse.comm.buckets import ALIGN
+from kfuse.comm.settings import BUSY
 
 if TYPE_CHECKING:
     from kfuse.comm.cost import Costs
@@ -310,7 +311,7 @@ class Group:
             self.check()
             if time.monotonic() > deadline:
                 whom = ", ".join(f"rank {rank}" for rank in missing)
-                raise CommError(f"{what}: waited {self.timeout_s:.1f} s for {whom}: every worker must call it")
+                raise CommError(f"{what}: waited {self.timeout_s:.1f} s for {whom}: every worker must call it; {BUSY}")
             time.sleep(SLICE_S / 10)
         if number:  # all have left the meeting before, as they are here
             with contextlib.suppress(RuntimeError):
