@@ -59,7 +59,7 @@ class ControlClient:
             self._socket, self._lines, welcome = self._connect((host, int(port)), timeout_s)
             self._messages, _, _ = self._connect((host, int(port)), timeout_s, messages=True)
         except OSError as error:
-            raise ControlError(f"no supervisor at {host}:{port}: {error}") from error
+            raise ControlError(f"no supervisor at {protocol.place(host, int(port))}: {error}") from error
         self.job: dict[str, Any] = welcome["job"]  # its settings, which the supervisor sends to every worker
         self.silence_s: float = welcome["silence_s"]  # without a heartbeat, after which it kills a worker
         self.notice_signals: list[str] = welcome["notice_signals"]  # names: see `kfuse.elastic.notice`
@@ -81,7 +81,7 @@ class ControlClient:
         lines = connection.makefile("rb")
         line = lines.readline(protocol.MAX_LINE)
         if not line:
-            raise ControlError(f"the supervisor at {address[0]}:{address[1]} refused this worker")
+            raise ControlError(f"the supervisor at {protocol.place(*address)} refused this worker")
         connection.settimeout(None)
         return connection, lines, protocol.decode(line)
 
