@@ -45,6 +45,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError, Event
 from kfuse.comm.group import EARLY, CommError, Group, Pending, first_line
+from kfuse.comm.settings import BUSY
 
 _LOG = logging.getLogger("kfuse")
 
@@ -200,7 +201,7 @@ class Communicator(Group):
                 self._fail(f"{message.what}: lost contact with {whom}", failed)
             elif late_s > message.limit_s:
                 late = self.late_ranks("a message")  # others may wait in another one
-                self._fail(f"{message.what}: waited {late_s:.1f} s for {whom} (comm.timeout_s){late}")
+                self._fail(f"{message.what}: waited {late_s:.1f} s for {whom} (comm.timeout_s){late}; {BUSY}")
 
     def _drop_completed(self) -> Pending | None:
         """Drops the messages that have come through, and what they hold. Returns the first that is still under way."""

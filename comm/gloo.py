@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from kfuse.comm.group import EARLY, REDUCE_OPS, SLICE_S, CommError, Group, Pending, first_line
+from kfuse.comm.settings import BUSY
 
 if TYPE_CHECKING:
     from kfuse.comm.topology import Links
@@ -81,7 +82,7 @@ class GlooPending(Pending):
             waited = time.monotonic() - since
             if waited > self.limit_s:
                 whom, late = self.group.whom(peer), self.group.late_ranks(self.what) if peer is None else ""
-                raise CommError(f"{self.what}: waited {waited:.1f} s for {whom} (comm.timeout_s){late}")
+                raise CommError(f"{self.what}: waited {waited:.1f} s for {whom} (comm.timeout_s){late}; {BUSY}")
 
 
 class GlooGroup(Group):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from kfuse.comm.buckets import ALIGN
+from kfuse.comm.settings import BUSY
 
 if TYPE_CHECKING:
     from kfuse.comm.cost import Costs
@@ -309,7 +311,7 @@ class Group:
             self.check()
             if time.monotonic() > deadline:
                 whom = ", ".join(f"rank {rank}" for rank in missing)
-                raise CommError(f"{what}: waited {self.timeout_s:.1f} s for {whom}: every worker must call it")
+                raise CommError(f"{what}: waited {self.timeout_s:.1f} s for {whom}: every worker must call it; {BUSY}")
             time.sleep(SLICE_S / 10)
         if number:  # all have left the meeting before, as they are here
             with contextlib.suppress(RuntimeError):
@@ -345,6 +347,13 @@ def drop_retired() -> None:
         group.under_way.clear()
         _RETIRED.remove(group)
         threading.Thread(target=group.disconnect, name="kfuse-disconnect").start()  # gloo takes tens of milliseconds
+
+
+def keep_for_ever(group: Group) -> None:
+    """As the process ends: neither this group nor a retired one is freed, in no thread. While messages are under way
+    that takes so long that the interpreter has ended meanwhile, which aborts the process.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object([group, *_RETIRED]))
 
 
 def first_line(error: BaseException) -> str:

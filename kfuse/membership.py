@@ -114,6 +114,10 @@ class Session:
         view = self.control_client.view(self.view.generation)
         return 0 if view is None else view.generation
 
+    def loses_supervisor(self) -> bool:
+        """Whether the supervisor is lost, or has ended the job, while this process can still write a checkpoint."""
+        return self.control_client is not None and not sys.is_finalizing() and self.control_client.is_ending()
+
     def stop_reason(self) -> str | None:
         """Why the supervisor asks training to stop; None if it does not, or there is no supervisor."""
         return None if self.control_client is None else self.control_client.stop

@@ -59,7 +59,7 @@ WRONG = [
     ("+lr_base=1", ["lr_base", "did you mean lr.base?"]),
     ("model=gpr", ["model=gpr", "convnet, gpt, hf, mlp", "did you mean gpt?"]),
     ("~seed", ["seed", "needed"]),
-    ("--config-dir=absent", ["absent", "searchpath"]),
+    ("--config-dir=absent", ["--config-dir absent: no such directory"]),
     ("--epochs 5", ["--epochs", "did you mean train.epochs?"]),
     ("batch.size=8,16", ["batch.size=8,16", "-m"]),
     # Sweeps: no run starts where one of them is wrong.

@@ -183,8 +183,11 @@ def test_run_gets_the_configuration_that_is_on_disk_and_its_directory_is_used_on
 def test_options_of_ones_own_are_found_in_a_directory(workplace: Path, runs: Runs, command: Any) -> None:
     (workplace / "options" / "model").mkdir(parents=True)
     (workplace / "options" / "model" / "mine.yaml").write_text("_target_: users_own.Net\nwidth: 7\n")
-    assert command("--config-dir=options", "model=mine")[0] == 0
-    assert runs[0][0].model == {"_target_": "users_own.Net", "width": 7}
+    (workplace / "options" / "whole.yaml").write_text("defaults: [config, _self_]\nseed: 5\n")
+    assert command("--config-dir=options", "--config-name=whole", "model=mine", "hydra.run.dir=run")[0] == 0
+    assert command("--config-dir=options", "-m", "model=glob([mi*,ml*],exclude=*x)", "hydra.sweep.dir=sweep")[0] == 0
+    assert runs[0][0].model == runs[1][0].model == {"_target_": "users_own.Net", "width": 7}
+    assert [cfg.seed for cfg, _ in runs] == [5, 0, 0]
 
 
 def test_a_model_that_needs_other_data_chooses_them(runs: Runs, command: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -181,6 +182,16 @@ def test_a_directory_is_taken_once_and_by_nobody_before_all_that_share_it_have_e
         with taken(tmp_path, "run", say):
             wait_until("the worker's end", lambda: worker.poll() is not None)
     assert said == ["kfuse: run: waiting until the processes of the run in it have ended"]
+
+
+def test_a_file_system_without_locks_ends_no_run(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    words = "model=mlp data=digits policy=none train.steps=1 observe.sinks=[] hydra.run.dir=run"
+    status, _, err = command(*words.split())
+    assert (status, err) == (0, "")
 
 
 @pytest.mark.full

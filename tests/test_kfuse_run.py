@@ -200,3 +200,24 @@ def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, st
         assert_none_left([int(path.name.rpartition("-")[2]) for path in tmp_path.glob("train.py-*")])
     finally:
         process.kill()
+
+
+@pytest.mark.full
+def test_a_script_that_prints_leaves_a_last_checkpoint_as_its_supervisor_is_killed(tmp_path: Path) -> None:
+    """Its print raises BrokenPipeError in the loop's body, as nobody reads any more, before it knows of the loss."""
+    settings = "train_steps=10**6, checkpoint_dir='kept', checkpoint_every_steps=10**6"
+    body = "        done += 1\n        print('step', step.number, flush=True)"
+    text = PRELUDE.replace("train_epochs=5", settings).replace("        done += 1", body)
+    (tmp_path / "train.py").write_text(text + "loop()")
+    job = Ended(tmp_path / "run")
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "2", "--run-dir", "run", "train.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        wait_until("steps", lambda: len(job.steps) > 9)
+        process.kill()
+        process.wait()
+        assert_none_left([*job.pids])
+    finally:
+        process.kill()
+    [checkpoint] = (tmp_path / "kept").glob("step-*")
+    assert int(checkpoint.name.removeprefix("step-")) >= len(job.steps)

@@ -161,6 +161,21 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(meeting: list[str], t
     assert job.summary["params_sha256"] == alone.summary["params_sha256"]
 
 
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_hosts_meet_at_an_address_of_ipv6(meeting: list[str], tmp_path: Path) -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        meeting[0] = f"[::1]:{server.getsockname()[1]}"
+    (tmp_path / "go-on").touch()
+    script = ["--run-dir", str(tmp_path / "run"), "--workers", "2", str(tmp_path / "train.py"), str(tmp_path / "go-on")]
+    with (
+        started(tmp_path / "other.log", "--join", *meeting, "1") as other,
+        started(tmp_path / "first.log", "--listen", *meeting, "1", *script) as first,
+    ):
+        assert first.wait(DEADLINE_S) == 0, (tmp_path / "first.log").read_text()
+        assert other.wait(DEADLINE_S) == 0, (tmp_path / "other.log").read_text()
+    assert Job(tmp_path / "run").summary["workers"] == 2
+
+
 @pytest.mark.parametrize("in_time", [True, False])
 def test_an_agent_with_notice_has_its_workers_leave(in_time: bool, meeting: list[str], tmp_path: Path) -> None:
     """Its host, which has a free slot, gets no worker any more. Those that do not leave in time are lost."""
@@ -245,6 +260,7 @@ def test_an_agent_that_waits_for_its_supervisor_ends_in_order_at_sigterm(meeting
     ("arguments", "message"),
     [
         (["--listen", "127.0.0.1:70000", "train.py"], "argument --listen: 127.0.0.1:70000: must be HOST:PORT"),
+        (["--join", "::1:29400"], "argument --join: ::1:29400: must be HOST:PORT, or [ADDRESS]:PORT for IPv6"),
         (["--listen", "127.0.0.1:0", "train.py"], "--token-file: needed with --listen and --join"),
         (["--join", "127.0.0.1:1", "--token-file", "absent"], "--token-file absent: cannot be read"),
         (["--join", "127.0.0.1:1", "--token-file", "short"], "must hold a secret of at least 16 characters"),

@@ -6,6 +6,8 @@ import gc
 import hashlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -225,6 +227,33 @@ def test_messages_that_have_ended_keep_no_connection() -> None:
         failed.wait()
 
 
+AT_THE_END = """
+import sys, torch
+from concurrent.futures import ThreadPoolExecutor
+from torch.distributed import HashStore
+from kfuse.comm.gloo import GlooGroup
+from kfuse.comm.group import Group
+from kfuse.comm.settings import CommOptions
+from kfuse.membership import Session
+from kfuse.session import _close_at_exit
+
+store = HashStore()
+with ThreadPoolExecutor(2) as pool:
+    groups = [*pool.map(lambda rank: GlooGroup(rank, 2, store), range(2))]
+_close_at_exit(Session(Group(), CommOptions()))
+groups[0].all_reduce(torch.ones(4), "what the other one does not send")
+groups[0].retire()
+if sys.argv[1] == "has ended":
+    groups[1].disconnect()
+"""
+
+
+@pytest.mark.parametrize("message", ["has ended", "is under way"])
+def test_a_group_that_was_retired_does_not_abort_the_end_of_its_process(message: str) -> None:
+    done = subprocess.run([sys.executable, "-c", AT_THE_END, message], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.full
 def test_a_connection_to_a_lost_worker_is_soon_dropped() -> None:
     """Rank 0 is lost as it connects: its address is known, and rank 1 waits for it."""
@@ -277,6 +306,7 @@ def test_a_rank_that_never_comes_is_named(schedule: str, workers: int, absent: i
     for message in messages:
         assert message.startswith(f"step 1, bucket 1 of 4 ({schedule}")
         assert ("lost contact with" if gone else f"rank {absent}") in message
+        assert gone or message.endswith("a longer comm.timeout_s, in a script kf.init(comm_timeout_s=...)")
         assert not any(f"rank {other}" in message for other in range(workers) if other != absent), message
 
 

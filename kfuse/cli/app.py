@@ -10,13 +10,17 @@ import re
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
@@ -170,15 +174,28 @@ def _jobs(args: argparse.Namespace) -> list[list[str]]:
     """The overrides of each run: one list, or a sweep's many."""
     if not args.multirun:
         return [args.overrides]
-    parsed = OverridesParser.create().parse_overrides(args.overrides)
-    return [jobs for batch in BasicSweeper.split_arguments(parsed, None) for jobs in batch]
+    with _hydra(args):
+        parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(args.overrides)
+        return [jobs for batch in BasicSweeper.split_arguments(parsed, None) for jobs in batch]
+
+
+@contextlib.contextmanager
+def _hydra(args: argparse.Namespace) -> Iterator[None]:
+    """Context: Hydra finds what the command's own will find. Raises ConfigError for a --config-dir that is not there."""
+    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
+        if args.config_dir is not None:
+            if not os.path.isdir(folder := os.path.abspath(args.config_dir)):
+                raise ConfigError(f"--config-dir {args.config_dir}: no such directory")
+            search_path = GlobalHydra.instance().config_loader().get_search_path()
+            search_path.prepend("command-line", f"file://{folder}", SearchPathQuery("schema"))
+            GlobalHydra.instance().clear()
+            Hydra.create_main_hydra2("kfuse", search_path)
+        yield
 
 
 def _compose(args: argparse.Namespace, overrides: list[str]) -> DictConfig:
     """One run's configuration, as Hydra will compose it."""
-    if args.config_dir is not None:
-        overrides = [*overrides, f"hydra.searchpath=['file://{os.path.abspath(args.config_dir)}']"]
-    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"), warnings.catch_warnings():
+    with _hydra(args), warnings.catch_warnings():
         warnings.filterwarnings("error", "provider=hydra.searchpath")  # a path that is not there
         try:
             return hydra.compose(args.config_name or "config", overrides)

@@ -182,9 +182,10 @@ def _path(text: str) -> Path:
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 <= int(port) < 2**16:
-        raise argparse.ArgumentTypeError(f"{text}: must be HOST:PORT")
-    return host, int(port)
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not bare or (":" in bare) == (bare == host) or not port.isdigit() or not 0 <= int(port) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text}: must be HOST:PORT, or [ADDRESS]:PORT for IPv6")
+    return bare, int(port)
 
 
 def _token(parser: argparse.ArgumentParser, file: Path | None) -> str:

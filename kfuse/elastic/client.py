@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import select
 import socket
 import sys
 import threading
@@ -25,6 +26,7 @@ _SENT_AT_ONCE = 64  # messages that wait, in one call of the system
 _POLL_S = 0.01
 _MOST_REACHED = 512  # connections of other workers that were accepted and are dropped, with each heartbeat
 _ENDS_POLL_S = 0.1
+_NEWS_S = 2.0  # of the supervisor's end, once its end of this process's output is closed
 
 T = TypeVar("T")
 
@@ -57,7 +59,7 @@ class ControlClient:
             self._socket, self._lines, welcome = self._connect((host, int(port)), timeout_s)
             self._messages, _, _ = self._connect((host, int(port)), timeout_s, messages=True)
         except OSError as error:
-            raise ControlError(f"no supervisor at {host}:{port}: {error}") from error
+            raise ControlError(f"no supervisor at {protocol.place(host, int(port))}: {error}") from error
         self.job: dict[str, Any] = welcome["job"]  # its settings, which the supervisor sends to every worker
         self.silence_s: float = welcome["silence_s"]  # without a heartbeat, after which it kills a worker
         self.notice_signals: list[str] = welcome["notice_signals"]  # names: see `kfuse.elastic.notice`
@@ -79,7 +81,7 @@ class ControlClient:
         lines = connection.makefile("rb")
         line = lines.readline(protocol.MAX_LINE)
         if not line:
-            raise ControlError(f"the supervisor at {address[0]}:{address[1]} refused this worker")
+            raise ControlError(f"the supervisor at {protocol.place(*address)} refused this worker")
         connection.settimeout(None)
         return connection, lines, protocol.decode(line)
 
@@ -206,6 +208,17 @@ class ControlClient:
         self._check_connection()
         if self.failed:
             raise ControlError(f"the job has failed: {self.failed}")
+
+    def is_ending(self) -> bool:
+        """Whether the supervisor is gone, or the job has failed. Where nobody reads this process's output any more,
+        waits for that news, which comes a moment later.
+        """
+        outputs = select.poll()
+        for number in (1, 2):
+            outputs.register(number, 0)  # errors are told in any case
+        unread = any(event & (select.POLLERR | select.POLLHUP) for _, event in outputs.poll(0))
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self._lost or self.failed, _NEWS_S if unread else 0.0))
 
     def _check_connection(self) -> None:
         if self._lost:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
+from kfuse.comm.settings import BUSY
 from kfuse.elastic.cuts import Cuts
 from kfuse.elastic.job import Job, JobFailed, Records
 from kfuse.elastic.processes import Processes, State, Worker
@@ -126,7 +127,7 @@ class Failures:
             return True
         absent = self._absent()
         for worker in absent:
-            self._processes.end(worker, f"did not come to view {view.generation}, where others waited for it,")
+            self._processes.end(worker, f"did not come to view {view.generation}, where others waited for it ({BUSY}),")
         return bool(absent)
 
     def _absent(self) -> list[Worker]:

@@ -152,6 +152,11 @@ def send_to_all(writers: Iterable[asyncio.StreamWriter], kind: str, **fields: An
             writer.write(line)
 
 
+def place(host: str, port: int) -> str:
+    """HOST:PORT, as messages name it and --listen takes it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def set_acknowledgement_timeout(connection: socket.socket, silence_s: float) -> None:
     """Ends the connection if what we send (at least heartbeats) is not acknowledged for `silence_s`. Linux only.
 

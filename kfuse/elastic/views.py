@@ -184,7 +184,8 @@ class Views:
         # Else the store prints a line for each connection that it does not know.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # Our own socket: by itself the store listens on all interfaces, whatever host it is given.
-        listener = socket.create_server((self.host, 0), backlog=socket.SOMAXCONN)
+        family = min(found[0] for found in socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM))  # IPv4 if it can
+        listener = socket.create_server((self.host, 0), family=family, backlog=socket.SOMAXCONN)
         port = listener.getsockname()[1]
         self.store = TCPStore(self.host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         return self.host, port

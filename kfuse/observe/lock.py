@@ -48,7 +48,7 @@ def taken(run_dir: Path, where: str, say: Callable[[str], object] = _tell, wait_
         try:
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # also of forked children that still have the file
+            _lock(file, fcntl.LOCK_UN)  # also of forked children that still have the file
 
 
 def share(run_dir: Path) -> TextIO | None:

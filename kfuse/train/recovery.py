@@ -84,16 +84,18 @@ class Recovery:
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """Context of a training. If the supervisor is lost, or in a job without one another worker, a worker that has
-        the training state writes a last checkpoint.
+        the training state writes a last checkpoint, whatever ends its loop then: mostly a print that nobody reads.
         """
         self._session.begin_training()
         failed_at = None
         try:
             with generators_restored(self._session.group.device):
                 yield
-        except Exception as error:
-            failed_at = self._progress.step
-            if isinstance(error, ControlError | CommError):
+        except BaseException as error:
+            failed_at = self._progress.step if isinstance(error, Exception) else None
+            if isinstance(error, ConsistencyError | ConfigError):
+                self._session.give_up(str(error))
+            elif isinstance(error, ControlError | CommError) or self._session.loses_supervisor():
                 self._session.lost = True
                 self._abort()
                 if self._session.comm.sharded:
@@ -102,8 +104,6 @@ class Recovery:
                     client, writes = self._session.control_client, self._session.writes_last
                     with contextlib.nullcontext() if client is None else client.saving():
                         self._checkpoints.save_last(self._progress.step, self._state.capture, alone=writes)
-            elif isinstance(error, ConsistencyError | ConfigError):
-                self._session.give_up(str(error))
             raise
         finally:
             self._session.end_training(failed_at)

@@ -223,8 +223,9 @@ class Trainer:
         except GeneratorExit:
             if not sys.is_finalizing() and self._has_stepped(step):
                 self._end_update(step)
-                self._recovery.keep_ended()
-                self._report_and_decide(lag=0)
+                if not self.session.loses_supervisor():  # else the last checkpoint has this step without its decisions
+                    self._recovery.keep_ended()
+                    self._report_and_decide(lag=0)
             elif not sys.is_finalizing():
                 for opt in self._training.opts:
                     opt.engine.abort()  # backwards that follow belong to no plan

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess
-from kfuse.elastic.protocol import HEARTBEAT_S, MAX_LINE, decode, send, set_acknowledgement_timeout
+from kfuse.elastic.protocol import HEARTBEAT_S, MAX_LINE, decode, place, send, set_acknowledgement_timeout
 
 SILENCE_S = 10.0  # without acknowledgements, after which a connection counts as lost
 _CONNECT_S = 60.0  # for the first connection: hosts come up in any order
@@ -72,7 +72,7 @@ async def offer(
     with _calls(lambda _: connecting.cancel(), ["SIGTERM"] if takes_notice else []):
         await asyncio.wait([connecting])
     if connecting.cancelled():
-        _say(f"ended by SIGTERM as it waited for the supervisor at {host}:{port}")
+        _say(f"ended by SIGTERM as it waited for the supervisor at {place(host, port)}")
         return True
     reader, writer, job = connecting.result()
     if job["type"] == "over":
@@ -103,7 +103,7 @@ async def offer(
         if agent.watching:
             await asyncio.wait(agent.watching, timeout=_LAST_OUTPUT_S)
         writer.close()
-    raise SupervisorLost(f"the supervisor at {host}:{port} is gone{why}")
+    raise SupervisorLost(f"the supervisor at {place(host, port)} is gone{why}")
 
 
 @contextlib.contextmanager
@@ -136,13 +136,13 @@ async def _connect(
                 send(writer, "hello", **hello)
                 if line := await reader.readline():
                     return reader, writer, decode(line)
-            raise AgentError(f"the supervisor at {address}:{port} refused this host: is the token its own?")
+            raise AgentError(f"the supervisor at {place(address, port)} refused this host: is the token its own?")
         except OSError as error:
             if loop.time() > deadline:
                 why = str(error) or "no answer"
-                raise AgentError(f"no supervisor at {address}:{port} within {limit_s:.0f} s: {why}") from error
+                raise AgentError(f"no supervisor at {place(address, port)} within {limit_s:.0f} s: {why}") from error
         if tells and wait_s == _FIRST_WAIT_S:
-            _say(f"waits for a supervisor at {address}:{port}, for at most {limit_s:.0f} s")
+            _say(f"waits for a supervisor at {place(address, port)}, for at most {limit_s:.0f} s")
         await asyncio.sleep(wait_s)
         wait_s = min(1.5 * wait_s, _MOST_WAIT_S)
 
