@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 
 import kfuse as kf
+from kfuse.data import Source
 from kfuse.models import GPT
 
 CONTEXT = 32
 
 
-class Files:
-    """A kfuse.data.Source: windows of CONTEXT + 1 bytes of text files, each of which is a shard."""
+class Files(Source):
+    """Windows of CONTEXT + 1 bytes of text files, each of which is a shard."""
 
     block = 4
 

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.data import Dataset
 
 STREAMS, WINDOW, EPOCHS = 16, 32, 2
 TEXT = b"To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. " * 200
 
 
-class Windows:
+class Windows(Dataset):
     """Sample i is window i // STREAMS of stream i % STREAMS: bytes, their successors, number of stream and window."""
 
     def __init__(self, text: bytes) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import kfuse as kf
-from kfuse.data import TensorData, as_dataset
+from kfuse.data import Dataset, TensorData, as_dataset
 from kfuse.data.dataset import to_device
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_dictionaries_with_other_values_go_to_a_step_function_on_one_worker_and_
         assert_as_plain_torch(params)
 
 
-class Structs:
+class Structs(Dataset):
     """A data set of kfuse's kind, whose batches are dataclasses."""
 
     def __len__(self) -> int:

@@ -108,7 +108,7 @@ def test_digits_are_the_published_ones(monkeypatch):
 
 
 def test_a_data_set_has_an_order_of_its_own() -> None:
-    class Turned:
+    class Turned(Dataset):
         def __init__(self) -> None:
             self.used: list[int] = []
 

@@ -28,13 +28,13 @@ from torch.utils.data import (
 )
 
 import kfuse as kf
-from kfuse.data import DataError, MapData, StreamSampler, TensorData, place
+from kfuse.data import DataError, MapData, Source, StreamSampler, TensorData, place
 from kfuse.data.fetching import Fetcher, Task
 from kfuse.data.sources import IterableStream, SourceStream, as_stream, training_data
 from kfuse.train.evaluation import params_sha256
 
 
-class Shards:
+class Shards(Source):
     """Shards of the given lengths; the sample at (shard, position) is (shard, position). Counts what it is asked."""
 
     def __init__(self, *lengths: int, block: int | None = None) -> None:
@@ -141,13 +141,16 @@ def test_a_failure_while_reading_is_not_taken_for_the_end() -> None:
     assert fetched(stream, range(4, 12)) == [4, 5, 6, 7, 8, 9, 0, 1]
 
 
-class Other:
+class Other(Source):
     """A source with one shard, and an `open` that gives what is made."""
 
     shards = 1
 
     def __init__(self, made: Any = iter, block: int = 16) -> None:
-        self.open, self.block = made, block
+        self.made, self.block = made, block
+
+    def open(self, shard: int, position: int) -> Iterator[Any]:
+        return self.made(shard, position)
 
 
 def test_what_has_no_samples_is_refused_and_what_is_no_stream_left_alone() -> None:
@@ -172,9 +175,52 @@ def test_what_has_no_samples_is_refused_and_what_is_no_stream_left_alone() -> No
     ]:
         with pytest.raises(DataError, match=said):
             fetched(as_stream(source), range(9))
-    array = type("Array", (list,), {"shards": 1, "open": lambda self, shard, position: None})([1, 2])
-    for data in ((torch.zeros(2), torch.zeros(2)), array):
-        assert as_stream(data) is None
+    assert as_stream((torch.zeros(2), torch.zeros(2))) is None
+
+
+class Namesakes(list[Any]):
+    """Samples, whose class has the names of kfuse's interfaces for other things."""
+
+    shards, block = 3, 2
+
+    def order(self, column: int = 0) -> np.ndarray:
+        return np.arange(len(self))
+
+    def fetch(self, url: str, retries: int = 1) -> None:
+        raise AssertionError
+
+    open = fetch
+
+
+class Unread(IterableDataset):
+    shards, open, order = 3, Namesakes.open, Namesakes.order
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class Turned(MapData):
+    def order(self, epoch: int) -> np.ndarray:
+        return np.roll(np.arange(len(self)), epoch)
+
+
+def test_what_is_kfuses_own_is_known_by_its_class() -> None:
+    def used(data: Any, **more: Any) -> list[int]:
+        found: list[int] = []
+
+        def step_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            found.extend(batch.tolist())
+            return model(batch[:, None].float()).mean()
+
+        model = torch.nn.Linear(1, 1)
+        kf.fit(model, data, kf.FusedSGD(model.parameters(), lr=0.1), step_fn=step_fn, **{"batch_size": 5, **more})
+        return found
+
+    plain = used(list(range(10)))
+    assert plain != [*range(10)]
+    assert used(Namesakes(range(10))) == used(DataLoader(Namesakes(range(10)), 5, shuffle=True)) == plain
+    assert used(Unread(), train_steps=2) == [*range(10)]
+    assert used(Turned(Namesakes(range(10))), train_epochs=2) == [*range(10), 9, *range(9)]
 
 
 class Noisy(Shards):

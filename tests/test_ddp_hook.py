@@ -121,6 +121,32 @@ def test_parameters_have_ddps_bits(workers: int, accumulate: int) -> None:
                 assert getattr(stats, name) == pytest.approx(getattr(plain, name), rel=1e-4), case
 
 
+def steps_of_each_graph() -> list[list[StepStats]]:
+    dist.init_process_group("gloo")
+    found: list[list[StepStats]] = []
+    for static in (False, True):
+        torch.manual_seed(0)
+        model = wrapped(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 1)), static_graph=static)
+        monitor = kf.ddp_hook(model, samples=6)
+        of_this: list[StepStats] = []
+        monitor.observers.append(of_this.append)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(3):
+            model(torch.randn(6, 4, generator=generator)).square().mean().backward()
+            model.zero_grad()
+        monitor.drain()
+        found.append(of_this)
+    return found
+
+
+def test_a_static_graphs_first_step_is_counted_once() -> None:
+    """DDP reduces it after backward."""
+    for plain, static in run_workers(2, steps_of_each_graph):
+        assert [(stats.micro_batches, stats.samples) for stats in static] == [(2, 12)] * 3
+        assert [stats.grad_norm for stats in static] == pytest.approx([stats.grad_norm for stats in plain])
+        assert [stats.grad_variance for stats in static] == pytest.approx([stats.grad_variance for stats in plain])
+
+
 # -- statistics ------------------------------------------------------------------------------------------------------
 
 

@@ -153,7 +153,7 @@ class Raising(Noise):
         raise type("Local", (Exception,), {})("it has no module")
 
 
-class Derived(Noise):
+class Derived(Noise, Dataset):
     def fetch(self, indices: Any, generator: Any = None) -> Any:
         return torch.zeros(len(indices), requires_grad=True) * 2
 

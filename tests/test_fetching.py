@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfuse.data import EpochSampler, MapData
+from kfuse.data import Dataset, EpochSampler, MapData
 from kfuse.data.fetching import Fetcher, Task, fetch, micro_batch_sizes, permutation, random_key, worker_range
 
 lengths, seeds, epochs = st.integers(1, 300), st.integers(0, 2**64), st.integers(0, 1000)
@@ -102,7 +102,7 @@ class Noise(torch.utils.data.Dataset[tuple[Tensor, int]]):
         return torch.tensor([float(i), sum(draws)], dtype=torch.float64), i
 
 
-class Drawing:
+class Drawing(Dataset):
     """A data set of the second kind: it fetches a micro-batch as a whole, with the generator that it is given."""
 
     def __len__(self) -> int:

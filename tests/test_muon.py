@@ -99,10 +99,13 @@ def test_torchs_bits_and_torchs_state(options: dict[str, Any]) -> None:
     again, other = (copy.deepcopy(theirs) for _ in range(2))
     alone, rest = kf.FusedMuon(parts(again)[0], arithmetic="bf16", lr=7.0), plain(again)[1]
     back, same = plain(other)
+    several = kf.FusedMuon(groups(joined := copy.deepcopy(theirs)), arithmetic="bf16", lr=7.0)
+    several.load_state_dict({"optimizers": [copy.deepcopy(each.state_dict()) for each in (muon, adamw)]})
     for source, targets in ((muon, [alone]), (adamw, [rest, same]), (alone, [back])):
         for target in targets:
             target.load_state_dict(copy.deepcopy(source.state_dict()))
-    for net, optimizers in ((theirs, (muon, adamw)), (again, (alone, rest)), (other, (back, same))):
+    trainings = (theirs, (muon, adamw)), (again, (alone, rest)), (other, (back, same)), (joined, (several,))
+    for net, optimizers in trainings:
         train(net, optimizers, range(STEPS, 2 * STEPS), loss=linear)
         assert_same(net, theirs)
 

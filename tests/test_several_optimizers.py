@@ -161,12 +161,13 @@ def test_wrong_uses_are_refused() -> None:
     states: list[tuple[Any, Any, str]] = [
         (opt, adamw.state_dict(), "optimizers"),
         (opt, [muon.state_dict(), adamw.state_dict()], "optimizers"),
-        (kf.Optimizer(torch.optim.SGD(network().parameters())), opt.state_dict(), "param_groups"),
-        (kf.FusedSGD(network().parameters()), opt.state_dict(), "param_groups"),
+        (kf.Optimizer(torch.optim.SGD(network().parameters())), {"state": {}}, "param_groups"),
     ]
     for loads, state, needed in states:
         with pytest.raises(ValueError, match=rf'load_state_dict: a dictionary with "{needed}" is needed'):
             loads.load_state_dict(state)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        kf.FusedSGD(network().parameters()).load_state_dict(opt.state_dict())
     other = StepLR(pair(network())[0], 1)
     with pytest.raises(ValueError, match="scheduler: it belongs to another optimizer"):
         kf.fit(net, problem(), opt, scheduler=[other])

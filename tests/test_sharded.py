@@ -45,6 +45,22 @@ def test_the_same_bits_as_replicated_state() -> None:
             assert found[name][2] == norm, name
 
 
+def empty_parameters(state: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the state of parameters of which one has no elements, alone in its group."""
+    s.init(state)
+    params = [nn.Parameter(torch.ones(shape)) for shape in ((4, 6), (0, 6))]
+    opt = kf.FusedMuon([{"params": [p]} for p in params])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    return {name: tuple(value.shape) for name, value in s.tensors(opt.state_dict()).items()}
+
+
+def test_a_parameter_without_elements_has_a_state_too() -> None:
+    replicated = empty_parameters("replicated")
+    assert (0, 6) in replicated.values() and empty_parameters("sharded") == replicated
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 

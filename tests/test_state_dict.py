@@ -222,6 +222,7 @@ def test_an_optimizers_state_has_the_statistics(kind: str) -> None:
     net = plain_network()
     opt = make(net)
     steps_by_hand(net, opt, 20)
+    latest = opt.stats
     saved, parameters = read(written(opt.state_dict())), copy.deepcopy(net.state_dict())
     steps_by_hand(net, opt, 5)
     expected = running(opt)
@@ -231,6 +232,7 @@ def test_an_optimizers_state_has_the_statistics(kind: str) -> None:
     other.load_state_dict(parameters)
     opt = make(other)
     opt.load_state_dict(saved)
+    assert repr(opt.stats) == repr(latest)
     plain = torch.optim.AdamW(plain_network().parameters())
     plain.load_state_dict(copy.deepcopy(saved))
     assert set(plain.state_dict()) == {"state", "param_groups"}

@@ -12,7 +12,7 @@ import torch
 from elastic_job import DEADLINE_S, Job, assert_same_steps, chaos, command_line, run_job, wait_until, words
 from torch.utils.data import IterableDataset
 
-from kfuse.data import DataSplit, load_digits
+from kfuse.data import DataSplit, Source, load_digits
 
 pytestmark = [pytest.mark.full, pytest.mark.jobs]
 
@@ -26,8 +26,8 @@ TRAINING = words(
 LENGTHS = (150, 90, 41, 7)
 
 
-class Digits:
-    """The digits as a `kfuse.data.Source`."""
+class Digits(Source):
+    """The digits as shards."""
 
     shards, block = len(LENGTHS), 4
 

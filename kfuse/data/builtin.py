@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import sysconfig
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from kfuse.data.dataset import DataError, DataSplit, TensorData
+from kfuse.data.dataset import DataError, Dataset, DataSplit, TensorData
 from kfuse.data.fetching import permutation
 
 # Mean and standard deviation of the training set's pixels, by channel, for pixels in 0..1.
@@ -78,7 +78,7 @@ def _digits() -> np.ndarray:
     return np.column_stack([bunch.data, bunch.target])
 
 
-class Images(ABC):
+class Images(Dataset):
     """Labelled images, uint8 until they are fetched. A subclass reads the pixels."""
 
     def __init__(self, labels: Tensor, pixels: tuple[Sequence[float], Sequence[float]], augment: bool) -> None:
@@ -276,7 +276,7 @@ STDLIB_BYTES = 4_000_000
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
-class TextBlocks:
+class TextBlocks(Dataset):
     """Contiguous, non-overlapping blocks of a byte string, each with the same block shifted by one.
 
     Sample i is `x = tokens[i*b : (i+1)*b]`, `y = tokens[i*b+1 : (i+1)*b+1]` with b = block_size; the bytes

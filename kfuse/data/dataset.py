@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,17 +93,14 @@ class DataError(ValueError):
     """The data cannot be used. The message is one line: what was wrong, and what it must be."""
 
 
-@runtime_checkable
-class Dataset(Protocol):
-    """A finite, indexable set of samples, fetched in batches.
+class Dataset(ABC):
+    """A finite, indexable set of samples, fetched in batches. Training uses each sample once an epoch."""
 
-    Training uses each once an epoch, in an order of kfuse's own, or of the data set's where it has a method
-    `order(epoch)`: int64 `[len]`, a function of the epoch alone, the same on every worker.
-    """
-
+    @abstractmethod
     def __len__(self) -> int:
         """The number of samples."""
 
+    @abstractmethod
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> Any:
         """Returns the batch of the samples `indices` (int64 `[B]`): any nested structure of tensors and plain values.
 
@@ -110,6 +108,10 @@ class Dataset(Protocol):
         generator: on the CPU. Random augmentation draws from it and from nothing else, so that the batch is a pure
         function of the indices and the generator's state. None: no augmentation.
         """
+
+    def order(self, epoch: int) -> np.ndarray | None:
+        """Returns the order of the samples, int64 `[len]`, a function of the epoch alone; None: kfuse draws one."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class DataSplit:
     `block_size` for text."""
 
 
-class TensorData:
+class TensorData(Dataset):
     """Samples held in a nested structure of tensors, all with the same first dimension. No augmentation.
 
     A batch is the same structure, with the batch's rows of each tensor. Raises ValueError where the lengths differ or
@@ -164,7 +166,7 @@ def collate(samples: list[Any], collate_fn: Collate | None) -> Any:
     return tuple(batch) if isinstance(batch, list) and len(batch) == 2 else batch
 
 
-class MapData:
+class MapData(Dataset):
     """A map-style data set (`len(d)`, `d[i]`) whose samples are collated as a DataLoader would.
 
     Random transforms inside the data set may draw from the global generators of torch, numpy and random, which are
@@ -173,8 +175,6 @@ class MapData:
 
     def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
-        if hasattr(dataset, "order"):
-            self.order = dataset.order
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -224,7 +224,7 @@ def as_dataset(obj: Any, collate_fn: Collate | None = None) -> Dataset:
     raise TypeError(
         f"{type(obj).__name__}{' with collate_fn=' if collate_fn else ''} is not a data set: pass a pair of tensors "
         "(x, y), a TensorDataset, a dictionary of tensors, a map-style data set (len(d), d[i]; it alone takes "
-        "collate_fn=), or an object with len(d), d.fetch(indices, generator)"
+        "collate_fn=), or an object of a subclass of kfuse.data.Dataset or kfuse.data.Source (docs/data.md)"
     )
 
 

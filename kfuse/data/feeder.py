@@ -39,7 +39,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from kfuse.comm import devices
 from kfuse.comm.devices import Event
-from kfuse.data.dataset import Dataset, map_leaves, pinned_copy, tensors
+from kfuse.data.dataset import Dataset, MapData, map_leaves, pinned_copy, tensors
 from kfuse.data.fetching import EpochSampler, Fetcher, LoaderError, Loading, StreamSampler, Task, TaskPlan
 from kfuse.data.sources import Stream
 
@@ -289,7 +289,7 @@ def serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loadin
         signal.signal(number_of_signal, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     torch.set_num_threads(1)
-    dataset: Any = getattr(fetcher.data, "dataset", fetcher.data)
+    dataset: Any = fetcher.data.dataset if isinstance(fetcher.data, MapData | Stream) else fetcher.data
     # For torch.utils.data.get_worker_info; default_collate then collates into shared memory.
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=loading.workers, seed=fetcher.sampler.seed, dataset=dataset

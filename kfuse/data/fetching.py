@@ -42,18 +42,19 @@ class EpochSampler:
     asked for is cached (8 bytes a sample). Raises ValueError for an empty data set.
     """
 
-    def __init__(self, length: int, seed: int, order: Callable[[int], np.ndarray] | None = None) -> None:
-        """order(epoch): int64 `[length]`, the data set's own order, in place of the one drawn."""
+    def __init__(self, length: int, seed: int, order: Callable[[int], np.ndarray | None] | None = None) -> None:
+        """order(epoch): as of `Dataset`."""
         if length < 1:
             raise ValueError(f"length={length}: the data must have at least 1 sample")
         self.length, self.seed = length, seed
-        self._order = order or (lambda epoch: permutation(length, seed, epoch))
+        self._order = order or (lambda epoch: None)
         self._cached = (-1, np.empty(0, dtype=np.int64))
 
     def indices(self, epoch: int, cursor: int, count: int) -> np.ndarray:
         """Returns the samples at positions `cursor..cursor+count-1` of `epoch`, int64; fewer at its end."""
         if self._cached[0] != epoch:
-            self._cached = (epoch, self._order(epoch))
+            order = self._order(epoch)
+            self._cached = (epoch, permutation(self.length, self.seed, epoch) if order is None else order)
         return self._cached[1][cursor : cursor + count].copy()
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kfuse.data.builtin import import_for, split_indices
-from kfuse.data.dataset import DataError, DataSplit
+from kfuse.data.dataset import DataError, Dataset, DataSplit
 
 _INSTALL = "'kfuse[transformers]'"
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -112,7 +112,7 @@ def _short(error: BaseException) -> str:
 # -- language modelling ------------------------------------------------------------------------------------------------
 
 
-class TokenBlocks:
+class TokenBlocks(Dataset):
     """Blocks of the tokens of all texts, joined, each with the same block shifted by one: see `TextBlocks`.
 
     Batches are int64 `[B, block_size]`. The tokens are in pieces, arrays that may lie in files.
@@ -165,7 +165,7 @@ def _tokenised(rows: Any, make: Any) -> Any:
 # -- classification ----------------------------------------------------------------------------------------------------
 
 
-class LabelledTexts:
+class LabelledTexts(Dataset):
     """Texts and their classes, int64 `[B]`. Inputs: what the tokenizer gives, padded to the batch's longest text."""
 
     def __init__(self, rows: Any, labels: Tensor, tokenizer: Any) -> None:

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from torch.utils.data import (
@@ -27,26 +27,25 @@ from torch.utils.data import (
 
 from kfuse.data.dataset import Collate, DataError, Dataset, MapData, as_dataset, collate, is_map_style
 
-BLOCK = 16  # samples that are taken from one shard before the next shard's turn, where the source does not say
-
 _MOST_OPEN = 128  # iterators a process keeps open: each may hold a file
 _END = object()
 BeforeSample = Callable[[int], None]
 
 
-@runtime_checkable
-class Source(Protocol):
+class Source(ABC):
     """A stream that can be read from any place: some shards (files, say), each a fixed sequence of samples.
 
     Number i of the run is the sample at `place(i, shards, block)`: blocks of `block` samples are taken from the shards
     in turn. A shard that ends starts over. Nothing is shuffled.
 
-    `block` is an optional attribute (default: `BLOCK`, 16). A worker reads on, and seldom seeks, where it is the
-    micro-batch's size and `shards` is a multiple of the micro-batches in a step.
+    A worker reads on, and seldom seeks, where `block` is the micro-batch's size and `shards` is a multiple of the
+    micro-batches in a step.
     """
 
     shards: int  # at least 1; the same during the whole run
+    block: int = 16
 
+    @abstractmethod
     def open(self, shard: int, position: int) -> Iterator[Any]:
         """Returns an iterator over the samples of `shard` from number `position` (from 0) to the shard's end.
 
@@ -56,7 +55,7 @@ class Source(Protocol):
         """
 
 
-def place(number: int, shards: int, block: int = BLOCK) -> tuple[int, int]:
+def place(number: int, shards: int, block: int = Source.block) -> tuple[int, int]:
     """Returns (shard, position) of sample `number` of a run. A position counts on where the shard starts over.
 
     In a shard of n samples it is sample `position % n`.
@@ -97,7 +96,7 @@ class SourceStream(Stream):
     def __init__(self, source: Source, collate_fn: Collate | None = None) -> None:
         """Reads the first sample. Raises DataError for an empty source, and for shards or blocks below 1."""
         super().__init__(source, collate_fn)
-        self._shards, self._block = source.shards, getattr(source, "block", BLOCK)
+        self._shards, self._block = source.shards, source.block
         if min(self._shards, self._block) < 1:
             raise DataError(f"{self._name}: shards={self._shards}, block={self._block}: must be at least 1")
         self._readers: OrderedDict[int, _Reader] = OrderedDict()  # by shard; the one used last at the end
@@ -183,11 +182,9 @@ def as_stream(obj: Any, collate_fn: Collate | None = None) -> Stream | None:
     """Returns a stream over a `Source` or a torch `IterableDataset`; None for anything else. Raises DataError."""
     if isinstance(obj, Stream):
         return obj
-    if isinstance(obj, IterableDataset):
-        return IterableStream(obj, collate_fn)
-    if isinstance(obj, Source) and not hasattr(obj, "__getitem__"):  # arrays of zarr have `shards` and `open`, too
+    if isinstance(obj, Source):
         return SourceStream(obj, collate_fn)
-    return None
+    return IterableStream(obj, collate_fn) if isinstance(obj, IterableDataset) else None
 
 
 def check_loaders(data: Any, number: int) -> None:
@@ -288,6 +285,6 @@ def _check_order(loader: DataLoader[Any]) -> None:
     if type(sampler) is not RandomSampler or sampler.replacement or len(sampler) != len(data):
         raise DataError(
             f"DataLoader(sampler={type(sampler).__name__}): kfuse uses each sample once an epoch, in an order of its "
-            "own, on all workers; make it with shuffle=True, of a torch Subset if some are left out. An order that the "
-            "data have is the method order(epoch) of the data set (docs/data.md): give that in place of the DataLoader"
+            "own, on all workers; make it with shuffle=True, of a torch Subset if some are left out. For another order "
+            "give a subclass of kfuse.data.MapData with a method order(epoch) (docs/data.md) in place of the DataLoader"
         )

@@ -145,6 +145,12 @@ class _Hook(BackwardWatch):
             else:
                 view.mul_(1.0 / self._workers)
 
+    def _end(self) -> None:
+        if self._syncs and not self._reduced:  # static_graph: DDP has queued its first reduction behind this call
+            at_the_end_of_backward(super()._end)
+        else:
+            super()._end()
+
     def ended(self) -> None:
         if self._reduced:  # DDP has queued its wait for the last buckets behind this call
             at_the_end_of_backward(self.finish_step)

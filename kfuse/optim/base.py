@@ -350,10 +350,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave, or a torch optimizer's; after that one the statistics are as they were.
 
+        {"optimizers": [...]}, of several, is taken by one as well: its groups are those of all, in this order.
         With sharded state: this worker's part. Raises ValueError where it does not fit the parameters; then nothing is
         loaded.
         """
         needed = "optimizers" if len(self.inners) > 1 else "param_groups"
+        if needed == "param_groups" and "optimizers" in state_dict:
+            state_dict = _joined(state_dict)
         if needed not in state_dict:
             raise ValueError(f'{type(self).__name__}.load_state_dict: a dictionary with "{needed}" is needed')
         self.updates.load_state_dict(state_dict)
@@ -367,6 +370,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Loads what `with_statistics` added; where it added nothing the statistics stay as they are."""
         if _KFUSE in state:
             self.statistics.load_state_dict(state[_KFUSE])
+
+
+def _joined(several: dict[str, Any]) -> dict[str, Any]:
+    """Returns the states of several optimizers as that of one which has the groups of all."""
+    state, groups, first = dict[Any, Any](), list[dict[str, Any]](), 0
+    for each in several["optimizers"]:
+        state |= {first + number: of_parameter for number, of_parameter in each["state"].items()}
+        groups += [{**group, "params": [first + k for k in group["params"]]} for group in each["param_groups"]]
+        first += sum(len(group["params"]) for group in each["param_groups"])
+    return {**several, "state": state, "param_groups": groups}
 
 
 # With torch's hooks and its profiler's context, which alone takes as long as a small update.

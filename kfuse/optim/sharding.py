@@ -220,5 +220,6 @@ def gather(engine: Engine, states: Sequence[BucketState], only: int | None) -> l
     for bucket, state in zip(engine.gradient_buckets, states, strict=True):  # apart: the device has one whole at a time
         wanted = [[slice(0, bucket.body)] if only in (None, rank) else [] for rank in range(group.size)]
         [found] = move(group, [bucket], [[state.own]], [wanted], [list(state.own.tensors)], "optimizer state")
+        found = found if bucket.body else [state.own]  # parameters without elements: nothing travels
         gathered.append({name: tensor.cpu() for part in found for name, tensor in part.tensors.items()})
     return gathered

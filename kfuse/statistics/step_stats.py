@@ -181,14 +181,17 @@ class Statistics:
         return self.latest
 
     def state_dict(self) -> dict[str, Any]:
-        """The running estimate and the records not yet read, in plain values. Steps read so far are left out."""
+        """The running estimate, the latest step and those not yet read, in plain values."""
         in_flight = [(item.step, item.unit, item.values()) for item in self._in_flight]
-        unread = [asdict(stats) | {name: list(getattr(stats, name)) for name in _TUPLES} for stats in self._unread]
+        latest = self._latest
+        if latest is None and self._newest is not None:
+            latest = self._stats(self._newest, self.noise_scale.means_alone())
         names = None if self.figure_names is None else list(self.figure_names)
         return {
             "noise_scale": self.noise_scale.state_dict(),
             "in_flight": in_flight,
-            "unread": unread,
+            "unread": list(map(_plain, self._unread)),
+            "latest": None if latest is None else _plain(latest),
             "figures": self._figures,
             "figure_names": names,
         }
@@ -202,19 +205,16 @@ class Statistics:
             if theirs != self._figures:  # the script has changed
                 record = record[: len(record) - theirs] + [math.nan] * self._figures
             self._in_flight.append(_Record(step, unit, torch.tensor(record, dtype=torch.float64), None, self._figures))
-        self._unread = [
-            StepStats(**stats | {name: tuple(stats[name]) for name in _TUPLES}) for stats in state["unread"]
-        ]
+        self._unread = list(map(_of_plain, state["unread"]))
         names = state["figure_names"]
         self.figure_names = None if names is None else tuple(names)
-        self._newest, self._latest = None, self._unread[-1] if self._unread else None
-        if self._latest is not None:
-            now = self.noise_scale.estimate()
+        self._newest = self._latest = None
+        if (latest := state.get("latest")) is not None:
+            now, stats = self.noise_scale.estimate(), _of_plain(latest)
             self._latest = replace(
-                self._latest, noise_scale=now.noise_scale, noise_scale_low=now.low, noise_scale_high=now.high
+                stats, noise_scale=now.noise_scale, noise_scale_low=now.low, noise_scale_high=now.high
             )
-        latest = self._latest
-        self.compared = deque([(latest.step, latest.digests)] if latest and latest.digests else [])
+        self.compared = deque([(stats.step, stats.digests) for stats in self._unread[-1:] if stats.digests])
 
     def _receive(self, lag: int) -> None:
         while len(self._in_flight) > lag:
@@ -280,6 +280,14 @@ class Statistics:
             digests=newest.digests,
             figures={name: value for name, value in figures.items() if math.isfinite(value)},
         )
+
+
+def _plain(stats: StepStats) -> dict[str, Any]:
+    return asdict(stats) | {name: list(getattr(stats, name)) for name in _TUPLES}
+
+
+def _of_plain(stats: dict[str, Any]) -> StepStats:
+    return StepStats(**stats | {name: tuple(stats[name]) for name in _TUPLES})
 
 
 def _known(value: float) -> float | None:

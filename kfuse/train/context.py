@@ -147,7 +147,7 @@ class TrainContext:
         if isinstance(self.data, Stream):
             self.sampler = StreamSampler(settings.seed)
         else:
-            self.sampler = EpochSampler(len(self.data), settings.seed, getattr(self.data, "order", None))
+            self.sampler = EpochSampler(len(self.data), settings.seed, self.data.order)
         if scheduler is not None and "epoch" in scheduler.intervals and self.samples_an_epoch is None:
             raise ValueError("scheduler_interval=epoch: must be step with data=stream (a stream has no epochs)")
         if (streams := self._streams()) is not None:  # the batch stays as it is
@@ -201,12 +201,12 @@ class TrainContext:
             return None
         if len(counts) > 1:
             raise ValueError(f"CarriedState of {sorted(counts)} streams in one model: must be the same number")
-        (streams,), length = counts, self.samples_an_epoch
-        if length is not None and (length % streams or not hasattr(self.data, "order")):
+        (streams,), data = counts, self.data
+        if isinstance(data, Dataset) and (len(data) % streams or type(data).order is Dataset.order):
             raise ValueError(
                 f"CarriedState of {streams} streams: data must have an order of their own, in which each {streams} "
-                f"samples are one of each stream: an iterable, or a data set of a multiple of {streams} samples with "
-                "methods fetch(indices, generator) and order(epoch) (docs/data.md)"
+                f"samples are one of each stream: an iterable, or a subclass of kfuse.data.Dataset or MapData with a "
+                f"method order(epoch), of a multiple of {streams} samples (docs/data.md)"
             )
         return streams
 
