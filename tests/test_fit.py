@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import kfuse as kf
+from kfuse.data import Dataset
 from kfuse.session import reset
 
 
@@ -287,3 +289,30 @@ def test_a_default_micro_batch_of_a_model_with_batchnorm_is_told(given: int | No
     kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=16, batch_micro=given)
     told = [record.getMessage() for record in caplog.records if "BatchNorm normalises" in record.getMessage()]
     assert len(told) == (given is None) and all("batch_micro=" in each for each in told)
+
+
+class Growing(Dataset):
+    """Each epoch has two samples more."""
+
+    def __init__(self) -> None:
+        self.length = 16
+
+    def __len__(self) -> int:
+        return self.length
+
+    def fetch(self, indices: np.ndarray, generator: torch.Generator | None) -> Any:  # no default: None is passed
+        x, y = problem()
+        return x[indices], y[indices]
+
+    def order(self, epoch: int) -> np.ndarray:
+        self.length = 16 + 2 * epoch
+        return np.arange(16)
+
+
+def test_held_out_data_without_samples_and_data_that_grow_are_refused() -> None:
+    net, data = network(), Growing()
+    opt = kf.FusedSGD(net.parameters())
+    with pytest.raises(ValueError, match="heldout has no samples"):
+        kf.fit(net, data, opt, batch_size=8, heldout=TensorDataset(*(t[:0] for t in problem())))
+    with pytest.raises(ValueError, match="the data set has 18 samples now, and had 16 as training began"):
+        kf.fit(net, data, opt, batch_size=8, heldout=data, train_epochs=4)

@@ -144,6 +144,8 @@ class TrainContext:
         for name, metric in (self.metrics or {}).items():
             if not callable(metric):
                 raise TypeError(f"metrics[{name!r}]={metric!r}: must be a function(output, target)")
+        if self.heldout is not None and not len(self.heldout):
+            raise ValueError("heldout has no samples: must have at least 1, or be left out")
         if isinstance(self.data, Stream):
             self.sampler = StreamSampler(settings.seed)
         else:
@@ -214,6 +216,16 @@ class TrainContext:
     def samples_an_epoch(self) -> int | None:
         """The samples of an epoch; None for a stream."""
         return self.sampler.length
+
+    def refuse_other_length(self) -> None:
+        """Raises ValueError where the data set has more or fewer samples than as training began: the order is drawn for
+        those.
+        """
+        if not isinstance(self.data, Stream) and len(self.data) != self.samples_an_epoch:
+            raise ValueError(
+                f"the data set has {len(self.data)} samples now, and had {self.samples_an_epoch} as training began: must "
+                "stay the same; for other lengths take a stream, or train on each data set by itself"
+            )
 
     @contextlib.contextmanager
     def optimizers_prepared(self, presented: bool) -> Iterator[None]:

@@ -85,7 +85,7 @@ def evaluate(
             for c in mine or range(1):  # a worker with no chunk learns the names of the sums from the first one
                 indices = np.arange(c * chunk, min((c + 1) * chunk, len(data)), dtype=np.int64)
                 seed_host(random_key(0, 0, c))
-                fetched = data.fetch(indices)
+                fetched = data.fetch(indices, None)
                 weight, batch = objective.weight(fetched, len(indices)), to_device(fetched, group.device)
                 seed_forward(group.device, random_key(0, 0, c))
                 done = forward(objective, model, batch, precision, group.device)

@@ -169,6 +169,7 @@ class Trainer:
         """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
         self.decisions.rate.set()
         if self.progress.cursor == 0:
+            self._training.refuse_other_length()
             self.calls.hook("before_epoch")
         self.calls.hook("before_step")
 
