@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from kfuse.comm.buckets import Bucket, dense_order
 from kfuse.comm.step import REMEDY
@@ -127,13 +126,12 @@ def _is_of_a_step(grad: Tensor | None, bucket: Bucket, k: int) -> bool:
     return grad is bucket.views[k] or (bucket.sharded and type(grad) is type(bucket.views[k]))
 
 
-_OWNERS = WeakTensorKeyDictionary()
+_OWNERS: dict[int, weakref.ref[Engine]] = {}  # by the parameter's id, which no other has while the engine lives
 
 
 def owner(parameter: Parameter) -> Engine | None:
-    reference = _OWNERS.get(parameter)  # type: ignore[no-untyped-call]
-    found: Engine | None = reference() if reference is not None else None
-    return found
+    reference = _OWNERS.get(id(parameter))
+    return None if reference is None else reference()
 
 
 def take_over(params: Sequence[Parameter], engine: Engine) -> None:
@@ -143,7 +141,7 @@ def take_over(params: Sequence[Parameter], engine: Engine) -> None:
         if other is not None and other is not engine:
             other.close()
             other.superseded = True
-        _OWNERS[param] = weakref.ref(engine)
+        _OWNERS[id(param)] = weakref.ref(engine)
 
 
 def check_owner(engine: Engine) -> None:

@@ -180,7 +180,7 @@ class Step:
             raise RuntimeError(
                 f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
                 "GAN's generator's is, call opt.zero_grad() before this one; of several that one loss trains make one: "
-                "kf.Optimizer(a, b)"
+                "kf.Optimizer(a, b). Before an optimizer of torch's trains the same model: opt.close()"
             )
         if self.current is not None:
             raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")

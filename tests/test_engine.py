@@ -344,6 +344,45 @@ def test_a_buffer_that_forward_resizes_is_refused_by_name() -> None:
         F.mse_loss(net(x), y).backward()
 
 
+def leave_out(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+    del state[prefix + "bias"]
+
+
+class Refused(nn.Linear):
+    """how: what its state or its buffers have that other workers would lack."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(5, 2)
+        self.how = how
+        if how == "expanded":
+            self.register_buffer("mean", torch.zeros(1).expand(2))
+        if how == "left out":
+            self.register_state_dict_post_hook(leave_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "late" and not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(2))
+        return super().forward(x)
+
+
+REFUSED = {
+    "expanded": "buffer mean is expanded",
+    "left out": r"model.state_dict\(\) leaves bias out",
+    "late": "buffer mean was registered by a forward",
+}
+
+
+def refused_model(how: str) -> None:
+    net = Refused(how)
+    with pytest.raises((RuntimeError, ValueError), match=REFUSED[how]):
+        kf.fit(net, samples(16, seed=0), kf.FusedSGD(net.parameters()), loss_fn=F.mse_loss, batch_size=8)
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_model_that_other_workers_could_not_take_over_is_refused(how: str) -> None:
+    run_workers(2, refused_model, how)
+
+
 def test_buffers_of_an_aborted_step_are_put_back() -> None:
     net = WithBuffers()
     opt = kf.FusedSGD(net.parameters())

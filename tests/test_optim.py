@@ -592,6 +592,17 @@ def test_an_optimizer_whose_parameters_a_newer_one_took_over_says_so(kind: str, 
         newer.step()
 
 
+def test_after_close_another_optimizer_trains_the_model() -> None:
+    net, twin = twins()
+    older = kf.FusedSGD(net.parameters(), lr=0.1)
+    train(net, older, 1)
+    older.close()
+    train(twin, torch.optim.SGD(twin.parameters(), lr=0.1), 1)
+    for each in (net, twin):
+        train(each, torch.optim.AdamW(each.parameters()), 3)
+    assert difference(net, twin) < 1e-6
+
+
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @pytest.mark.parametrize("kind", ["adamw", "wrapped"])
 def test_a_group_that_is_refused_is_not_added(kind: str) -> None:

@@ -109,6 +109,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.begun = None  # it keeps the buckets of before
         self.reducer.rebuild()
 
+    def close(self) -> None:
+        """Leaves gradients where autograd puts them from now on: for another optimizer over the same parameters."""
+        self.engine.close()
+
     def _set_group(self, group: Group) -> None:
         self.engine.set_group(group)
 
@@ -294,6 +298,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.pair.publish(self.updates.weights(), self.engine.step)
         self.take_statistics(begun, warns=found_inf is None)  # with GradScaler skips are how it finds its scale
         self._comparison.check(begun.step, self.statistics, self.reducer.tracked)
+        if begun.step == 0:
+            self.reducer.refuse_late_buffers()
         return loss
 
     def take_statistics(self, update: Update, warns: bool = True) -> None:

@@ -103,6 +103,16 @@ class Reducer:
                 "call opt.rebuild() before backward"
             )
 
+    def refuse_late_buffers(self) -> None:
+        """After the first step. Raises RuntimeError if a forward has registered buffers: nothing averages those."""
+        if self.tracked is not None and (self._session.elastic or self._session.group.size > 1):
+            late = averaged_buffers(self.tracked).keys() - self.engine.averaged.named.keys()
+            if late:
+                raise RuntimeError(
+                    f"buffer {min(late)} was registered by a forward: on several workers its values would differ. "
+                    "Register it in __init__, run one forward before the optimizer is made, or with persistent=False"
+                )
+
     def _lane(self) -> int:
         """That of an optimizer whose parameters it takes over; else a new one."""
         for older in (owner(p) for params in self._trained() for p in params):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,6 +70,19 @@ def refuse_parameters_outside(model: nn.Module, opt: torch.optim.Optimizer) -> N
                 f"{name} of {type(opt).__name__}, of shape {tuple(p.shape)}, is not in the model: give a model that "
                 "has all that is trained, such as nn.ModuleList([generator, critic])"
             )
+
+
+def refuse_partial_state(model: nn.Module) -> None:
+    """Raises ValueError for a model whose state_dict() cannot be loaded again: by another worker, from a checkpoint."""
+    kept = {value.data_ptr() for value in model.state_dict().values() if isinstance(value, Tensor)}
+    for name, p in model.named_parameters():
+        if p.numel() and p.data_ptr() not in kept:
+            raise ValueError(
+                f"model.state_dict() leaves {name} out, or changes it (a hook?): other workers would lack it"
+            )
+    for name, buffer in model.named_buffers():
+        if buffer.layout is torch.strided and 0 in buffer.stride() and buffer.numel() > 1 and buffer.data_ptr() in kept:
+            raise ValueError(f"buffer {name} is expanded, so nothing can be loaded into it: register a clone() of it")
 
 
 def refuse_options(lr: float, betas: Sequence[float], eps: float, weight_decay: float) -> None:

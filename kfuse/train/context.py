@@ -13,7 +13,7 @@ from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher, Loading
 from kfuse.data.sources import check_loaders
 from kfuse.membership import Session
-from kfuse.optim import DistributedOptimizer, carried_states, refuse_parameters_outside
+from kfuse.optim import DistributedOptimizer, carried_states, refuse_parameters_outside, refuse_partial_state
 from kfuse.policies import BasePolicy
 from kfuse.policies.signals import Bounds
 from kfuse.session import current
@@ -158,6 +158,8 @@ class TrainContext:
         self.session = current()
         if self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible:
             _refuse_uneven_embeddings(self.model)
+        if self.session.elastic or self.session.group.size > 1 or self.checkpoints is not None:
+            refuse_partial_state(self.model)
         if self.session.elastic or self.further:
             for each in self.opts:
                 refuse_parameters_outside(self.model, each)
@@ -223,8 +225,8 @@ class TrainContext:
         """
         if not isinstance(self.data, Stream) and len(self.data) != self.samples_an_epoch:
             raise ValueError(
-                f"the data set has {len(self.data)} samples now, and had {self.samples_an_epoch} as training began: must "
-                "stay the same; for other lengths take a stream, or train on each data set by itself"
+                f"the data set has {len(self.data)} samples now, and had {self.samples_an_epoch} as training began: "
+                "must stay the same; for other lengths take a stream, or train on each data set by itself"
             )
 
     @contextlib.contextmanager
