@@ -129,9 +129,11 @@ class LocalLauncher:
         await asyncio.get_running_loop().subprocess_exec(
             lambda: process,
             *self._command,
-            # gloo and the store log many lines for each lost peer, which kfuse reports as an event.
+            # gloo and the store log many lines for each lost peer, which kfuse reports as an event. What a worker prints
+            # is to be seen as it comes.
             env={
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
+                "PYTHONUNBUFFERED": "1",
                 **({} if self._share is None else {"OMP_NUM_THREADS": str(max(1, cores // self._share))}),
                 **os.environ,
                 "LOCAL_RANK": str(slot),
