@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 from kfuse.cli.output import leave, survive_closed_output
 from kfuse.cli.run import supervise
 from kfuse.comm import devices
+from kfuse.cores import cores
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, join
@@ -132,9 +132,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
     parser.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
-    gpus, cores = devices.count(), os.cpu_count() or 1
+    gpus = devices.count()
     slots = "workers that this host takes (default: its GPUs, or its cores where it has none; with --listen also 0)"
-    parser.add_argument("--slots", type=int, default=gpus or cores, help=slots)
+    parser.add_argument("--slots", type=int, default=gpus or cores(), help=slots)
     parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
     parser.add_argument("-m", "--module", action="store_true", help="the script is named as a module, as for python -m")
     parser.add_argument("script", type=_path, nargs="?", help="a Python file")
@@ -160,7 +160,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if args.script is not None or args.listen is not None:
             parser.error("--join: the supervisor has the script; must be used with --token-file and --slots only")
     elif args.script is None:
-        parser.error("a script is needed: kfuse-run --workers 2 train.py; or a module: kfuse-run --workers 2 -m my.train")
+        parser.error("a script is needed: kfuse-run --workers 2 train.py, or a module: kfuse-run -m my.train")
     elif not (args.module or args.script.is_file()):
         parser.error(f"{args.script}: no such file; a Python script is needed")
     return args
