@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,6 +196,18 @@ def test_killed_loader_processes_are_restarted_as_long_as_batches_come(caplog: p
                 assert_equal(fed.fetch(task), task)
     assert [pid for pid, _ in lost] == killed and all("SIGKILL" in how for _, how in lost)
     assert f"(pid {killed[0]}) was ended by SIGKILL" in caplog.text
+
+
+def test_tensors_are_handed_over_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In TMPDIR, where a socket's may have too long a path, and would stay behind."""
+    place = tmp_path / ("x" * 100)
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    with (fed := feeder()).running():
+        fed.expect(plan(0, 0))
+        for task in tasks_of_step(plan(0, 0)):
+            assert_equal(fed.fetch(task), task)
+    assert list(place.iterdir()) == []
 
 
 def test_a_busy_loader_process_keeps_no_training_from_ending() -> None:

@@ -14,6 +14,7 @@ import pytest
 from distributed import run_workers
 from elastic_job import DEADLINE_S, Job, assert_exact, assert_none_left, wait_until
 
+from kfuse.cli import kfuse_run
 from kfuse.train.evaluation import params_sha256
 
 
@@ -96,6 +97,33 @@ def trained_alone(marker: str) -> tuple[int, str]:
     with patch.object(sys, "argv", ["train.py", marker]):
         exec(PRELUDE + DEATH, names)
     return names["steps"], params_sha256(names["model"])
+
+
+def test_a_module_is_run_and_its_prints_come_as_they_are_made(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    text = "import pathlib, sys, time\nprint(sys.argv[1:])\n"
+    text += "while not pathlib.Path('go-on').exists():\n    time.sleep(0.01)"
+    (tmp_path / "mine" / "train.py").write_text(text)
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--observe-sinks", "[]", "-m", "mine.train", "--workers"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "['--workers']\n"
+        (tmp_path / "go-on").touch()
+    assert process.returncode == 0
+
+
+def test_lists_are_written_as_at_the_shell(workplace: Path) -> None:
+    Path("train.py").touch()
+    for text, expected in (("[]", []), ("[tensorboard, 'csv']", ["tensorboard", "csv"]), ("csv", ["csv"])):
+        assert kfuse_run._parse(["--observe-sinks", text, "train.py"]).settings["observe_sinks"] == expected
+
+
+@pytest.mark.full
+def test_a_script_may_ask_for_the_ledger(tmp_path: Path) -> None:
+    """Also where the run goes on, whose lines of steps that come again are replaced."""
+    ask = "train_epochs=5, observe_ledger=True, checkpoint_dir='kept', checkpoint_every_steps=2"
+    for until in ("5", "None"):
+        ended = run_script(tmp_path, PRELUDE.replace("train_epochs=5", ask) + f"loop({until})", workers=1)
+    assert [line["step"] for line in ended.ledger if line["micro_batch"] == 0] == list(range(20))
 
 
 @pytest.mark.full

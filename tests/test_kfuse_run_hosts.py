@@ -265,7 +265,9 @@ def test_an_agent_that_waits_for_its_supervisor_ends_in_order_at_sigterm(meeting
         (["--join", "127.0.0.1:1", "--token-file", "absent"], "--token-file absent: cannot be read"),
         (["--join", "127.0.0.1:1", "--token-file", "short"], "must hold a secret of at least 16 characters"),
         (["--join", "127.0.0.1:1", "--token-file", "open"], "--token-file open: must be readable by its owner alone"),
-        (["--workers", "3", "--max-workers", "2", "train.py"], "workers.max=2"),
+        (["--workers", "3", "--max-workers", "2", "train.py"], "error: --max-workers 2: must be at least --workers 3"),
+        (["--worker", "2", "train.py"], "error: --worker: no such option (did you mean --workers?)"),
+        ([], "error: a script is needed: kfuse-run --workers 2 train.py"),
         (["absent.py"], "absent.py: no such file"),
         (["--run-dir", "used", "train.py"], "--run-dir used: must be a new directory: the run in it has ended"),
     ],
@@ -285,5 +287,6 @@ def test_wrong_arguments_end_in_one_line(
         status: Any = kfuse_run.main(arguments)
     except SystemExit as stop:
         status = stop.code
-    assert status == 2 and message in capsys.readouterr().err.splitlines()[-1]
+    [line] = capsys.readouterr().err.splitlines()
+    assert status == 2 and message in line
     assert sorted(workplace.rglob("*")) == before

@@ -13,6 +13,7 @@ import pytest
 import torch
 from elastic_job import assert_none_left
 
+from kfuse.cores import cores
 from kfuse.elastic.launchers import HostsLauncher, LocalLauncher
 from kfuse.elastic.launchers.agent import offer
 from kfuse.elastic.launchers.local import LocalProcess
@@ -108,6 +109,29 @@ def test_a_line_without_an_end_is_dropped_and_the_rest_is_heard() -> None:
     assert status == 0 and lines[-1] == "after it" and len(lines) <= 2
 
 
+@pytest.mark.parametrize(
+    ("group", "files", "expected"),
+    [
+        ("0::/", {}, 8),
+        ("0::/", {"cpu.max": "max 100000"}, 8),
+        ("0::/", {"cpu.max": "250000 100000"}, 2),
+        ("0::/a/b", {"cpu.max": "max 100000", "a/cpu.max": "300000 100000", "a/b/cpu.max": "600000 100000"}, 3),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("1:cpuset:/\n2:cpu,cpuacct:/of/the/host", {"cpu/cpu.cfs_quota_us": "40", "cpu/cpu.cfs_period_us": "10"}, 4),
+        ("2:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "10"}, 8),
+    ],
+)
+def test_cores_are_those_of_the_affinity_and_of_a_containers_quota(
+    group: str, files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {*range(8)})
+    for name, content in {"../../../proc/self/cgroup": group, **files}.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    assert cores(tmp_path) == expected
+
+
 @pytest.mark.parametrize(("set_by_user", "workers", "threads"), [(None, 1, None), (None, 10_000, "1"), ("3", 2, "3")])
 def test_workers_share_the_cores_unless_the_user_says_otherwise(
     set_by_user: str | None, workers: int, threads: str | None, monkeypatch: pytest.MonkeyPatch
@@ -115,7 +139,7 @@ def test_workers_share_the_cores_unless_the_user_says_otherwise(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if set_by_user is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", set_by_user)
-    expected = threads or str(len(os.sched_getaffinity(0)))
+    expected = threads or str(cores())
     assert ran("import os; print(os.environ['OMP_NUM_THREADS'])", workers) == (0, [expected])
 
 
@@ -136,7 +160,7 @@ def test_the_users_number_of_threads_is_taken(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {*range(8)})
     config: dict[str, Any] = {"workers": {"max": 4, "threads": threads}, "comm": {"reproducible": reproducible}}
     set_threads(config)
     assert torch.get_num_threads() == expected

@@ -6,17 +6,17 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kfuse.cli.output import leave, survive_closed_output
 from kfuse.cli.run import supervise
 from kfuse.comm import devices
+from kfuse.cores import cores
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, join
@@ -28,7 +28,7 @@ from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.observe.sinks import missing
 from kfuse.settings import rules
-from kfuse.settings.tree import ConfigError, JobSettings, Leaf, by_key, leaves, show
+from kfuse.settings.tree import ConfigError, JobSettings, Leaf, by_key, did_you_mean, leaves, show
 from kfuse.version import __version__
 
 _EPILOG = """\
@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace, directory: RunDirectory, trainings: int | Non
     settings = args.settings
     recorder = Recorder(directory, Display(progress=settings["observe_progress"] is not False))
     set_up_logging(settings["observe_log_level"], "supervisor", recorder.line)
-    command = [sys.executable, str(args.script), *args.arguments]
+    command = [sys.executable, *["-m"] * args.module, str(args.script), *args.arguments]
     # A script that has called kf.init catches SIGTERM: it ends when it notices that the supervisor is gone.
     launcher: Launcher = LocalLauncher(command, parent_end_signal=signal.SIGTERM, share=settings["workers_max"])
     if args.listen is not None:
@@ -105,9 +105,19 @@ def _join(args: argparse.Namespace) -> int:
     return 0 if left else STOP_STATUS["terminated"]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors are one line, with settings as flags: `--max-workers 2` for workers.max=2."""
+
+    def error(self, message: str) -> NoReturn:
+        for leaf in leaves(JobSettings).values():
+            message = message.replace(f"{leaf.key}=", f"{_flag(leaf)} ")
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kfuse-run",
+        allow_abbrev=False,
         description="Runs a training script that uses kf.fit or kf.DataLoader on workers that may come and go.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -115,20 +125,24 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for leaf in leaves(JobSettings).values():
         about = f"{leaf.setting.help} ({leaf.allowed}; default {show(leaf.default)})".replace("%", "%%")
         # --observe-sinks csv,wandb
-        kind: Callable[[str], Any] = _value if leaf.kind != list[str] else lambda text: text.strip("[]").split(",")
+        kind: Callable[[str], Any] = _value if leaf.kind != list[str] else _list
         parser.add_argument(_flag(leaf), dest=leaf.name, metavar="VALUE", type=kind, default=leaf.default, help=about)
     directory = "for metrics and events: new, or that of a run that has not ended (default runs/DATE/TIME)"
     parser.add_argument("--run-dir", type=_path, help=directory)
     parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
     parser.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
-    gpus, cores = devices.count(), os.cpu_count() or 1
+    gpus = devices.count()
     slots = "workers that this host takes (default: its GPUs, or its cores where it has none; with --listen also 0)"
-    parser.add_argument("--slots", type=int, default=gpus or cores, help=slots)
+    parser.add_argument("--slots", type=int, default=gpus or cores(), help=slots)
     parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is named as a module, as for python -m")
     parser.add_argument("script", type=_path, nargs="?", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        parser.error(f"{word}: no such option{did_you_mean(word, parser._option_string_actions)}")
     try:
         args.settings = _settings(args)
     except ConfigError as error:
@@ -145,8 +159,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if args.join is not None:
         if args.script is not None or args.listen is not None:
             parser.error("--join: the supervisor has the script; must be used with --token-file and --slots only")
-    elif args.script is None or not args.script.is_file():
-        parser.error(f"{args.script or 'script'}: no such file; a Python script is needed")
+    elif args.script is None:
+        parser.error("a script is needed: kfuse-run --workers 2 train.py, or a module: kfuse-run -m my.train")
+    elif not (args.module or args.script.is_file()):
+        parser.error(f"{args.script}: no such file; a Python script is needed")
     return args
 
 
@@ -156,6 +172,11 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _list(text: str) -> list[str]:
+    """Returns a list's words, as at the shell: [csv, wandb]; the brackets may be left out."""
+    return [word.strip(" '\"") for word in text.strip("[] ").split(",") if word.strip()]
 
 
 def _flag(leaf: Leaf) -> str:
@@ -172,7 +193,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     settings["workers_max"] = settings["workers_max"] or settings["workers_count"]
     rules.check(by_key(settings), shell=True)
     if why := missing(settings["observe_sinks"]):
-        raise ConfigError(f"observe.sinks: {why}")
+        raise ConfigError(f"--observe-sinks: {why}")
     return settings
 
 

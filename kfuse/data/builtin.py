@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from kfuse.cores import cores
 from kfuse.data.dataset import DataError, Dataset, DataSplit, TensorData
 from kfuse.data.fetching import permutation
 
@@ -173,7 +174,7 @@ class ImageFiles(Images):
             # Drawn here, for the whole batch: the threads' order must not matter.
             draws = torch.rand(len(files), 5, generator=generator, dtype=torch.float64).tolist()
         # A loader process, which runs beside others, decodes in one thread.
-        with ThreadPoolExecutor(1 if get_worker_info() else min(8, os.cpu_count() or 1)) as threads:
+        with ThreadPoolExecutor(1 if get_worker_info() else min(8, cores())) as threads:
             decoded = np.stack(list(threads.map(self._decode, files, draws)))
         # Contiguous: the CPU's convolutions have corrupted memory for small channels-last images.
         return torch.from_numpy(decoded).permute(0, 3, 1, 2).contiguous()

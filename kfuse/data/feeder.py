@@ -17,6 +17,7 @@ import gc
 import logging
 import os
 import pickle
+import secrets
 import signal
 import sys
 import time
@@ -25,6 +26,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import connection as connections
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -284,6 +287,8 @@ def serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loadin
     if os.getppid() != parent:  # it ended before
         os._exit(0)
     sys.excepthook = _silent_without_parent
+    if util.abstract_sockets_supported:  # by them tensors are handed over: files may have too long a path, and stay
+        connections.arbitrary_address = _without_file  # type: ignore[attr-defined]
     gc.freeze()  # objects of the training worker, such as its process groups, must not be destroyed here
     for number_of_signal in _IGNORED:
         signal.signal(number_of_signal, signal.SIG_IGN)
@@ -326,6 +331,11 @@ def _reply(fetcher: Fetcher, task: Task, number: int, init: Callable[[int], obje
         except Exception:  # it cannot be sent
             sent = RuntimeError(f"{type(error).__name__}: {error}")
         return ForkingPickler.dumps((task, Failure(sent, text)))
+
+
+def _without_file(family: str) -> Any:
+    """As multiprocessing's own function, but for a socket's file in TMPDIR."""
+    return f"\0kfuse-{secrets.token_hex(16)}" if family == "AF_UNIX" else ("localhost", 0)
 
 
 def _silent_without_parent(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -252,7 +252,7 @@ class Recorder:
                 self._begin()
         if self._begins is not None:
             self._begins()
-        self.directory.rewind(data["step"])
+        self.directory.rewind(data["step"], data.get("ledger", False))
         self._display.start(data["samples"], data["steps"], f"kfuse  {self.directory.path}")
 
     def line(self, text: str) -> None:

@@ -167,8 +167,14 @@ class RunDirectory:
             self._ledger.add(_line(record))
             self._write()
 
-    def rewind(self, step: int) -> None:
-        """Training goes on from `step`: what was recorded of that step and later ones is to be recorded again."""
+    def rewind(self, step: int, ledger: bool = False) -> None:
+        """Training goes on from `step`: what was recorded of that step and later ones is to be recorded again.
+
+        ledger: the script asks for one. Raises OSError where it cannot be made.
+        """
+        if ledger and self._ledger is None:
+            self._ledger = _Lines(self.path / "ledger.jsonl")
+            self._files.append(self._ledger)
         self._last_step, self._next_step = -1, step
         with contextlib.suppress(OSError):  # what it says of the run's end no longer holds
             (self.path / "summary.json").unlink()

@@ -6,7 +6,6 @@ job has workers, or two, from whose messages those of more workers are computed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from kfuse.comm.buckets import plan_parameters
 from kfuse.comm.cost import SCHEDULES, Costs, Job, Price, choose, price
 from kfuse.comm.settings import CommOptions
 from kfuse.comm.transports import make_programs
+from kfuse.cores import cores
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.settings import instantiate
 from kfuse.settings.instantiate import class_arguments
@@ -51,7 +51,7 @@ def main(config: dict[str, Any]) -> int:
     params = [p for p in model.parameters() if p.requires_grad]
     buckets = tuple(it.numel for it in plan_parameters(params, [0] * len(params), options.bucket_elements))
     job = Job(buckets, workers, wire_bytes=4 if options.dtype == "fp32" else 2)
-    processes = workers if workers <= min(MOST_PROCESSES, os.cpu_count() or 1) else 2
+    processes = workers if workers <= min(MOST_PROCESSES, cores()) else 2
     arguments = {"settings": options.named(), "timeout_s": TIMEOUT_S, "elements": max(buckets)}
     with ranks("costs", arguments, processes, gpus=0) as started:
         found, problem = started[0]()

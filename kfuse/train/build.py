@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kfuse.checkpoint.manager import Checkpoints, SavedModel, load_weights
+from kfuse.cores import cores
 from kfuse.data import DataSplit
 from kfuse.data.sources import heldout_data, training_data
 from kfuse.optim import DistributedOptimizer, Optimizer
@@ -28,7 +29,7 @@ def set_threads(config: dict[str, Any]) -> None:
     """
     workers = config["workers"]
     here = int(os.environ.get("LOCAL_WORLD_SIZE", workers["max"]))  # torchrun sets LOCAL_WORLD_SIZE
-    shared = max(1, (os.cpu_count() or 1) // here)
+    shared = max(1, cores() // here)
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdigit() and int(wanted) and "LOCAL_WORLD_SIZE" not in os.environ:  # torchrun sets it to 1 unasked
         shared = int(wanted)

@@ -235,7 +235,7 @@ def _trainer(
     output = Output(session, values)
     if session.control_client is not None:  # the supervisor keeps the run directory
         ledger = session.control_client.job.get("observe", {}).get("ledger", False)
-        values = {**values, "observe_ledger": ledger}
+        values = {**values, "observe_ledger": ledger or values["observe_ledger"]}
     training = TrainContext(
         model,
         given.data,

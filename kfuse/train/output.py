@@ -267,6 +267,7 @@ class Reporter:
         epochs, steps = self._settings.train_epochs, self._settings.train_steps
         total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
         about = {"samples": total, "steps": steps, "step": step, "training": self._session.training}
+        about["ledger"] = self._settings.observe_ledger
         self._send("start", {**about, "restarts": restarts, "goes_back": goes_back})
 
     def view(self, step: int, view: View, regroup_s: float, transfer_s: float) -> None:

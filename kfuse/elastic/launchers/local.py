@@ -11,6 +11,8 @@ import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from itertools import count
 
+from kfuse.cores import cores
+
 _PR_SET_PDEATHSIG = 1
 _LONGEST_LINE = 2**20  # bytes
 
@@ -121,7 +123,6 @@ class LocalLauncher:
 
     async def _start(self, env: Mapping[str, str], inherited: Collection[int] = ()) -> LocalProcess:
         """inherited: file descriptors that it has too."""
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self._processes = [process for process in self._processes if not process.ended]
         taken = {process.slot for process in self._processes}
         slot = next(number for number in count() if number not in taken)
@@ -132,7 +133,8 @@ class LocalLauncher:
             # gloo and the store log many lines for each lost peer, which kfuse reports as an event.
             env={
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
-                **({} if self._share is None else {"OMP_NUM_THREADS": str(max(1, cores // self._share))}),
+                "PYTHONUNBUFFERED": "1",  # what it prints is seen as it comes
+                **({} if self._share is None else {"OMP_NUM_THREADS": str(max(1, cores() // self._share))}),
                 **os.environ,
                 "LOCAL_RANK": str(slot),
                 **env,

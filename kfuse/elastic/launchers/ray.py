@@ -17,6 +17,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 
+from kfuse import cores
 from kfuse.elastic import protocol
 from kfuse.elastic.launchers import agent, local
 from kfuse.elastic.launchers.agent import offer
@@ -145,7 +146,7 @@ class RayLauncher(HostsLauncher):
         """Has an actor run the process, until one of them has ended."""
         import ray
 
-        for module in (local, agent, protocol, sys.modules[__name__]):
+        for module in (cores, local, agent, protocol, sys.modules[__name__]):
             ray.cloudpickle.register_pickle_by_value(module)
         needs = {"num_cpus": self._cpus, "num_gpus": self._needed_gpus}
         actor = ray.remote(Keeper).options(**needs, max_restarts=0).remote()

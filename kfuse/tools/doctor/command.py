@@ -11,7 +11,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from rich.console import Console
 
 from kfuse.comm import devices as comm_devices
 from kfuse.comm.settings import CommOptions
+from kfuse.cores import cores
 from kfuse.settings.tree import flat
 from kfuse.tools.doctor.processes import TIMEOUT_S, ranks, started
 from kfuse.version import __version__
@@ -137,9 +137,8 @@ def _kernels(found: Mapping[str, str | None] | None, problem: str | None, gpus: 
 
 
 def size() -> Line:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return Line("machine", "ok", f"{cores} cores, {memory:.1f} GiB of memory, {platform.platform()}")
+    return Line("machine", "ok", f"{cores()} cores, {memory:.1f} GiB of memory, {platform.platform()}")
 
 
 def versions() -> Line:

@@ -1,0 +1,37 @@
+"""How many CPU cores this process may use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def cores(root: Path = Path("/")) -> int:
+    """Those of the process's affinity (Linux), or fewer where the CPU quota of a cgroup allows less, as in a container.
+
+    root: where the system's files are.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([allowed, *map(int, _quotas(root))]))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """The cores' worth of time that this process's cgroup and each one above it may take, where they have a quota."""
+    try:
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:  # no Linux
+        return
+    for _, controllers, path in groups:
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")  # version 1, or 2
+        names = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"]
+        own = top / path.lstrip("/")  # in a container it may not be there, and `top` is its own
+        for folder in (own, *(above for above in own.parents if above.is_relative_to(top))):
+            try:
+                quota, period = " ".join((folder / name).read_text() for name in names).split()
+                if quota not in ("max", "-1"):
+                    yield int(quota) / int(period)
+            except (OSError, ValueError, ZeroDivisionError):
+                continue
