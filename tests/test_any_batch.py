@@ -15,6 +15,7 @@ from distributed import run_workers
 from problems import network, problem
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
 import kfuse as kf
 from kfuse.data import Dataset, TensorData, as_dataset
@@ -145,6 +146,59 @@ def test_nested_tensors_are_samples() -> None:
         assert not isinstance(as_dataset(samples), TensorData)  # two samples
     with pytest.raises(ValueError, match=r"\(5, 2\), \(4,\): must have the same first dimension"):
         as_dataset({"x": x, "y": y[:4]})
+    uneven = torch.nested.nested_tensor([torch.ones(1, 2)] * 5)  # has no rows to be taken at once
+    assert as_dataset(TensorDataset(x, uneven)).fetch(rows)[1].shape == (2, 1, 2)
+
+
+@dataclass
+class Scaled:
+    """Its class changes what it is given; its field `to` is no method."""
+
+    to: Tensor
+
+    def __post_init__(self) -> None:
+        self.to, self.length = self.to * 2, len(self.to)
+
+
+class Priced:
+    to = "EUR"
+
+
+def odd_batch(samples: list[int]) -> list[Any]:
+    rows = [torch.ones(1 + i % 2, 3) for i in samples]
+    return [
+        {"x": torch.ones(len(samples), 1), "sparse": torch.eye(3).to_sparse()},
+        [torch.nested.nested_tensor(rows, layout=torch.jagged), torch.Size([1, 2])],
+        (Scaled(torch.arange(3.0)), Priced(), np.array([None, "text"], dtype=object), pack_sequence([torch.ones(2)])),
+    ][: 2 + len(samples) % 2]
+
+
+def told(part: Any) -> Any:
+    """The values of a batch's part, with the types of what holds them."""
+    if isinstance(part, (dict, list, tuple)):
+        values = part.items() if isinstance(part, dict) else part
+        return type(part), [told(value) for value in values]
+    if isinstance(part, Tensor) and part.layout is torch.jagged:
+        return torch.jagged, told(list(part.unbind()))
+    return type(part) if isinstance(part, Priced) else repr(vars(part) if isinstance(part, Scaled) else part)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_may_hold_what_torchs_loader_hands_over(workers: int) -> None:
+    model = nn.Linear(1, 1)
+    opt, found = kf.FusedSGD(model.parameters(), lr=0.1), list[Any]()
+    how: dict[str, Any] = {"batch_size": 5, "batch_micro": 3, "collate_fn": odd_batch, "data_workers": workers}
+    for step in kf.DataLoader([1] * 5, model, opt, **how):  # micro-batches of three samples and of two
+        for batch in step:
+            found.append(told(batch))
+            model(batch[0]["x"]).sum().backward()
+        opt.step()
+    assert found == [told(batch) for batch in DataLoader([1] * 5, 3, collate_fn=odd_batch)]
+
+
+def test_what_torch_keeps_on_the_cpu_stays_there() -> None:
+    moved = to_device({"a": pack_sequence([torch.ones(2)])}, torch.device("meta"))["a"]
+    assert moved.data.is_meta and not moved.batch_sizes.is_meta
 
 
 def test_moving_a_batch_keeps_its_structure_and_its_other_values() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,22 +20,42 @@ from kfuse.comm.chunks import memory
 from kfuse.comm.devices import Device
 
 
-def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Returns the leaves of `batch` and its structure, as `tree_flatten` does.
+def map_leaves(act: Callable[[Any], Any], batch: Any, movable: bool = False) -> Any:
+    """Returns a structure like `batch`, with `act(leaf)` in each leaf's place.
 
-    A dataclass that has a method `to` is a leaf: that method moves it. Any other becomes known to torch here.
+    A dataclass without a method `to` is a part of the structure; a copy is made without calling its class. movable:
+    every object with a method `to` is a leaf, also one that torch would take apart, as a PackedSequence.
     """
-    leaves, structure = pytree.tree_flatten(batch)
-    unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not hasattr(leaf, "to")} - {type}
-    for kind in unknown:
-        pytree.register_dataclass(kind)
-    return flatten(batch) if unknown else (leaves, structure)
+
+    def mapped(leaf: Any) -> Any:
+        parts = _fields_of(leaf)
+        if not parts:
+            return act(leaf)
+        copied = copy.copy(leaf)
+        for name, value in parts.items():
+            object.__setattr__(copied, name, map_leaves(act, value, movable))
+        return copied
+
+    def is_leaf(node: Any) -> bool:
+        return type(node) is torch.Size or (movable and moves_itself(node))
+
+    return pytree.tree_map(mapped, batch, is_leaf=is_leaf)
 
 
-def map_leaves(act: Callable[[Any], Any], batch: Any) -> Any:
-    """Returns a structure like `batch`, with `act(leaf)` in each leaf's place."""
-    leaves, structure = flatten(batch)
-    return pytree.tree_unflatten(map(act, leaves), structure)
+def leaves_of(batch: Any) -> list[Any]:
+    leaves = [(leaf, _fields_of(leaf)) for leaf in pytree.tree_leaves(batch)]
+    return [each for leaf, parts in leaves for each in (leaves_of([*parts.values()]) if parts else [leaf])]
+
+
+def _fields_of(leaf: Any) -> dict[str, Any]:
+    if not is_dataclass(leaf) or isinstance(leaf, type) or moves_itself(leaf):
+        return {}
+    return {each.name: getattr(leaf, each.name) for each in fields(leaf) if hasattr(leaf, each.name)}
+
+
+def moves_itself(thing: Any) -> bool:
+    """Whether its class has a method `to`. Another attribute of this name says nothing."""
+    return callable(getattr(type(thing), "to", None))
 
 
 def is_flat(batch: Any) -> bool:
@@ -44,7 +66,7 @@ def is_flat(batch: Any) -> bool:
 def tensors(batch: Any) -> list[Tensor]:
     if is_flat(batch):
         return list(batch)
-    return [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -59,9 +81,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return copy_to(there, leaf)
-        return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, type) else leaf
+        return leaf.to(device) if moves_itself(leaf) else leaf
 
-    return map_leaves(move, batch)
+    return map_leaves(move, batch, movable=True)
 
 
 def copy_to(device: Device, tensor: Tensor) -> Tensor:
@@ -72,15 +94,20 @@ def copy_to(device: Device, tensor: Tensor) -> Tensor:
     faster than the bus. torch keeps it until it is read.
     """
     from_host = device.asynchronous and tensor.device.type == "cpu" and not device.holds(tensor)
-    if from_host and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_pinned():
+    if from_host and is_plain(tensor) and tensor.is_contiguous() and not tensor.is_pinned():
         tensor = pinned_copy(device, tensor)
     return tensor.to(device.name, non_blocking=True)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether it is a tensor whose elements lie in one memory as they are: of no subclass, not sparse, not nested."""
+    return type(leaf) is Tensor and leaf.layout is torch.strided and not (leaf.is_nested or leaf.is_quantized)
 
 
 def pinned_copy(device: Device, tensor: Tensor) -> Tensor:
     """Returns a copy in pinned memory with the same strides, on which a model's bits may depend (channels_last).
 
-    Where the tensor's memory is not dense, returns the tensor itself: it is copied without pinned memory.
+    Where the memory of the tensor, a plain one, is not dense, returns itself: it is copied without pinned memory.
     """
     if tensor.is_contiguous():
         return device.pinned(tensor.shape, tensor.dtype).copy_(tensor)
@@ -134,13 +161,16 @@ class TensorData(Dataset):
 
     def __init__(self, structure: Any, chosen: Sequence[int] | None = None) -> None:
         """chosen: the rows that are samples, in this order; None: all. Raises IndexError for one that is not there."""
-        self._leaves, self._form = flatten(structure)
+        self._leaves = leaves_of(structure)
         if not self._leaves or not all(isinstance(leaf, Tensor) for leaf in self._leaves):
             raise TypeError(f"{type(structure).__name__}: must hold tensors, and nothing else")
         lengths = {len(leaf) if leaf.ndim else 0 for leaf in self._leaves}
         if len(lengths) > 1 or 0 in lengths:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in self._leaves)
             raise ValueError(f"tensors of shapes {shapes}: must have the same first dimension, at least 1")
+        outer, form = pytree.tree_flatten(structure)
+        known = all(isinstance(leaf, Tensor) for leaf in outer)  # no dataclass
+        self._like: Callable[[Sequence[Tensor]], Any] = form.unflatten if known else partial(_replaced, structure)
         self._is_flat, self._length = is_flat(structure), lengths.pop()
         self._chosen = None if chosen is None else np.arange(self._length)[np.asarray(chosen, dtype=np.int64)]
 
@@ -151,18 +181,22 @@ class TensorData(Dataset):
         """Returns the structure, with the rows `indices` of each tensor."""
         rows = torch.from_numpy(indices if self._chosen is None else self._chosen[indices])
         taken = tuple(leaf.index_select(0, rows if leaf.is_cpu else rows.to(leaf.device)) for leaf in self._leaves)
-        return taken if self._is_flat else self._form.unflatten(taken)
+        return taken if self._is_flat else self._like(taken)
+
+
+def _replaced(structure: Any, leaves: Sequence[Any]) -> Any:
+    values = iter(leaves)
+    return map_leaves(lambda leaf: next(values), structure)
 
 
 Collate = Callable[[list[Any]], Any]  # collate_fn(samples): the batch, any nested structure
 
 
 def collate(samples: list[Any], collate_fn: Collate | None) -> Any:
-    """Makes a batch of samples: a pair (inputs, targets) as a tuple, anything else as it was collated.
-
-    collate_fn: None: `torch.utils.data.default_collate`.
-    """
-    batch = (collate_fn or default_collate)(samples)
+    """Makes a batch of samples, by default with torch's `default_collate`, but that a pair is a tuple."""
+    if collate_fn is not None:
+        return collate_fn(samples)
+    batch = default_collate(samples)
     return tuple(batch) if isinstance(batch, list) and len(batch) == 2 else batch
 
 
@@ -206,10 +240,9 @@ def as_dataset(obj: Any, collate_fn: Collate | None = None) -> Dataset:
     if collate_fn is None:
         if isinstance(obj, Dataset):
             return obj
-        if type(obj) is TensorDataset:
-            return TensorData(obj.tensors)
-        if type(obj) is Subset and type(obj.dataset) is TensorDataset:  # as random_split makes them
-            return TensorData(obj.dataset.tensors, obj.indices)
+        whole, chosen = (obj.dataset, obj.indices) if type(obj) is Subset else (obj, None)  # as random_split makes them
+        if type(whole) is TensorDataset and all(map(is_plain, whole.tensors)):
+            return TensorData(whole.tensors, chosen)
         if _is_of_tensors(obj):
             if len(obj) != 2:
                 raise TypeError(
@@ -247,7 +280,7 @@ def _holds_all_samples(obj: Any) -> bool:
     pair = isinstance(obj, tuple) and len(obj) == 2
     if not pair and not isinstance(obj, dict) and not (is_dataclass(obj) and not hasattr(obj, "__getitem__")):
         return False
-    leaves = flatten(obj)[0]
+    leaves = leaves_of(obj)
     if not leaves or not all(isinstance(leaf, (Tensor, np.ndarray)) for leaf in leaves):
         return False
     return not pair or len({leaf.shape[:1] for leaf in leaves}) == 1

@@ -37,12 +37,11 @@ from typing import Any
 
 import torch
 import torch.multiprocessing  # for tensors in messages
-from torch import Tensor
 from torch.utils.data._utils import worker as torch_worker
 
 from kfuse.comm import devices
 from kfuse.comm.devices import Event
-from kfuse.data.dataset import Dataset, MapData, map_leaves, pinned_copy, tensors
+from kfuse.data.dataset import Dataset, MapData, is_plain, map_leaves, pinned_copy, tensors
 from kfuse.data.fetching import EpochSampler, Fetcher, LoaderError, Loading, StreamSampler, Task, TaskPlan
 from kfuse.data.sources import Stream
 
@@ -248,8 +247,8 @@ class Feeder(Fetcher):
             return super().to_device(batch, device)
         copied, event = self._copy
         event.wait()
-        self._device.keep(list(tensors(copied)), self._device.current_stream())
-        return super().to_device(copied, device)  # what is no tensor, and moves by itself
+        self._device.keep(list(filter(is_plain, tensors(copied))), self._device.current_stream())
+        return super().to_device(copied, device)  # what is no plain tensor
 
     def _start_copy(self, batch: Any) -> tuple[Any, Event] | None:
         """Begins to copy a batch to the device, beside what the device does meanwhile: (copy, event after it)."""
@@ -258,13 +257,13 @@ class Feeder(Fetcher):
             return None
 
         def copy(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
+            if not is_plain(leaf):
                 return leaf
             return pinned_copy(self._device, leaf).to(self._device.name, non_blocking=True)  # it lies on the host
 
         event = self._device.event()
         with self._device.on(stream):
-            copied = map_leaves(copy, batch)
+            copied = map_leaves(copy, batch, movable=True)
             event.record()
         return copied, event
 

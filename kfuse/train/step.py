@@ -88,7 +88,7 @@ class Step:
         self.loss: Tensor | float | None = None
         self.figures: Sequence[Tensor | float] = ()  # averaged like the loss, in the order of `Statistics.figure_names`
         self.data_wait_s = 0.0  # seconds spent waiting for data so far
-        self.data_bytes = 0  # bytes of the tensors in the batches so far
+        self.data_bytes = 0  # bytes of the tensors in the batches so far; torch does not tell them of sparse ones
         self.error: Exception | None = None  # the exception that ended the step's body early
         self._fetcher, self._opt, self._seed = fetcher, training.opt, training.settings.seed
         self._several_backwards, self._may_draw = training.several_backwards, training.may_draw
@@ -123,7 +123,7 @@ class Step:
         weight = self._objective.weight(fetched, samples) if weighs else None  # before it is on a GPU: no wait
         batch = self._fetcher.to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
-        self.data_bytes += sum(tensor.nbytes for tensor in tensors(batch))
+        self.data_bytes += sum([each.nbytes for each in tensors(batch) if not each.is_sparse])
         if self._may_draw:
             seed_forward(device, random_key(self._seed, self.number, j))
         self.loss, self.figures = None, ()
