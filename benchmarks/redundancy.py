@@ -7,12 +7,11 @@ Three workers on this machine (gloo, one thread each) train an MLP with sharded 
 1) Steps. Two optimizers in the same processes, one of them mirrored, take turns: a few steps each, round after round.
    Ratios are of a round's times.
 2) Jobs. The choices take turns, one job of each in a round. A job makes steps undisturbed, of which steps 10 to 60 are
-   timed, snapshots and checkpoints included; then rank 1 is killed in its update, and the job goes on. The step of the
-   kill is drawn for each round, the same for all choices, out of as many as two checkpoints or five snapshots take.
+   timed, checkpoints included; then rank 1 is killed in its update, and the job goes on. The step of the
+   kill is drawn for each round, the same for all choices, out of as many as two checkpoints take.
    Ratios are of a round's times, to those of `none`; they need a machine that nobody else uses.
 
-Bytes are those of the optimizer's tensors, and of the snapshots, on rank 0 after 60 steps, over the number of
-parameters. The pause is that of the survivors: from the error to the first step in their new group, as the `view` event
+Bytes are those of the optimizer's tensors on rank 0 after 60 steps, over the number of parameters. The pause is that of the survivors: from the error to the first step in their new group, as the `view` event
 has it. Steps are those that are made again. `lost step again` is the time from the kill until rank 0 has completed the
 step of the kill: the loss is noticed, the new group is formed, and the steps are made again. Figures after a kill are
 medians, least and largest ones.
@@ -50,15 +49,15 @@ import kfuse as kf  # noqa: E402
 from kfuse import rank, session  # noqa: E402
 from kfuse.optim.layout import Part  # noqa: E402
 
-CHOICES = ("none", "snapshot", "mirror")
+CHOICES = ("none", "mirror")
 TIMED, KILLS = (10, 60), (61, 160)
 """The first and the last step: of those that are timed, and of those that a kill's is drawn from."""
-HIDDEN, SNAPSHOT_EVERY, CHECKPOINT_EVERY = 1000, 20, 50
+HIDDEN, CHECKPOINT_EVERY = 1000, 50
 TRAINING = words(
     f"model=mlp data=digits model.hidden=[{HIDDEN},{HIDDEN}] batch.size=48 batch.micro=4 train.epochs=1000",
     f"train.steps={KILLS[1] + 20}",
     "train.eval_every=1000 train.save_model=false comm.state=sharded comm.bucket_mb=1",
-    f"workers.count=3 workers.max=3 checkpoint.every_steps={CHECKPOINT_EVERY} elastic.snapshot_every={SNAPSHOT_EVERY}",
+    f"workers.count=3 workers.max=3 checkpoint.every_steps={CHECKPOINT_EVERY}",
     "policy._target_=redundancy.Watched",
 )
 
@@ -82,15 +81,8 @@ class Watched(Chaos):
 
 
 def held_bytes() -> int:
-    """Of the optimizer's state tensors, and of snapshots with the parameters in them."""
-    from kfuse.train import state
-
-    found = gc.get_objects()
-    total = sum(t.nbytes for flat in found if type(flat) is Part for t in flat.tensors.values())
-    for each in (each for each in found if type(each) is state._Snapshot):
-        total += sum(t.nbytes for parts in each.shards for part in parts for t in part.tensors.values())
-        total += sum(t.nbytes for t in each.common["model"].values())
-    return total
+    """Of the optimizer's state tensors."""
+    return sum(t.nbytes for flat in gc.get_objects() if type(flat) is Part for t in flat.tensors.values())
 
 
 def run(directory: Path, choice: str, kill: int) -> dict[str, float]:
@@ -178,8 +170,7 @@ def report(
             _said(row["lost_step_again_s"], 1e3),
         )
     console.print(table)
-    every = {"snapshot_every": SNAPSHOT_EVERY, "checkpoint_every": CHECKPOINT_EVERY}
-    write(file, ["torch"], **every, **steps, rows=rows, rounds=found)
+    write(file, ["torch"], checkpoint_every=CHECKPOINT_EVERY, **steps, rows=rows, rounds=found)
 
 
 def _spread(runs: list[dict[str, float]], figure: str) -> dict[str, float]:

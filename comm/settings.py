@@ -174,15 +174,10 @@ class CommSettings(TypedDict, total=False):
         Setting(
             "mirror",
             "where a lost worker's part of the sharded optimizer state comes from; mirror: another worker, where "
-            "possible on another host, has a copy and repeats its updates; snapshot: all go back to the last one; "
-            "none: all go back to the last checkpoint; without effect with comm.state=replicated, where each worker "
-            "has all of it",
-            choices=("mirror", "snapshot", "none"),
+            "possible on another host, has a copy and repeats its updates; none: all go back to the last checkpoint; "
+            "without effect with comm.state=replicated, where each worker has all of it",
+            choices=("mirror", "none"),
         ),
-    ]
-    elastic_snapshot_every: Annotated[
-        int,
-        Setting(50, "steps between snapshots in the workers' memory, with elastic.redundancy=snapshot", at_least=1),
     ]
 
 
@@ -212,7 +207,6 @@ class CommOptions:
     dtype: str = DEFAULTS["comm_dtype"]
     state: str = DEFAULTS["comm_state"]
     redundancy: str = DEFAULTS["elastic_redundancy"]
-    snapshot_every: int = DEFAULTS["elastic_snapshot_every"]
     bucket_mb: float = DEFAULTS["comm_bucket_mb"]
     reproducible: bool = DEFAULTS["comm_reproducible"]
     tree: str = DEFAULTS["comm_tree"]

@@ -45,7 +45,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "sync": ("ssgd", "local:N", "local:N with outer steps", "sma", "pair"),
     "state": ("replicated", "sharded"),
     "schedule": ("auto", "allreduce", "reduce_scatter", "all_to_all", "tree"),
-    "workers": ("fixed", "elastic, mirror", "elastic, snapshot", "elastic, none"),
+    "workers": ("fixed", "elastic, mirror", "elastic, none"),
     "reproducible": ("no", "yes"),
     "precision": ("fp32", "autocast bf16", "bf16 parameters", "bf16 messages"),
     "clip": ("none", "clip_norm", "GradScaler"),

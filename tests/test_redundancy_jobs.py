@@ -153,15 +153,6 @@ def test_a_lost_host_takes_no_state_with_it_whose_copy_is_on_another(
     assert [len(told["workers"]) for told in job.of_kind("copy_beside")] == beside
 
 
-def test_snapshots_are_gone_back_to(tmp_path: Path) -> None:
-    """Also for a worker that is lost while a snapshot is sent, and for one that has joined since the last."""
-    events = [event(17, "updating", 1), event(30, "sharing", 2), event(31, "forward", 2), event(61, "forward", 0)]
-    job = with_events(tmp_path, events, ["elastic.redundancy=snapshot", "elastic.snapshot_every=10"], 3)
-    found = job.of_kind("went_back")
-    assert {back["to"] for back in found} == {"snapshot"} and len(found) >= 3
-    assert all(back["step"] % 10 == 0 and 0 <= back["steps"] <= 20 for back in found), found
-
-
 def test_none_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     events = [event(20, "updating", 1), event(45, "forward", 0)]
     job = with_events(tmp_path, events, ["elastic.redundancy=none", "checkpoint.every_steps=12"], 3)

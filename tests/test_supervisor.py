@@ -16,7 +16,7 @@ from kfuse.elastic.supervisor import Elasticity
 TWO = Elasticity(2, 1, 3)
 SCRIPTS = Elasticity(2, 1, 2, script=True)
 TRACEBACK = ("Traceback (most recent call last):", '  File "a.py", line 1', "TypeError: bad")
-BEGINS = {"step": 0, "training": 1, "goes_back": False, "restarts": False}
+BEGINS = {"step": 0, "training": 1, "restarts": False}
 
 
 def job(elasticity: Elasticity, error: str | None = None, **events: int) -> Callable[..., Callable[..., None]]:

@@ -311,7 +311,7 @@ class Supervisor:
                 worker.said_goodbye = True
 
     def _take_record(self, kind: str, data: dict[str, Any]) -> None:
-        if kind == "start" and not (data["goes_back"] or self._begin(data["training"], data["restarts"])):
+        if kind == "start" and not self._begin(data["training"], data["restarts"]):
             return
         self.records.add(kind, data)
         if kind == "summary":

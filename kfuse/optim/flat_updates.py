@@ -16,10 +16,10 @@ from torch.nn import Parameter
 
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
-from kfuse.comm.group import CommError, Pending
+from kfuse.comm.group import CommError
 from kfuse.optim import sharding
 from kfuse.optim.flat import FlatState, has_moments
-from kfuse.optim.layout import MASTER, BucketState, Entry, Part, Piece, piece_of, refuse_overlaps
+from kfuse.optim.layout import MASTER, BucketState, Entry, Piece, piece_of, refuse_overlaps
 from kfuse.optim.rules import fisher
 from kfuse.optim.updates import Update, named_parameters
 
@@ -296,26 +296,3 @@ class FlatUpdates(FlatState):
 
     def collect_parameters(self, rank: int, has_state: bool) -> None:
         sharding.collect(self.engine, self.states, rank, has_state)
-
-    def copy_shards(self, step: int) -> tuple[list[list[Part]], list[Pending]]:
-        """Returns copies of this worker's shards, with those of the worker before, and the messages that bring them.
-
-        Of each bucket. Every worker calls it after the same step. Raises CommError.
-        """
-        group, copied, arriving = self.engine.group, list[list[Part]](), list[Pending]()
-        for number, (bucket, state) in enumerate(self.pairs()):
-            mine = {name: tensor.clone() for name, tensor in state.own.tensors.items()}  # updates change it meanwhile
-            before = bucket.shards[group.before[group.rank]]
-            theirs = {name: tensor.new_empty(before.stop - before.start) for name, tensor in mine.items()}
-            for name, tensor in mine.items():
-                what = f"step {step}, snapshot of bucket {number + 1}, {name}"
-                arriving.append(group.pass_on(theirs[name], tensor, what))
-            copied.append([Part(state.own.place, mine), Part(before, theirs)])
-        return copied, arriving
-
-    def take_shards(self, shards: Sequence[Sequence[Part]]) -> None:
-        """After `load_common_state`: takes parts of each bucket's state, any workers'; `regroup` gives them to their
-        owners.
-        """
-        for (bucket, state), parts in zip(self.pairs(), shards, strict=True):
-            state.others = [part.on(bucket.device) for part in parts]

@@ -64,9 +64,6 @@ class Part:
     def moments(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.tensors.items() if name != MASTER}
 
-    def on(self, device: torch.device | str) -> Part:
-        return Part(self.place, {name: tensor.to(device) for name, tensor in self.tensors.items()})
-
     def move_to(self, place: slice) -> None:
         """Drops the tensors; those that come are of `place`."""
         self.place, self.tensors, self.extents, self.pieces, self.made_of = place, {}, {}, {}, ()

@@ -256,19 +256,19 @@ class Reporter:
         """Reports an event of this worker alone, also where it is not rank 0."""
         self._keeper.report("event", event)
 
-    def start(self, step: int, restarts: bool, goes_back: bool = False) -> None:
+    def start(self, step: int, restarts: bool) -> None:
         """Training begins; sends its planned length in samples and steps.
 
         step: the first one that will be reported: from a checkpoint the one before the coming step, whose figures the
         policy sees with the present workers and bounds. restarts: started anew, it would go on from its own
-        checkpoints. goes_back: it is under way, and goes on from an earlier step.
+        checkpoints.
         """
         self._told = {}
         epochs, steps = self._settings.train_epochs, self._settings.train_steps
         total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
         about = {"samples": total, "steps": steps, "step": step, "training": self._session.training}
         about["ledger"] = self._settings.observe_ledger
-        self._send("start", {**about, "restarts": restarts, "goes_back": goes_back})
+        self._send("start", {**about, "restarts": restarts})
 
     def view(self, step: int, view: View, regroup_s: float, transfer_s: float) -> None:
         """A new view is active. regroup_s, transfer_s: seconds for forming the group, for sending the state."""

@@ -29,7 +29,7 @@ from kfuse.settings.tree import ConfigError
 from kfuse.train.context import TrainContext
 from kfuse.train.decisions import Decisions, PolicyCalls
 from kfuse.train.progress import STOP_REASONS, Stage
-from kfuse.train.state import LARGE, STAYS, Snapshots, TrainingState
+from kfuse.train.state import LARGE, STAYS, TrainingState
 from kfuse.train.step import generators_restored
 
 if TYPE_CHECKING:
@@ -64,9 +64,6 @@ class Recovery:
             "comm.state": session.comm.state,
             "types and memory layouts of parameters": parameter_layout(params),
         }
-        self._snapshots: Snapshots | None = None
-        if session.elastic and session.comm.sharded and session.comm.redundancy == "snapshot":
-            self._snapshots = Snapshots(session, opt, state)
         # The worker whose shards this one mirrors since the newest view in which all had the state.
         self._mirrored: int | None = None
         self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
@@ -126,16 +123,14 @@ class Recovery:
             drop_retired()
         if self._checkpoints is not None and not session.apart:  # else each worker has a model of its own
             self._checkpoints.save_when_due(at.step, at.epoch, self._state.capture_on_leader)
-        if self._snapshots is not None:
-            self._snapshots.take_when_due(at.step)
         if session.view is None or at.generation <= session.view.generation:
             self._decisions.measure_links()
             return
         started = time.perf_counter()
         if session.switch(at.generation):
             self._share_state(time.perf_counter() - started)
-            # A worker that joins begins here. With sharded state all must send it what is due: a snapshot, or a
-            # checkpoint that had to wait for the last one's writing.
+            # A worker that joins begins here. With sharded state all must send it what is due: a checkpoint
+            # that had to wait for the last one's writing.
             self.cross_boundary()
         elif self._checkpoints is not None:
             self._checkpoints.close()
@@ -215,19 +210,15 @@ class Recovery:
     def _share_state(self, regroup_s: float = 0.0) -> None:
         """In a new view: the most advanced worker's state comes to all that are behind it (new ones have none).
 
-        Where a part of the sharded optimizer state is lost with its workers, all go back to a snapshot or a checkpoint.
+        Where a part of the sharded optimizer state is lost with its workers, all go back to a checkpoint.
         """
         try:
             self._share_newest_state(regroup_s)
         except ShardsLost as error:  # on all workers alike
             self._lost, requested = (self._progress.step, str(error)), self._decisions.workers_requested
-            try:
-                self._has_state = self._snapshots is not None and self._snapshots.go_back()
-                self._align_engine()
-                self._share_newest_state(regroup_s, requested)
-            except ShardsLost:  # in the snapshot too
-                self._has_state = False
-                self._share_newest_state(regroup_s, requested)
+            self._has_state = False
+            self._align_engine()
+            self._share_newest_state(regroup_s, requested)
 
     def _share_newest_state(self, regroup_s: float, requested: int = 0) -> None:
         """Shares the state and reports the view. requested: the workers that this job was last asked for; 0: none."""
@@ -254,18 +245,15 @@ class Recovery:
         in_shards = self._take_newest_state(positions, begins, no_update)
         self._fresh_at = at.step if in_shards else None
         self._opt.updates.regroup(self._has_state or in_shards)
-        for files in (self._checkpoints, self._snapshots):
-            if files is not None:
-                files.agree()
+        if self._checkpoints is not None:
+            self._checkpoints.agree()
         self._has_state, self._torn = True, False
         self._mirrored = self._session.workers[group.before[group.rank]]
         if group.rank == 0 and not begins:
             self._decisions.request(workers=self._decisions.workers_requested)  # the last leader may not have sent it
-        if self._lost is not None and not begins:
-            self._report_start(goes_back=True)
         if group.rank == 0 and (loaded or not begins):
             self._reporter.resend()
-        self._report_view(view, begins, regroup_s, time.perf_counter() - started, positions)
+        self._report_view(view, regroup_s, time.perf_counter() - started, positions)
         self._decisions.measure_links()
         if self._opt.engine.choice is not None and self._opt.engine.topology is None:
             self._reporter.event(self._progress.step, "schedule", **asdict(self._opt.engine.choice))
@@ -385,16 +373,14 @@ class Recovery:
         for index, opt in enumerate(self._opts):
             opt.engine.step = self._progress.updates_of(index)
 
-    def _report_start(self, goes_back: bool = False) -> None:
+    def _report_start(self) -> None:
         restarts = self._checkpoints is not None and self._checkpoints.restarts
         # The first step whose statistics are not read yet; without one the coming step.
         unreported = min(self._progress.contexts, default=self._progress.step)
-        self._reporter.start(unreported, restarts, goes_back)
+        self._reporter.start(unreported, restarts)
 
-    def _report_view(
-        self, view: View, begins: bool, regroup_s: float, transfer_s: float, positions: Sequence[int]
-    ) -> None:
-        """Reports the view, and a return to an earlier step."""
+    def _report_view(self, view: View, regroup_s: float, transfer_s: float, positions: Sequence[int]) -> None:
+        """Reports the view, and a return to the last checkpoint."""
         went_back, self._lost = self._lost, None
         at, workers = self._progress, self._session.workers
         self._reporter.view(at.step, view, regroup_s, transfer_s)
@@ -406,8 +392,7 @@ class Recovery:
                 self._reporter.event(at.step, "copy_beside", workers=[workers[rank] for rank in ranks])
         if went_back is not None:
             step, why = went_back
-            to = "checkpoint" if begins else "snapshot"
-            self._reporter.event(at.step, "went_back", to=to, steps=step - at.step, why=why)
+            self._reporter.event(at.step, "went_back", steps=step - at.step, why=why)
         if at.is_apart:
             from kfuse.train.pair import left_out
 

@@ -8,21 +8,12 @@ micro-batch) before each micro-batch's forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.nn import Parameter
 
-from kfuse.checkpoint import snapshot
-from kfuse.comm.group import CommError, Pending
-from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
-
-if TYPE_CHECKING:
-    from kfuse.optim.flat_updates import FlatUpdates
-    from kfuse.optim.layout import Part
 
 # Parts that are the user's, and stay when training ends. Further optimizers are "optimizer 1", "optimizer 2", ...
 STAYS = ("model", "trainable", "optimizer")
@@ -141,81 +132,3 @@ class TrainingState:
 def _common_state(opt: DistributedOptimizer) -> dict[str, Any]:
     """What all workers have alike. No collective."""
     return opt.with_statistics(opt.updates.common_state())
-
-
-@dataclass
-class _Snapshot:
-    step: int
-    common: dict[str, Any]  # what all workers have alike, on the host
-    shards: list[list[Part]]  # of each bucket: this worker's own, and the one of the worker before
-    arriving: list[Pending]  # the messages that bring the latter
-
-    def is_complete(self) -> bool:
-        """Whether all has arrived. Does not wait; a message that has failed never arrives."""
-        try:
-            while self.arriving and self.arriving[-1].done():
-                self.arriving[-1].wait()
-                self.arriving.pop()
-        except CommError:
-            return False
-        return not self.arriving
-
-
-class Snapshots:
-    """This worker's snapshots of one training."""
-
-    def __init__(self, session: Session, opt: DistributedOptimizer, state: TrainingState) -> None:
-        self._session, self._opt, self._state = session, opt, state
-        self._updates = cast("FlatUpdates", opt.updates)  # the only ones with sharded state
-        self._every = session.comm.snapshot_every
-        self._newest: _Snapshot | None = None
-        # One or two, the newer one last: another worker may still wait for its part of that.
-        self._complete: list[_Snapshot] = []
-
-    def take_when_due(self, step: int) -> None:
-        """Between two steps, on every worker: copies the state, and starts sending the shards. step: completed ones.
-
-        Raises CommError where those of the snapshot before do not arrive.
-        """
-        group = self._opt.engine.group
-        if self._newest is not None and step > self._newest.step:
-            # All workers have made a step since it was taken, and so had all of the one before.
-            self._complete = self._complete[-1:]
-        if step % self._every or group.size == 1:
-            return
-        if self._newest is not None:
-            for message in self._newest.arriving:
-                message.wait()
-        self._keep_complete()
-        copied, arriving = self._updates.copy_shards(step)
-        common = snapshot(self._state.capture_common(), "the training state")
-        self._newest = _Snapshot(step, common, copied, arriving)
-
-    def _keep_complete(self) -> None:
-        if self._newest is not None and self._newest.is_complete():
-            self._newest.shards = [[part.on("cpu") for part in parts] for parts in self._newest.shards]
-            self._complete, self._newest = [*self._complete, self._newest], None
-
-    def agree(self) -> None:
-        """In a new view, on every worker: keeps the newest snapshot that is complete on all workers that have any.
-
-        Raises CommError.
-        """
-        self._keep_complete()
-        group = self._session.group
-        mine = torch.tensor([self._complete[-1].step if self._complete else -1], device=group.device)
-        steps = [int(step) for step in group.all_gather(mine, "newest snapshot of each worker")]
-        agreed = min((step for step in steps if step >= 0), default=-1)
-        self._complete, self._newest = [each for each in self._complete if each.step == agreed], None
-
-    def go_back(self) -> bool:
-        """In a new view, on every worker: takes the snapshot that they `agree` on. Returns whether this worker has it.
-
-        The shards come to their owners by the optimizer's `regroup`. Raises CommError.
-        """
-        self.agree()
-        if not self._complete:
-            return False
-        self._state.restore(self._complete[-1].common, keeps_shards=False)
-        self._updates.take_shards(self._complete[-1].shards)
-        return True
