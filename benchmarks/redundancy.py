@@ -14,7 +14,7 @@ Three workers on this machine (gloo, one thread each) train an MLP with sharded 
 Bytes are those of the optimizer's tensors on rank 0 after 60 steps, over the number of parameters. The pause is that of
 the survivors: from the error to the first step in their new group, as the `view` event has it. Steps are those that are
 made again. `lost step again` is the time from the kill until rank 0 has completed the step of the kill: the loss is
-noticed, the new group is formed, and the steps are made again. Figures after a kill are medians, least and largest ones.
+noticed, the new group is formed, the steps are made again. Figures after a kill are medians, least and largest ones.
 """
 
 from __future__ import annotations

@@ -360,8 +360,14 @@ def test_what_a_data_loader_holds_is_taken_over() -> None:
     assert isinstance(given.data, MapData) and given.data.dataset is loader.dataset
     assert given.of_loader == {"batch_size": 9, "data_workers": 2, "data_prefetch": 3}
     assert (given.worker_init_fn, given.remarks) == (print, [])
-    remarks = training_data(DataLoader(pairs(), 9, True, drop_last=True, generator=torch.Generator())).remarks
-    assert [remark.split()[1] for remark in remarks] == ["drop_last=True", "generator="]
+    unused: Any = {"drop_last": True, "generator": torch.Generator(), "num_workers": 1, "timeout": 5}
+    remarks = training_data(DataLoader(pairs(), 9, True, **unused, multiprocessing_context="spawn")).remarks
+    assert [remark.split()[1] for remark in remarks] == [
+        "drop_last=True",
+        "generator=",
+        "timeout=",
+        "multiprocessing_context=",
+    ]
     stream = training_data(DataLoader(Rows(), 9))
     assert isinstance(stream.data, IterableStream) and "cannot seek" in stream.remarks[0]
     tensors = TensorDataset(torch.zeros(4, 3), torch.zeros(4))

@@ -117,6 +117,18 @@ def test_lists_are_written_as_at_the_shell(workplace: Path) -> None:
         assert kfuse_run._parse(["--observe-sinks", text, "train.py"]).settings["observe_sinks"] == expected
 
 
+def test_checkpoints_that_cannot_be_written_end_the_job_at_its_start(tmp_path: Path) -> None:
+    """The script is a folder, as for Python."""
+    script = PRELUDE.replace("train_epochs=5", "train_epochs=5, checkpoint_dir='taken'") + "loop()"
+    (tmp_path / "taken").touch()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__main__.py").write_text(script)
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "1", "mine"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 1, done.stdout
+    assert f"checkpoint_dir={tmp_path}/taken: must be writable: File exists" in done.stderr + done.stdout
+
+
 @pytest.mark.full
 def test_a_script_may_ask_for_the_ledger(tmp_path: Path) -> None:
     """Also where the run goes on, whose lines of steps that come again are replaced."""

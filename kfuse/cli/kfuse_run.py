@@ -161,8 +161,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             parser.error("--join: the supervisor has the script; must be used with --token-file and --slots only")
     elif args.script is None:
         parser.error("a script is needed: kfuse-run --workers 2 train.py, or a module: kfuse-run -m my.train")
-    elif not (args.module or args.script.is_file()):
-        parser.error(f"{args.script}: no such file; a Python script is needed")
+    elif not (args.module or args.script.is_file() or (args.script / "__main__.py").is_file()):
+        parser.error(f"{args.script}: no such file; must be a Python script, or a folder with __main__.py")
     return args
 
 

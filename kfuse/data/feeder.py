@@ -48,6 +48,7 @@ from kfuse.data.sources import Stream
 _LOG = logging.getLogger("kfuse")
 
 _END_S = 1.0  # for a loader process to finish what it is fetching, when training is over
+_SAY_S = 60.0  # without a batch, after which a line says so
 # By loader processes: these are sent to a whole job (`elastic.notice_signals`).
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
@@ -205,7 +206,16 @@ class Feeder(Fetcher):
         Keeps what is wanted now or predicted. The rest was requested under an earlier plan.
         """
         by_connection = {loader.connection: loader for loader in self._loaders}
-        for connection in wait(list(by_connection)):
+        arrived = wait(list(by_connection), _SAY_S)
+        if not arrived:
+            pids = ", ".join(str(loader.process.pid) for loader in self._loaders)
+            _LOG.warning(
+                "no batch for %.0f s from the loader processes %s: a data set that has started threads waits "
+                "for ever in them, as they are forked: data_workers=0",
+                _SAY_S,
+                pids,
+            )
+        for connection in arrived:
             assert isinstance(connection, Connection)
             loader = by_connection[connection]
             try:

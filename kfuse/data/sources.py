@@ -221,7 +221,8 @@ def training_data(
         worker_init_fn = worker_init_fn or obj.worker_init_fn
         of_loader = {"batch_size": obj.batch_size, "data_workers": obj.num_workers}
         of_loader["data_prefetch"] = obj.prefetch_factor or 2
-        ignored = {"drop_last=True": obj.drop_last, "generator=": obj.generator is not None}
+        ignored = {"drop_last=True": obj.drop_last, "generator=": obj.generator is not None, "timeout=": obj.timeout}
+        ignored["multiprocessing_context="] = obj.multiprocessing_context is not None
         remarks = [f"DataLoader: {argument} is not used" for argument, given in ignored.items() if given]
     else:
         data = as_stream(obj, collate_fn) or as_dataset(obj, collate_fn)

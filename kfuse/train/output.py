@@ -62,11 +62,13 @@ class Output:
         self._settings = by_key(settings)
         if self._directory is not None and (why := missing(settings["observe_sinks"])):
             raise ConfigError(f"observe_sinks: {why}")
-        if keeps and folder is not None:
+        if (keeps or session.elastic) and folder is not None:  # any worker of an elastic job may have to write
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"checkpoint_dir={folder}: must be writable: {error.strerror or error}") from error
+                why = f"checkpoint_dir={folder}: must be writable: {error.strerror or error}"
+                session.give_up(why)
+                raise ConfigError(why) from error
         self.checkpoints: Checkpoints | None = None
         if folder is not None or resume != "never":
             every = settings["checkpoint_every_steps"]
