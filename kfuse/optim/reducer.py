@@ -132,6 +132,8 @@ class Reducer:
         if reduced is None:
             return
         unused = self._unused = self._unused_by_all(reduced)
+        if reduced.now.done and len(self.in_doubt) == len(self.engine.params):  # no backward at all
+            self._unused = self.in_doubt.copy()
         self._had_gradients |= len(unused) < len(self.engine.params)
         self._show_gradients(unused)
 

@@ -81,7 +81,9 @@ def refuse_partial_state(model: nn.Module) -> None:
                 f"model.state_dict() leaves {name} out, or changes it (a hook?): other workers would lack it"
             )
     for name, buffer in model.named_buffers():
-        if buffer.layout is torch.strided and 0 in buffer.stride() and buffer.numel() > 1 and buffer.data_ptr() in kept:
+        strides = buffer.stride() if buffer.layout is torch.strided else ()
+        repeats = any(stride == 0 and size > 1 for stride, size in zip(strides, buffer.shape, strict=False))
+        if repeats and buffer.data_ptr() in kept:
             raise ValueError(f"buffer {name} is expanded, so nothing can be loaded into it: register a clone() of it")
 
 

@@ -138,8 +138,8 @@ class TorchUpdates(Updates):
 
     def update(self, given: Update) -> None:
         self._refuse_changed()
-        if len(self._inners) == 1:
-            self._inners[0].state = self.opt.state  # which the user may have replaced, to begin anew
+        if len(self._inners) == 1 and self._inners[0].state is not self.opt.state:
+            self._inners[0].state = self.opt.state  # the user has replaced it, to begin anew
         scale, found_inf = given.scaled.factor, given.scaled.skip
         on_device = self.skips_on_device and devices.of(self.engine.device).asynchronous
         if found_inf is not None and not on_device and found_inf.item():
