@@ -72,6 +72,7 @@ class Job:
         self._size, self._check = size, (lambda: None) if elastic else None
         self.group = self.form_group()
         self.opt: Any = None
+        self._nodes: list[Any] = []  # that accumulate gradients
         dtype = model.first.weight.dtype
         self.x, self.y = (torch.ones(8, size, dtype=dtype, device=_DEVICE) for size in (6, 4))
 
@@ -94,7 +95,7 @@ class Job:
         Autograd then runs its backward and the hooks of its parameters there, orders each stream after those that its
         gradients come from, and at the end orders the caller's stream after all of them, before callbacks run
         (torch/csrc/autograd/engine.cpp, `GraphTask::exec_post_processing`). CPU tensors have no stream, so hooks of
-        the parameters switch it here. To be called once the optimizer has its hooks.
+        the parameters switch it here, and back as the node that accumulates their gradient is over.
         """
         recorder, side = self.recorder, self.recorder.device.new_stream()
 
@@ -104,7 +105,7 @@ class Job:
             recorder.current = side
             return grad.clone()
 
-        def leave(param: Tensor) -> None:
+        def leave(*_: object) -> None:
             recorder.current = recorder.main
 
         def at_the_end(grad: Tensor) -> None:
@@ -112,7 +113,8 @@ class Job:
 
         for p in self.model.get_submodule(layer).parameters():
             p.register_hook(enter)
-            p.register_post_accumulate_grad_hook(leave)
+            self._nodes.append(p.view_as(p).grad_fn.next_functions[0][0])  # lives as long as somebody holds it
+            self._nodes[-1].register_hook(leave)
         self.model.register_forward_hook(lambda module, args, output: output.register_hook(at_the_end) and None)
 
     def step(self, micro_batches: int = 3, several_backwards: bool = False) -> None:
