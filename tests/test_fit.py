@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from distributed import run_workers
 from elastic_job import read_lines
 from problems import Seen, network, problem
-from torch import nn
 from torch.utils.data import TensorDataset
 
 import kfuse as kf
