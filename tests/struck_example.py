@@ -16,6 +16,7 @@ from chaos import Chaos
 from distributed import load
 
 import kfuse as kf
+from kfuse.policies import ComposePolicy
 from kfuse.train import context
 
 KILLS = {6: 1, 14: 0}  # by step, the rank; the lost worker is replaced before the next one is
@@ -25,7 +26,7 @@ def main(folder: Path, example: str, *settings: str) -> None:
     kf.init(comm_reproducible=True, comm_timeout_s=60)
     gates = [{"step": step, "workers": 2} for step in KILLS]
     policy = Chaos(str(folder / "events"), gates=gates, adaptive=False)
-    kf.DataLoader = partial(kf.DataLoader, policy=policy)  # type: ignore[misc, assignment]
+    kf.DataLoader = partial(_beside, kf.DataLoader, policy)  # type: ignore[misc, assignment]
     backward = torch.Tensor.backward
 
     def struck(loss: torch.Tensor, *given: Any, **more: Any) -> None:
@@ -39,6 +40,11 @@ def main(folder: Path, example: str, *settings: str) -> None:
 
     torch.Tensor.backward = struck  # type: ignore[method-assign, assignment]
     run(example, *settings)
+
+
+def _beside(loader: Any, chaos: Chaos, *given: Any, policy: Any = None, **more: Any) -> Any:
+    """A loader with both policies, the example's own and the one that asks for workers."""
+    return loader(*given, policy=chaos if policy is None else ComposePolicy(chaos, policy), **more)
 
 
 def run(example: str, *settings: str) -> Any:

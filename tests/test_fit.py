@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from distributed import run_workers
 from elastic_job import read_lines
 from problems import Seen, network, problem
-from torch import nn
 from torch.utils.data import TensorDataset
 
 import kfuse as kf
@@ -283,12 +282,13 @@ def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], message:
 
 
 @pytest.mark.parametrize("given", [None, 4])
-def test_a_default_micro_batch_of_a_model_with_batchnorm_is_told(given: int | None, caplog: Any) -> None:
-    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    data = torch.randn(16, 6), torch.arange(16) % 3
-    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=16, batch_micro=given)
-    told = [record.getMessage() for record in caplog.records if "BatchNorm normalises" in record.getMessage()]
-    assert len(told) == (given is None) and all("batch_micro=" in each for each in told)
+def test_how_many_samples_a_forward_sees_is_told_where_nobody_chose_it(given: int | None, caplog: Any) -> None:
+    net, how = network(), {"batch_size": 16, "batch_micro": given}
+    kf.fit(net, problem(), kf.FusedSGD(net.parameters(), lr=0.1), **how)  # type: ignore[arg-type]
+    kf.DataLoader(problem(), net, kf.FusedSGD(net.parameters(), lr=0.1), **how)  # type: ignore[arg-type]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 * (given is None)
+    assert all("a forward sees 4 of a worker's 16 samples" in each and "batch_micro=" in each for each in told)
 
 
 class Growing(Dataset):

@@ -1,8 +1,11 @@
-"""Truncated back-propagation and REINFORCE train as in plain torch, also where workers are lost and join."""
+"""Truncated back-propagation, REINFORCE, averages of weights: as in plain torch, also where workers are lost or join."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,14 @@ from problems import relative
 from torch import nn
 
 import kfuse as kf
+from kfuse.data import EpochSampler, load_digits
 from kfuse.elastic.job import Elasticity
 from kfuse.train.evaluation import params_sha256
 from kfuse.train.step import random_key, seed_forward
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-BPTT, REINFORCE = str(EXAMPLES / "truncated_bptt.py"), str(EXAMPLES / "reinforce.py")
-SETTINGS = {BPTT: ("WINDOW=64",), REINFORCE: (f"EPISODES={24 * 64}",)}
+BPTT, REINFORCE, AVERAGE = (str(EXAMPLES / f"{name}.py") for name in ("truncated_bptt", "reinforce", "weight_average"))
+SETTINGS = {BPTT: ("WINDOW=64",), REINFORCE: (f"EPISODES={24 * 64}",), AVERAGE: ("EPOCHS=2",)}
 
 
 def plain_bptt(module: Any) -> tuple[nn.Module, torch.Tensor]:
@@ -88,15 +92,51 @@ def undisturbed(example: str) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("example", [BPTT, REINFORCE])
+@pytest.mark.parametrize("example", [BPTT, REINFORCE, AVERAGE])
 def test_workers_are_lost_and_join_with_the_same_bits(example: str, tmp_path: Path) -> None:
-    """One of the lost workers had the state of half of the streams."""
+    """One of the lost workers had the state of half of the streams. The weights and their average are compared."""
     script = (struck_example.__file__, str(tmp_path), example, *SETTINGS[example])
     job = run_script(tmp_path / "run", Elasticity(2, 1, 2, script=True), *script)
     assert job.error is None, job.told()
     assert len(list(tmp_path.glob("mark-*"))) == 2 and {"grow", "failure"} <= {view["reason"] for view in job.views}
     [alone] = run_workers(1, undisturbed, example)
     assert alone == job.summary["params_sha256"]
+
+
+def averaged(folder: str) -> tuple[float, list[str], list[str], bool]:
+    """The difference of the weights and of their average from a plain loop's; the accuracies that were printed, and
+    those of the plain loop; whether a run that was resumed from a checkpoint has the same bits.
+    """
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        ours = struck_example.run(AVERAGE, "EPOCHS=2")
+    module, digits = load(AVERAGE), load_digits()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    average = module.AveragedModel(model, multi_avg_fn=module.get_ema_multi_avg_fn(0.98))
+    opt, expected = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01), []
+    for epoch in range(2):
+        for begin in range(0, len(digits.train), module.BATCH):
+            x, y = digits.train.fetch(EpochSampler(len(digits.train), 0).indices(epoch, begin, module.BATCH))
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            average.update_parameters(model)
+        x, y = digits.heldout.fetch(np.arange(len(digits.heldout)))
+        expected.append(f"accuracy of the average: {(average(x).argmax(1) == y).float().mean():.4f}")
+    difference = relative(ours.parameters(), [*model.parameters(), *average.parameters()])
+
+    kf.DataLoader = partial(kf.DataLoader, checkpoint_dir=folder)  # type: ignore[misc, assignment]
+    for epochs in (1, 2):
+        resumed = struck_example.run(AVERAGE, f"EPOCHS={epochs}")
+    same = params_sha256(resumed) == params_sha256(ours) and int(resumed[1].n_averaged) == int(ours[1].n_averaged)
+    return difference, printed.getvalue().splitlines(), expected, same
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_the_average_of_the_weights_is_the_one_that_is_evaluated_and_resumed(workers: int, tmp_path: Path) -> None:
+    for rank, (difference, printed, expected, same) in enumerate(run_workers(workers, averaged, str(tmp_path))):
+        assert difference < 1e-4 and same
+        assert printed == (expected if rank == 0 else [])
 
 
 # -- what a carried state needs ---------------------------------------------------------------------------------------

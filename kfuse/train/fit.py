@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from kfuse.data import Dataset
 from kfuse.data.dataset import Collate
@@ -90,7 +89,7 @@ def fit(
         heldout=None if heldout is None else heldout_data(heldout, collate_fn),
         metrics=metrics,
     )
-    _log_remarks(given, model, settings)
+    _log_remarks(given, trainer.settings, settings)
     with output.recorded():
         return trainer.run()
 
@@ -156,7 +155,7 @@ class DataLoader:
             user_loop=True,
             several_backwards=several_backwards,
         )
-        _log_remarks(given, model, settings)
+        _log_remarks(given, self._trainer.settings, settings)
         self._begun = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -274,13 +273,18 @@ def _optimizers(caller: str, given: Any, user_loop: bool) -> Sequence[Distribute
     return opts
 
 
-def _log_remarks(given: TrainingData, model: nn.Module, settings: Mapping[str, Any]) -> None:
+def _log_remarks(given: TrainingData, used: Settings, settings: Mapping[str, Any]) -> None:
     """Logs what the user must know of the data, and of a micro-batch that was not given."""
     session, remarks = current(), list(given.remarks)
     several = session.elastic or session.group.size > 1
     if "batch_size" in given.of_loader and "batch_size" not in settings and several:
         size = given.of_loader["batch_size"]
         remarks.insert(0, f"batch_size={size} of the DataLoader is taken as the global batch, of all workers together")
-    if settings.get("batch_micro") is None and any(isinstance(each, _BatchNorm) for each in model.modules()):
-        remarks.insert(0, "BatchNorm normalises over each micro-batch, by default a quarter of the batch: batch_micro=")
+    micro, share = used.batch_micro, used.batch_size // session.group.size
+    if settings.get("batch_micro") is None and micro < share:
+        remarks.insert(
+            0,
+            f"a forward sees {micro} of a worker's {share} samples, and so do BatchNorm and a loss that compares "
+            "samples: batch_micro= chooses how many (for the noise scale a step needs two micro-batches)",
+        )
     log_remarks(remarks)
