@@ -1,4 +1,4 @@
-"""Truncated back-propagation, REINFORCE, averages of weights: as in plain torch, also where workers are lost or join."""
+"""Truncated back-propagation, REINFORCE, averages of weights: as in plain torch, with lost workers too."""
 
 from __future__ import annotations
 
@@ -107,6 +107,7 @@ def averaged(folder: str) -> tuple[float, list[str], list[str], bool]:
     """The difference of the weights and of their average from a plain loop's; the accuracies that were printed, and
     those of the plain loop; whether a run that was resumed from a checkpoint has the same bits.
     """
+    kf.init(comm_reproducible=True)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         ours = struck_example.run(AVERAGE, "EPOCHS=2")
     module, digits = load(AVERAGE), load_digits()
