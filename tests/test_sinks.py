@@ -59,7 +59,7 @@ def test_scripts_and_kfuse_run_name_sinks_too(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "run" / "tb").exists()
     with pytest.raises(SystemExit, match="2"):
         kfuse_run.main(["--observe-sinks", "csv,wandb", __file__])
-    assert "error: observe.sinks: wandb is not installed" in capsys.readouterr().err
+    assert "error: --observe-sinks: wandb is not installed" in capsys.readouterr().err
 
 
 class Fake:
