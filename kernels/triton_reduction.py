@@ -68,12 +68,14 @@ def sum_of_rows(matrix, program, count, stride, index, mask, AHEAD: tl.constexpr
         values = ()  # unpacking is not in Triton's language
         for k in tl.static_range(AHEAD):
             row = tl.load(program + (at + k) * 4)
+            # Not `mask & (row != 0)`, which is a mask of integers in the interpreter: Triton 3.9 refuses it there.
             if matrix is None:
                 # The compiler cannot see through the table that addresses are aligned; `reduce` has made sure.
                 place = tl.multiple_of(row.to(tl.pointer_type(tl.float32)), 16)
-                value = tl.load(place + index, mask=mask & (row != 0), other=0.0)
+                value = tl.load(place + index, mask=tl.where(row != 0, mask, False), other=0.0)
             else:
-                value = tl.load(matrix + row * stride + index, mask=mask & (row >= 0), other=0.0).to(tl.float32)
+                readable = tl.where(row >= 0, mask, False)
+                value = tl.load(matrix + row * stride + index, mask=readable, other=0.0).to(tl.float32)
             values = values + (value,)  # noqa: RUF005
         for k in tl.static_range(AHEAD):
             low = tl.load(program + (at + k) * 4 + 1).to(tl.int32)
