@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from kfuse.comm.buckets import Bucket, dense_order
 from kfuse.comm.step import REMEDY
@@ -117,7 +116,7 @@ def _is_of_a_step(grad: Tensor | None, bucket: Bucket, k: int) -> bool:
     return grad is bucket.views[k] or (bucket.sharded and type(grad) is type(bucket.views[k]))
 
 
-_OWNERS = WeakTensorKeyDictionary()
+_OWNERS = torch.utils.weak.WeakTensorKeyDictionary()
 
 
 def owner(parameter: Parameter) -> Engine | None:

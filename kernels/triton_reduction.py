@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from kfuse.kernels.dispatch import Launch, Launches
+from kfuse.kernels.private_names import need
 from kfuse.kernels.reduction import (
     ADD,
     BlockSumsqArguments,
@@ -26,6 +26,8 @@ from kfuse.kernels.reduction import (
     postfix,
 )
 from kfuse.kernels.table import BLOCK, CHUNK, num_blocks, upload
+
+need("triton.runtime.JITFunction.run triton.runtime.driver" + ".active.get_current_stream" * torch.cuda.is_available())
 
 THREADS = 256
 WIDTH = 1024  # partials that `sum_partials` adds at a time
@@ -163,7 +165,7 @@ def reduce(given: ReduceArguments) -> Launches:
 
 def _stream(device: torch.device) -> int:
     """The current stream's handle, as Triton's launches ask for it: torch would make a Stream of it. 0 on a CPU."""
-    return driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
+    return triton.runtime.driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
 
 
 def _readable(row: Tensor) -> bool:

@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from kfuse.comm import devices
@@ -17,22 +16,22 @@ from kfuse.comm.chunks import memory
 from kfuse.comm.devices import Device
 
 
-def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
+def flatten(batch: Any) -> tuple[list[Any], torch.utils._pytree.TreeSpec]:
     """Returns the leaves of `batch` and its structure, as `tree_flatten` does.
 
     A dataclass that has a method `to` is a leaf: that method moves it. Any other becomes known to torch here.
     """
-    leaves, structure = pytree.tree_flatten(batch)
+    leaves, structure = torch.utils._pytree.tree_flatten(batch)
     unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not hasattr(leaf, "to")} - {type}
     for kind in unknown:
-        pytree.register_dataclass(kind)
+        torch.utils._pytree.register_dataclass(kind)
     return flatten(batch) if unknown else (leaves, structure)
 
 
 def map_leaves(act: Callable[[Any], Any], batch: Any) -> Any:
     """Returns a structure like `batch`, with `act(leaf)` in each leaf's place."""
     leaves, structure = flatten(batch)
-    return pytree.tree_unflatten(map(act, leaves), structure)
+    return torch.utils._pytree.tree_unflatten(map(act, leaves), structure)
 
 
 def is_flat(batch: Any) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from kfuse.data import Dataset
 from kfuse.data.dataset import Collate
@@ -281,6 +280,7 @@ def _log_remarks(given: TrainingData, model: nn.Module, settings: Mapping[str, A
     if "batch_size" in given.of_loader and "batch_size" not in settings and several:
         size = given.of_loader["batch_size"]
         remarks.insert(0, f"batch_size={size} of the DataLoader is taken as the global batch, of all workers together")
-    if settings.get("batch_micro") is None and any(isinstance(each, _BatchNorm) for each in model.modules()):
+    norm = nn.modules.batchnorm._BatchNorm
+    if settings.get("batch_micro") is None and any(isinstance(each, norm) for each in model.modules()):
         remarks.insert(0, "BatchNorm normalises over each micro-batch, by default a quarter of the batch: batch_micro=")
     log_remarks(remarks)
