@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kfuse.kernels.private_names import need
+
 
 class DeviceError(RuntimeError):
     """This worker's GPU is not there, or cannot be set up as the options ask. The message is one line."""
@@ -139,6 +141,7 @@ class CudaDevice(Device):
     def __init__(self, name: torch.device) -> None:
         super().__init__(name)
         self.number = name.index
+        need("torch._C._cuda_getCurrentStream")
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}  # by torch's own name of each
 
     def model(self) -> str:

@@ -3,6 +3,7 @@
 Importing this package needs torch alone; Triton is imported when the first GPU tensor arrives.
 """
 
+from kfuse.kernels.private_names import NAMES, need
 from kfuse.kernels.reduction import (
     BlockSumsqArguments,
     Merges,
@@ -16,6 +17,8 @@ from kfuse.kernels.reduction import (
 )
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
 from kfuse.kernels.updates import AdamOptions, AdamWArguments, SGDOptions, adamw, lamb, lamb_trust, sgd
+
+need(NAMES)
 
 __all__ = [
     "BLOCK",

@@ -50,17 +50,19 @@ def product_kernel(
         right += matrix * inner * columns + column * TILE
         right_at = deep[:, None] * columns + across[None, :]
         step = DEPTH * columns
+    # Spares registers: no case for a loop without turns, and no sign of a size in 64 bits.
+    tl.assume((rows > 0) & (columns > 0) & (inner > 0))
     total = tl.zeros((TILE, TILE), tl.float32)
     for _ in range(0, inner, DEPTH):
         total = tl.dot(tl.load(left + left_at), tl.load(right + right_at), total, input_precision="ieee")
         left += DEPTH
         right += step
-    # Keeps the loads of `added` from being begun earlier, for which registers would be spilled on sm_100.
-    tl.debug_barrier()
 
     at = across[:, None] * columns + across[None, :]
     start = (matrix * rows + row * TILE) * columns + column * TILE
     total = total * alpha
+    # Keeps the loads of `added` from being begun earlier, for which registers would be spilled on sm_100.
+    tl.debug_barrier()
     if added is not None:
         total += tl.load(added + start + at).to(tl.float32) * beta
     value = total.to(out.dtype.element_ty)

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from kfuse.kernels.dispatch import Launch, Launches
+from kfuse.kernels.private_names import need
 from kfuse.kernels.reduction import (
     ADD,
     BlockSumsqArguments,
@@ -26,6 +26,8 @@ from kfuse.kernels.reduction import (
     postfix,
 )
 from kfuse.kernels.table import BLOCK, CHUNK, num_blocks, upload
+
+need("triton.runtime.JITFunction.run triton.runtime.driver" + ".active.get_current_stream" * torch.cuda.is_available())
 
 THREADS = 256
 WIDTH = 1024  # partials that `sum_partials` adds at a time
@@ -68,12 +70,14 @@ def sum_of_rows(matrix, program, count, stride, index, mask, AHEAD: tl.constexpr
         values = ()  # unpacking is not in Triton's language
         for k in tl.static_range(AHEAD):
             row = tl.load(program + (at + k) * 4)
+            # Not `mask & (row != 0)`, which is a mask of integers in the interpreter: Triton 3.9 refuses it there.
             if matrix is None:
                 # The compiler cannot see through the table that addresses are aligned; `reduce` has made sure.
                 place = tl.multiple_of(row.to(tl.pointer_type(tl.float32)), 16)
-                value = tl.load(place + index, mask=mask & (row != 0), other=0.0)
+                value = tl.load(place + index, mask=tl.where(row != 0, mask, False), other=0.0)
             else:
-                value = tl.load(matrix + row * stride + index, mask=mask & (row >= 0), other=0.0).to(tl.float32)
+                readable = tl.where(row >= 0, mask, False)
+                value = tl.load(matrix + row * stride + index, mask=readable, other=0.0).to(tl.float32)
             values = values + (value,)  # noqa: RUF005
         for k in tl.static_range(AHEAD):
             low = tl.load(program + (at + k) * 4 + 1).to(tl.int32)
@@ -161,7 +165,7 @@ def reduce(given: ReduceArguments) -> Launches:
 
 def _stream(device: torch.device) -> int:
     """The current stream's handle, as Triton's launches ask for it: torch would make a Stream of it. 0 on a CPU."""
-    return driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
+    return triton.runtime.driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
 
 
 def _readable(row: Tensor) -> bool:

@@ -41,6 +41,7 @@ from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
 from kfuse.comm.transports import Cuts
 from kfuse.kernels import reduce
+from kfuse.kernels.private_names import need
 
 GRACE_S = 10.0  # how much longer than the group's timeout a barrier may take: longer than `Group.late_ranks`
 
@@ -157,6 +158,7 @@ class SymmetricMemory:
         Raises CommError if the others do not come, or their memory cannot be mapped.
         """
         symm_mem: Any = importlib.import_module("torch.distributed._symmetric_memory")
+        need("torch.distributed._symmetric_memory._SymmetricMemory")
         allocated = symm_mem._SymmetricMemory.empty_strided_p2p((numel,), (1,), torch.float32, group.device)
         self.own = allocated.zero_()
         self._group = group

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from kfuse.comm import devices
@@ -39,11 +38,11 @@ def map_leaves(act: Callable[[Any], Any], batch: Any, movable: bool = False) -> 
     def is_leaf(node: Any) -> bool:
         return type(node) is torch.Size or (movable and moves_itself(node))
 
-    return pytree.tree_map(mapped, batch, is_leaf=is_leaf)
+    return torch.utils._pytree.tree_map(mapped, batch, is_leaf=is_leaf)
 
 
 def leaves_of(batch: Any) -> list[Any]:
-    leaves = [(leaf, _fields_of(leaf)) for leaf in pytree.tree_leaves(batch)]
+    leaves = [(leaf, _fields_of(leaf)) for leaf in torch.utils._pytree.tree_leaves(batch)]
     return [each for leaf, parts in leaves for each in (leaves_of([*parts.values()]) if parts else [leaf])]
 
 
@@ -168,7 +167,7 @@ class TensorData(Dataset):
         if len(lengths) > 1 or 0 in lengths:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in self._leaves)
             raise ValueError(f"tensors of shapes {shapes}: must have the same first dimension, at least 1")
-        outer, form = pytree.tree_flatten(structure)
+        outer, form = torch.utils._pytree.tree_flatten(structure)
         known = all(isinstance(leaf, Tensor) for leaf in outer)  # no dataclass
         self._like: Callable[[Sequence[Tensor]], Any] = form.unflatten if known else partial(_replaced, structure)
         self._is_flat, self._length = is_flat(structure), lengths.pop()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
 
 from kfuse.comm.gradients import at_the_end_of_backward
 from kfuse.integrations.backward import BackwardWatch, OfOneModel
 from kfuse.integrations.measure import Monitor, Options, block_norms, drop_before_exit, one_device, total_square
 from kfuse.kernels import BLOCK
+from kfuse.kernels.private_names import need
 
 
 def ddp_hook(
@@ -39,6 +38,8 @@ def ddp_hook(
             f"kf.ddp_hook: the model is a {type(model).__name__}: must be a torch.nn.parallel.DistributedDataParallel "
             "(kf.monitor measures one process, kf.fsdp_monitor FSDP2)"
         )
+    need("torch.nn.parallel.DistributedDataParallel._delay_all_reduce_params", of=model)
+    need("torch.nn.parallel.DistributedDataParallel._join_config", of=model)
     if model._delay_all_reduce_params:
         raise RuntimeError("kf.ddp_hook: delay_all_reduce_named_params: their reduction never reaches a hook")
     return _Hook(model, Options(samples, accumulate, scaler, name)).monitor
@@ -84,7 +85,7 @@ class _Hook(BackwardWatch):
         """A backward begins at the model's outputs, if DDP finds them and they are tensors that lead to parameters."""
         if self._watches or not torch.is_grad_enabled():
             return
-        found: list[Tensor] = _find_tensors(output)  # type: ignore[no-untyped-call]
+        found: list[Tensor] = torch.nn.parallel.distributed._find_tensors(output)  # type: ignore[no-untyped-call]
         # A parameter among the outputs would have another hook after each forward.
         outputs = [tensor for tensor in found if tensor.requires_grad and not tensor.is_leaf]
         if not self._syncs or not outputs:
@@ -134,7 +135,7 @@ class _Hook(BackwardWatch):
             self.monitor.micro_batch(self.square())
         return work.get_future().then(drop_before_exit(lambda future: future.value()[0]))
 
-    def _divide(self, buffer: Tensor, bucket: GradBucket) -> None:
+    def _divide(self, buffer: Tensor, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
         here = buffer.untyped_storage().data_ptr()
         if not self._divides or here not in self._places.values():
             buffer.mul_(1.0 / self._workers)

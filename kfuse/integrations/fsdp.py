@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kfuse.integrations.backward import CHANGED, BackwardWatch
 from kfuse.integrations.measure import Monitor, Options, one_device, total_square
+from kfuse.kernels.private_names import need
 
 # Of each unit of FSDP2: the modules, attributes and indices of the parameters that it gathers.
 Places = dict[nn.Module, list[tuple[nn.Module, str, int]]]
@@ -210,9 +211,13 @@ def _mesh(named: Sequence[tuple[str, nn.Parameter]]) -> DeviceMesh:
 
 def _param_groups(unit: FSDPModule) -> list[Any]:
     """Returns FSDP2's settings of a unit's parameters. They have public setters, and no getters."""
-    groups: list[Any] | None = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", None)
-    if groups is None or not all(hasattr(group, "gradient_divide_factor") for group in groups):
-        raise RuntimeError(f"kf.fsdp_monitor: torch {torch.__version__} has another FSDP2 than 2.13, which it measures")
+    need("torch.distributed.fsdp.FSDPModule._get_fsdp_state", of=unit)
+    state: Any = unit._get_fsdp_state()
+    need("torch.distributed.fsdp.FSDPState._fsdp_param_groups", of=state)
+    groups: list[Any] = state._fsdp_param_groups
+    for group in groups:
+        need("torch.distributed.fsdp.FSDPParamGroup._all_reduce_hook", of=group)
+        need("torch.distributed.fsdp.FSDPParamGroup.gradient_divide_factor", of=group)
     return groups
 
 

@@ -167,8 +167,7 @@ class FusedMuon(DistributedOptimizer):
 
 def bf16_is_faster(device: str) -> bool:
     """Whether products of bf16 matrices take clearly less time than fp32's. Timed, it would differ from run to run."""
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # torch 2.6 may not have it
-    return device != "cpu" or bool(supported())
+    return device != "cpu" or torch.cpu._is_avx512_bf16_supported()
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
