@@ -149,6 +149,20 @@ def test_a_loop_of_ones_own_survives_a_death_with_the_same_bits(tmp_path: Path) 
     assert alone == (20, ended.summary["params_sha256"])
 
 
+ADDS = """
+last = torch.nn.Linear(3, 3)
+model = torch.nn.Sequential(make()[0], last)
+opt = kf.FusedAdamW(model[0].parameters())
+for step in kf.DataLoader((x, y), model, opt, batch_size=16):
+    opt.add_param_group({"params": list(last.parameters())})
+"""
+
+
+def test_a_group_that_is_added_in_the_loop_is_refused_where_workers_may_join(tmp_path: Path) -> None:
+    said = run_script(tmp_path, PRELUDE + ADDS, workers=1, status=1).said
+    assert "error: worker 0 ended with exit status 1: RuntimeError: opt.add_param_group in the training of an " in said
+
+
 @pytest.mark.full
 def test_each_training_of_a_script_has_its_own_records(tmp_path: Path) -> None:
     """One that ends, one that is left, and another: with a newcomer in the first, none in the later ones."""

@@ -90,7 +90,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.clip_norm = clip_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises ValueError for a parameter that is given twice; then nothing is added."""
+        """As torch's. Raises ValueError for a parameter that is given twice; then nothing is added.
+
+        Raises RuntimeError while a training whose workers may change is under way: one that joins has other groups.
+        """
+        if hasattr(self, "reducer") and self._session.elastic and self._session.in_training:
+            raise RuntimeError(
+                "opt.add_param_group in the training of an elastic job: a worker that joins would lack the group; make "
+                "all groups before, with p.requires_grad_(False), and train one later by requires_grad_(True) and "
+                "opt.rebuild()"
+            )
         without_compiler(torch.optim.Optimizer.add_param_group)(self, param_group)
         params, has_buckets = self.param_groups[-1]["params"], hasattr(self, "reducer")
         try:

@@ -44,7 +44,10 @@ class Trainable:
         """Raises ValueError where the other optimizer has more or fewer parameters."""
         params, wanted = self._params(), state["requires_grad"]
         if len(params) != len(wanted):
-            raise ValueError(f"another program's state: its optimizer has {len(wanted)} parameters, not {len(params)}")
+            raise ValueError(
+                f"another program's state: its optimizer has {len(wanted)} parameters, not {len(params)}: parameter "
+                "groups that a loop added must be there before it"
+            )
         if wanted != [p.requires_grad for p in params]:
             for p, trained in zip(params, wanted, strict=True):
                 p.requires_grad_(trained)
