@@ -141,8 +141,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        word = unknown[0].partition("=")[0]
-        parser.error(f"{word}: no such option{did_you_mean(word, parser._option_string_actions)}")
+        word, known = unknown[0].partition("=")[0], [*map(_flag, leaves(JobSettings).values()), "--run-dir", "--slots"]
+        parser.error(f"{word}: no such option{did_you_mean(word, known)}")
     try:
         args.settings = _settings(args)
     except ConfigError as error:
