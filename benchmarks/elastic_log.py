@@ -91,7 +91,7 @@ class Contents:
 
 
 def contents(reader: Reader, epochs: int) -> Contents:
-    """An update that was undone, by going back to a snapshot or with its worker's death, is no part of the model.
+    """An update that was undone, by going back to a checkpoint or with its worker's death, is no part of the model.
 
     Of a step that was made several times the last one counts, with as many workers as it says. They are those that
     began it last before that.

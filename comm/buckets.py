@@ -126,10 +126,10 @@ class Bucket:
 
     kind: torch.dtype  # of the slots
     orders: list[tuple[int, ...] | None]  # each parameter's `dense_order`; None: the logical one
-    sum: Tensor  # fp32 [body + tail], slot 0
-    tail_sum: Tensor  # fp32 [tail], the part of `sum` behind the gradients
+    sum: Tensor  # [body + tail], slot 0
+    tail_sum: Tensor  # [tail], the part of `sum` behind the gradients
     tails: list[Place]  # of each slot
-    mean: Tensor  # fp32 [body], `sum` without the tail: after the reduction, the mean gradient
+    mean: Tensor  # [body], `sum` without the tail: after the reduction, the mean gradient
     visible: Tensor  # [body], what each p.grad is a view of: `mean`, or for 16-bit parameters its rounded values
     shards: list[slice]  # each rank's part, where the program splits the bucket
     owned: list[slice]  # each rank's parameters, where an update needs the whole gradient of each; else empty
@@ -186,7 +186,7 @@ class Bucket:
     def renew(self, tail: int | None = None, new_slot: Callable[[int], Tensor | None] | None = None) -> None:
         """Takes fresh slots, perhaps with another tail; messages under way may still write to the old ones.
 
-        new_slot(k): where slot k is to lie, fp32 [body + tail], zeros; None: in memory of its own.
+        new_slot(k): where slot k is to lie, [body + tail], zeros; None: in memory of its own.
         """
         self.tail = self.tail if tail is None else tail
         self._new_slot = new_slot
@@ -330,7 +330,7 @@ class AveragedBuffers:
         self.named, self.summed, self.tensors = buffers, summed, list(buffers.values())
         self._is_summed = [any(b is other for other in summed) for b in self.tensors]
         self._first = [b.clone() for b in self.tensors]
-        self._elements = sum(map(Tensor.numel, self.tensors))
+        self._shapes = [b.shape for b in self.tensors]
         self._base: list[Tensor] | None = None  # what changes are from: `_first`, with 0 for what is not finite
 
     def begin_step(self) -> None:
@@ -351,9 +351,9 @@ class AveragedBuffers:
         """Packs the changes since the step began into their bucket's slot, as `leaf` says: times `scale`, or as they
         are of those that are summed, where the scales of a step's micro-batches add up to 1.
 
-        Raises RuntimeError for a buffer that forward has given another shape; it has the first one again then.
+        Raises RuntimeError where forward has given buffers another shape; they have the first one again then.
         """
-        if sum(map(Tensor.numel, self.tensors)) != self._elements:
+        if [b.shape for b in self.tensors] != self._shapes:
             self._refuse_resized()
         changes = torch._foreach_sub(self.tensors, self._changes_from())
         values = [changes[i].to(torch.float32) for i in bucket.layout.params]
@@ -376,16 +376,18 @@ class AveragedBuffers:
 
     def _changes_from(self) -> list[Tensor]:
         if self._base is None:
-            self._base = [torch.nan_to_num(first, 0.0, 0.0, 0.0) for first in self._first]
+            self._base = [torch.nan_to_num(b, 0.0, 0.0, 0.0) if b.is_floating_point() else b for b in self._first]
         return self._base
 
     def _refuse_resized(self) -> None:
-        for name, buffer, first in zip(self.named, self.tensors, self._first, strict=True):
-            if buffer.shape != first.shape:
-                found = tuple(buffer.shape)
-                buffer.resize_(first.shape)  # so that the step can be dropped
-                raise RuntimeError(
-                    f"buffer {name} of shape {tuple(first.shape)} was given the shape {found} by a forward: its "
-                    "changes could not be averaged. Run one forward before the optimizer is made, register it with "
-                    "persistent=False, which leaves it to each worker, or replace it by assignment"
-                )
+        told = [
+            f"buffer {name} of shape {tuple(shape)} was given the shape {tuple(buffer.shape)} by a forward"
+            for (name, buffer), shape in zip(self.named.items(), self._shapes, strict=True)
+            if buffer.shape != shape
+        ]
+        for buffer, shape in zip(self.tensors, self._shapes, strict=True):
+            buffer.resize_(shape)  # so that the step can be dropped
+        raise RuntimeError(
+            f"{told[0]}: its changes could not be averaged. Run one forward before the optimizer is made, or register "
+            "it with persistent=False, which leaves it to each worker"
+        )

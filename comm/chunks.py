@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -198,11 +199,13 @@ def plain_copy(
 ) -> Any:
     """A copy of `value` with of_tensor(tensor) for each tensor: what torch.load(weights_only=True) reads back.
 
-    Subclasses of plain values (numpy.float64 is a float) become those: reading accepts nothing else. where: what
-    `value` is, for messages. any_tensor: of_tensor takes sparse, quantized and subclassed tensors too.
+    numpy's scalars and subclasses of plain values become those: reading accepts nothing else. where: what `value` is,
+    for messages. any_tensor: of_tensor takes sparse, quantized and subclassed tensors too.
     Raises TypeError, naming the place, for anything but tensors, None, bool, int, float, str, and lists, tuples and
     dicts of those.
     """
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Tensor):
@@ -210,7 +213,8 @@ def plain_copy(
         if hasattr(kind, "__tensor_flatten__") or not (
             any_tensor or (kind is Tensor and value.layout is torch.strided)
         ):
-            raise TypeError(f"{where} is a {kind.__qualname__} of layout {value.layout}: must be a plain dense tensor")
+            kinds = "a tensor" if any_tensor else "a plain dense tensor"
+            raise TypeError(f"{where} is a {kind.__qualname__} of layout {value.layout}: must be {kinds}")
         return of_tensor(value)
     for plain in (int, float, str):
         if isinstance(value, plain):
@@ -228,7 +232,9 @@ def plain_copy(
             vars(copy).update(plain_copy(vars(value), f"vars({where})", of_tensor, any_tensor))
         return copy
     allowed = "tensors, None, bool, int, float, str, and lists, tuples and dicts of those"
-    raise TypeError(f"{where} is a {type(value).__qualname__}; what a state can hold: {allowed}")
+    raise TypeError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}; what a state can hold: {allowed}"
+    )
 
 
 def _put_in_place(

@@ -38,8 +38,8 @@ class GradientHooks:
     def _register(self, param: Parameter, bucket: Bucket, k: int) -> torch.utils.hooks.RemovableHandle:
         """Registers one closure, which calls nothing where all is as usual: it runs for every gradient.
 
-        Hooks that the user registers later would run after it, and find no gradient. The first time it meets one it
-        moves itself to the end, and leaves the gradient to them: it is taken as the micro-batch ends.
+        Hooks that the user registers later would run after it, and find no gradient. Where it meets a new one it moves
+        itself to the end, and leaves this gradient to them: it is taken as the micro-batch ends.
         """
         engine, order, dtype, strided = self._engine, bucket.orders[k], bucket.layout.dtype, torch.strided
         large, numel = k in bucket.call_of, bucket.shapes[k].numel()
@@ -48,7 +48,7 @@ class GradientHooks:
             if not (engine.now.collects or engine.wants_gradient()):
                 return  # it stays with its parameter
             if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-                hooks[handle.id] = hooks.pop(handle.id)
+                hooks[handle.id] = hooks.pop(handle.id)  # autograd reads it as a dict: `move_to_end` would do nothing
                 return
             grad = param.grad
             if grad is None:
@@ -136,6 +136,8 @@ def owner(parameter: Parameter) -> Engine | None:
 
 def take_over(params: Sequence[Parameter], engine: Engine) -> None:
     """Makes `engine` the parameters' only owner. With two, the first hook would take the gradient from the second."""
+    for key in [key for key, reference in _OWNERS.items() if reference() is None]:
+        del _OWNERS[key]
     for param in params:
         other = owner(param)
         if other is not None and other is not engine:

@@ -350,8 +350,8 @@ def drop_retired() -> None:
 
 
 def keep_for_ever(group: Group) -> None:
-    """As the process ends: neither this group nor a retired one is freed, in no thread. While messages are under way
-    that takes so long that the interpreter has ended meanwhile, which aborts the process.
+    """Keeps this group and all retired ones until the process has ended. Freeing a group of gloo whose messages are
+    under way can take longer than the interpreter's end, which aborts the process.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object([group, *_RETIRED]))
 

@@ -100,8 +100,8 @@ def norm_forward(given: NormForwardArguments) -> Generator[Launch, None, Forward
     if width > MAX_WIDTH:
         return normalisation.norm_forward_by_torch(given)
     y = torch.empty_like(x)
-    mean = torch.empty(rows, device=x.device) if given.centred else None
-    rstd = torch.empty(rows, device=x.device)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if given.centred else None
     block = triton.next_power_of_2(width)
     values = vars(given) | {"y": y, "mean": mean, "rstd": rstd, "width": width, "eps": float(given.eps)}
     yield Launch(norm_forward_kernel, (rows,), values, {"CENTRED": given.centred, "BLOCK": block}, _threads(block))
@@ -115,10 +115,9 @@ def norm_backward(given: NormBackwardArguments) -> Generator[Launch, None, Backw
         return normalisation.norm_backward_by_torch(given)
     count, columns, kinds = triton.cdiv(tokens, ROWS), triton.cdiv(width, COLUMNS), 1 + given.with_bias
     dx = torch.empty_like(x)
-    parts = torch.empty(kinds, examples, count, width, device=x.device)
-    new = torch.empty if x.numel() else torch.zeros  # without tokens nothing is launched
-    sums = new(kinds, examples, width, device=x.device)
-    squares = new(kinds, examples, columns, device=x.device)
+    parts = torch.empty(kinds, examples, count, width, dtype=torch.float32, device=x.device)
+    new = parts.new_empty if x.numel() else parts.new_zeros  # without tokens nothing is launched
+    sums, squares = new((kinds, examples, width)), new((kinds, examples, columns))
     if x.numel():
         block = triton.next_power_of_2(width)
         values = vars(given) | {"dx": dx, "weight_parts": parts[0], "tokens": tokens, "width": width}

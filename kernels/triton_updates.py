@@ -295,8 +295,8 @@ def lamb(given: LAMBArguments) -> Launches:
     values = vars(given) | adam_numbers(given.options) | {"chunks": table.chunks}
     if given.trust is None:
         if given.partials is None:
-            values["partials"] = torch.empty(2, table.num_chunks, device=given.param.device)
-            values["trust"] = torch.empty(len(table.numels), device=given.param.device)
+            values["partials"] = torch.empty(2, table.num_chunks, dtype=torch.float32, device=given.param.device)
+            values["trust"] = torch.empty(len(table.numels), dtype=torch.float32, device=given.param.device)
         moments = {"MAXIMIZE": given.options.maximize, **layout, "LANE": 4, "TILE": TILE}
         yield Launch(lamb_moments_kernel, chunks, values, moments)
         if given.partials is not None:

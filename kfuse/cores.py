@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Those of the process's affinity (Linux), or fewer where the CPU quota of a cgroup allows less, as in a container.
+    """Returns those of the process's affinity (Linux), or what the CPU quota of its cgroups allows, if that is less.
 
     root: where the system's files are.
     """
@@ -17,7 +17,7 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """The cores' worth of time that this process's cgroup and each one above it may take, where they have a quota."""
+    """Yields, of this process's cgroup and of each one above it that has a quota, how many cores' time it may take."""
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:  # no Linux

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError
-from kfuse.comm.group import Group, keep_for_ever
+from kfuse.comm.group import Group, drop_retired, keep_for_ever
 from kfuse.comm.settings import CommOptions, CommSettings
 from kfuse.elastic import notice, protocol
 from kfuse.elastic.rendezvous import Rendezvous
@@ -144,7 +144,10 @@ def _close_at_exit(made: Session, rendezvous: Rendezvous | None = None) -> None:
             with contextlib.suppress(RuntimeError):  # the others take longer, or are gone
                 rendezvous.await_others_at_end(_CLOSE_S)
         made.group.close(0.0 if failed else _CLOSE_S)
-        keep_for_ever(made.group)
+        if devices.of(made.group.device).asynchronous:
+            drop_retired()
+        else:
+            keep_for_ever(made.group)
         if made.control_client is not None:
             made.control_client.close()
 

@@ -367,7 +367,7 @@ class Refused(nn.Linear):
 
 REFUSED = {
     "expanded": "buffer mean is expanded",
-    "left out": r"model.state_dict\(\) leaves bias out",
+    "left out": r"model.state_dict\(\) leaves the trained bias out",
     "late": "buffer mean was registered by a forward",
 }
 

@@ -79,7 +79,9 @@ def of_float64(comm: dict[str, Any]) -> None:
     assert opt.stats is not None and opt.stats.grad_variance is not None
 
 
-@pytest.mark.parametrize("comm", [{}, {"comm_reproducible": True}, {"comm_dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "comm", [{}, {"comm_reproducible": True}, {"comm_dtype": "bf16"}, {"comm_schedule": "tree"}], ids=str
+)
 def test_float64_parameters_are_trained_in_float64(comm: dict[str, Any]) -> None:
     run_workers(2, of_float64, comm)
 

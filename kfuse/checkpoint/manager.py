@@ -303,13 +303,11 @@ def _save_safetensors(weights: Mapping[str, Any], path: Path) -> None:
     from safetensors.torch import save_file
 
     first: dict[int, str] = {}
-    weights = {
-        name: value for name, value in weights.items() if isinstance(value, Tensor)
-    }  # not a module's extra state
     for name, value in weights.items():
-        first.setdefault(id(value), name)
+        if isinstance(value, Tensor):  # not a module's extra state
+            first.setdefault(id(value), name)
     tensors = {name: weights[name].contiguous() for name in first.values()}
-    shared = {name: first[id(value)] for name, value in weights.items() if name not in tensors}
+    shared = {name: first[id(value)] for name, value in weights.items() if id(value) in first and name not in tensors}
     save_file(tensors, path, {"format": "pt", **shared})
 
 

@@ -181,7 +181,7 @@ def _jobs(args: argparse.Namespace) -> list[list[str]]:
 
 @contextlib.contextmanager
 def _hydra(args: argparse.Namespace) -> Iterator[None]:
-    """Context: Hydra finds what the command's own will. Raises ConfigError for a --config-dir that is not there."""
+    """Context: Hydra's state, as a run will have it. Raises ConfigError for a --config-dir that is not there."""
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
         if args.config_dir is not None:
             if not os.path.isdir(folder := os.path.abspath(args.config_dir)):

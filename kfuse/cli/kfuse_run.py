@@ -137,7 +137,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=gpus or cores(), help=slots)
     parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
     parser.add_argument("-m", "--module", action="store_true", help="the script is named as a module, as for python -m")
-    parser.add_argument("script", type=_path, nargs="?", help="a Python file")
+    parser.add_argument("script", type=_path, nargs="?", help="a Python file, or a folder with __main__.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     args, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -192,7 +192,7 @@ Collate = Callable[[list[Any]], Any]  # collate_fn(samples): the batch, any nest
 
 
 def collate(samples: list[Any], collate_fn: Collate | None) -> Any:
-    """Makes a batch of samples, by default with torch's `default_collate`, but that a pair is a tuple."""
+    """Makes a batch of samples, by default with torch's `default_collate`; a pair of inputs and targets is a tuple."""
     if collate_fn is not None:
         return collate_fn(samples)
     batch = default_collate(samples)

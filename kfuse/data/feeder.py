@@ -208,13 +208,9 @@ class Feeder(Fetcher):
         by_connection = {loader.connection: loader for loader in self._loaders}
         arrived = wait(list(by_connection), _SAY_S)
         if not arrived:
-            pids = ", ".join(str(loader.process.pid) for loader in self._loaders)
-            _LOG.warning(
-                "no batch for %.0f s from the loader processes %s: a data set that has started threads waits "
-                "for ever in them, as they are forked: data_workers=0",
-                _SAY_S,
-                pids,
-            )
+            why = "the data are slow, or the data set had started threads, which do not live in forked processes"
+            pids = [loader.process.pid for loader in self._loaders]
+            _LOG.warning("no batch for %.0f s from the loader processes %s: %s: data_workers=0", _SAY_S, pids, why)
         for connection in arrived:
             assert isinstance(connection, Connection)
             loader = by_connection[connection]
@@ -257,7 +253,8 @@ class Feeder(Fetcher):
             return super().to_device(batch, device)
         copied, event = self._copy
         event.wait()
-        self._device.keep(list(filter(is_plain, tensors(copied))), self._device.current_stream())
+        there = [each for each in tensors(copied) if is_plain(each) and self._device.holds(each)]
+        self._device.keep(there, self._device.current_stream())
         return super().to_device(copied, device)  # what is no plain tensor
 
     def _start_copy(self, batch: Any) -> tuple[Any, Event] | None:
@@ -343,7 +340,7 @@ def _reply(fetcher: Fetcher, task: Task, number: int, init: Callable[[int], obje
 
 
 def _without_file(family: str) -> Any:
-    """As multiprocessing's own function, but for a socket's file in TMPDIR."""
+    """Returns an address as multiprocessing's own function does, but without a socket's file in TMPDIR."""
     return f"\0kfuse-{secrets.token_hex(16)}" if family == "AF_UNIX" else ("localhost", 0)
 
 

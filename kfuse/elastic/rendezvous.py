@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from kfuse.comm import devices
 from kfuse.comm.group import EARLY, CommError, Group
-from kfuse.elastic.protocol import ControlError, Member, View
+from kfuse.elastic.protocol import ControlError, Member, View, place
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _JOB_TIMEOUT_S = 600.0  # rank 0 loads the data before it announces the job
@@ -114,7 +114,8 @@ class Rendezvous:
             message: dict[str, Any] = json.loads(self.store(_JOB_TIMEOUT_S).get("job"))
         except RuntimeError as error:
             alone = "torchrun sets RANK and WORLD_SIZE: for a run without it unset both"
-            raise CommError(f"rank 0, at {self.host}:{self.port}, has announced no job ({alone}): {error}") from error
+            where = place(self.host, self.port)
+            raise CommError(f"rank 0, at {where}, has announced no job ({alone}): {error}") from error
         return message["job"] if "job" in message else int(message["status"])
 
 

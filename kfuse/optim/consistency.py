@@ -30,7 +30,7 @@ def share_from_first(group: Group, tensors: Sequence[Tensor]) -> None:
         return
     kinds = repr([(tuple(t.shape), t.requires_grad) for t in tensors]) + parameter_layout(tensors)
     layout = hashlib.sha256(kinds.encode()).digest()
-    tensors = [_each_element_once(tensor.detach()) for tensor in tensors]
+    tensors = [each_element_once(tensor.detach()) for tensor in tensors]
     mine = torch.tensor([int.from_bytes(layout[:7], "little"), len(tensors)], device=group.device)
     layouts = group.all_gather(mine, "shapes of the parameters")
     for rank, other in enumerate(layouts):
@@ -67,7 +67,7 @@ def _order(tensor: Tensor) -> list[int] | None:
     return None if tensor.is_contiguous() else sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
 
 
-def _each_element_once(tensor: Tensor) -> Tensor:
+def each_element_once(tensor: Tensor) -> Tensor:
     """Without the dimensions along which `expand` repeats a tensor: one that repeats cannot be written."""
     for dim in reversed(range(tensor.ndim)):
         if tensor.stride(dim) == 0 and tensor.numel():
@@ -89,7 +89,7 @@ def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module.named_buffers(path, recurse=False):
             kept = name.rpartition(".")[2] not in module._non_persistent_buffers_set
             subtracts = buffer.layout is torch.strided and buffer.is_floating_point() and buffer.element_size() > 1
-            if kept and (subtracts or counts) and _each_element_once(buffer).numel() == buffer.numel():
+            if kept and (subtracts or counts) and each_element_once(buffer).numel() == buffer.numel():
                 found.setdefault(id(buffer), (name, buffer))
     return dict(found.values())
 

@@ -220,8 +220,8 @@ class Reducer:
                 if index in self._unused and p.grad.any():  # zeros in place of None are the same everywhere
                     raise RuntimeError(
                         f"the gradient of {name} was set by hand (p.grad = ...) after the step's gradients were "
-                        "reduced, so no other worker would see it: set it before the step's last micro-batch ends, in "
-                        "the loop over `step` or in `with opt.micro_batch(...)`; it is that micro-batch's mean gradient"
+                        "reduced over the workers: set it before the step's last micro-batch ends, in the loop over "
+                        "`step` or in `with opt.micro_batch(...)`; it is that micro-batch's mean gradient"
                     )
                 if p.grad.shape != p.shape:
                     found = tuple(p.grad.shape)

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from kfuse.membership import Session
+from kfuse.optim.consistency import each_element_once
 from kfuse.optim.updates import named_parameters
 
 _OWN_LOOP = (
@@ -73,17 +74,16 @@ def refuse_parameters_outside(model: nn.Module, opt: torch.optim.Optimizer) -> N
 
 
 def refuse_partial_state(model: nn.Module) -> None:
-    """Raises ValueError for a model whose state_dict() cannot be loaded again: by another worker, from a checkpoint."""
-    kept = {value.data_ptr() for value in model.state_dict().values() if isinstance(value, Tensor)}
+    """Raises ValueError for a trained parameter that state_dict() leaves out, and for a buffer that cannot be loaded:
+    workers that join would not get them, and a checkpoint not keep them.
+    """
+    state = model.state_dict()
+    places = {value.data_ptr() for value in state.values() if isinstance(value, Tensor)}
     for name, p in model.named_parameters():
-        if p.numel() and p.data_ptr() not in kept:
-            raise ValueError(
-                f"model.state_dict() leaves {name} out, or changes it (a hook?): other workers would lack it"
-            )
+        if p.requires_grad and p.numel() and name not in state and p.data_ptr() not in places:
+            raise ValueError(f"model.state_dict() leaves the trained {name} out: its hooks must keep what is trained")
     for name, buffer in model.named_buffers():
-        strides = buffer.stride() if buffer.layout is torch.strided else ()
-        repeats = any(stride == 0 and size > 1 for stride, size in zip(strides, buffer.shape, strict=False))
-        if repeats and buffer.data_ptr() in kept:
+        if name in state and buffer.layout is torch.strided and each_element_once(buffer).numel() != buffer.numel():
             raise ValueError(f"buffer {name} is expanded, so nothing can be loaded into it: register a clone() of it")
 
 

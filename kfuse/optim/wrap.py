@@ -104,7 +104,13 @@ class TorchUpdates(Updates):
             if hasattr(inner, "_optimizer_step_pre_hooks"):  # some optimizers around others leave torch's __init__ out
                 inner.register_step_pre_hook(_refuse_own_step)
 
+    def _take_state(self) -> None:
+        """Follows a user who has replaced `opt.state`, to begin anew."""
+        if len(self._inners) == 1 and self._inners[0].state is not self.opt.state:
+            self._inners[0].state = self.opt.state
+
     def state_dict(self, only: int | None = None) -> dict[str, Any]:
+        self._take_state()
         states = [inner.state_dict() for inner in self._inners]
         return {_SEVERAL: states} if len(states) > 1 else states[0]
 
@@ -138,8 +144,7 @@ class TorchUpdates(Updates):
 
     def update(self, given: Update) -> None:
         self._refuse_changed()
-        if len(self._inners) == 1 and self._inners[0].state is not self.opt.state:
-            self._inners[0].state = self.opt.state  # the user has replaced it, to begin anew
+        self._take_state()
         scale, found_inf = given.scaled.factor, given.scaled.skip
         on_device = self.skips_on_device and devices.of(self.engine.device).asynchronous
         if found_inf is not None and not on_device and found_inf.item():

@@ -81,14 +81,15 @@ class Recovery:
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """Context of a training. If the supervisor is lost, or in a job without one another worker, a worker that has
-        the training state writes a last checkpoint, whatever ends its loop then: mostly a print that nobody reads.
+        the training state writes a last checkpoint. Where the supervisor is lost, also if something else ends the loop:
+        mostly a print whose reader is gone.
         """
         self._session.begin_training()
         failed_at = None
         try:
             with generators_restored(self._session.group.device):
                 yield
-        except BaseException as error:
+        except (Exception, GeneratorExit) as error:
             failed_at = self._progress.step if isinstance(error, Exception) else None
             if isinstance(error, ConsistencyError | ConfigError):
                 self._session.give_up(str(error))
