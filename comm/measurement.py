@@ -1,9 +1,7 @@
-"""What is measured in a step: the gradients' norms, how long the worker's own part takes, and interference by vote."""
+"""What is measured in a step: the gradients' norms, and how long the worker's own part takes."""
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +21,6 @@ from kfuse.comm.tail import (
     SAMPLES,
     STEP_TIME,
     SUM_SQUARES,
-    VOTE,
     Place,
     Tail,
     digest_slots,
@@ -52,14 +49,11 @@ class Measurement:
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._quick_totals = quick(self._totals)  # of a record: see Tail.record
         self.renew()
-        self.stopwatch, self._waiting = Stopwatch(device), Stopwatch(device)
-        self._voter: Voter | None = None  # by the time that this worker waits for others; None where it is alone
+        self.stopwatch = Stopwatch(device)
 
     def set_group(self, rank: int, size: int, figures: int) -> None:
         """Goes on with other workers. Between steps. figures: slots of the tail for a step function's figures."""
         self.tail, self._leads, self._figures = Tail(self._params, rank, size, figures), rank == 0, figures
-        self._waiting.forget()
-        self._voter = Voter() if size > 1 else None
 
     def write(self, bucket: Bucket, now: Step, digest: Tensor | None) -> None:
         """Writes the tail of the micro-batch that ends to the last bucket. digest: in some steps, with the first."""
@@ -72,8 +66,7 @@ class Measurement:
             squares *= now.parts**2  # the loss was divided
         own: dict[int, Tensor | float] = {}
         if not now.told:
-            vote = UNKNOWN if self._voter is None else self._voter.vote
-            own = {self.tail.own: self.stopwatch.seconds_before, self.tail.own + VOTE: vote}
+            own = {self.tail.own: self.stopwatch.seconds_before}
             own.update(enumerate(() if digest is None else digest_slots(digest), self.tail.own + 1))
             if (plan := now.plan) is not None and self._leads:
                 own |= {STEP_TIME: plan.times[0], DATA_WAIT: plan.times[1], DECISION: float(plan.decision)}
@@ -83,20 +76,6 @@ class Measurement:
         weight, loss, figures = float(now.current.weight), now.current.loss, now.current.figures
         self.tail.write(place, now.leaf.accumulate, weight, squares, loss, now.missed, figures, own)
         now.told = True
-
-    def own_part_ends(self) -> None:
-        """After the worker's last backward: from here on it waits for messages."""
-        if self._voter is not None:
-            self._waiting.start()
-            self._voter.take(self._waiting.seconds_before)
-
-    def sums_are_there(self, now: Step) -> None:
-        """All buckets are reduced. A step without messages of gradients is not timed."""
-        if self._voter is not None and now.is_local:
-            self._waiting.forget()
-            self._voter.forget()
-        elif self._voter is not None:
-            self._waiting.stop(1)
 
     def total_weight(self, tail: Tensor, now: Step) -> Tensor | None:
         """float64 scalar: what the reduced buckets are to be divided by; None if they hold means."""
@@ -196,60 +175,3 @@ class Stopwatch:
     def forget(self) -> None:
         for lap in self._laps:
             lap.micro_batches = 0
-
-
-# -- interference ---------------------------------------------------------------------------------------------------
-
-SLOW, RECOVERED = 0.8, 0.9  # of the reference's throughput
-WINDOW, REFERENCE = 16, 64  # steps
-EVERY = 4  # steps between votes: sorting the times costs as much as a small kernel
-_LEAST = 16  # steps of a reference
-UNKNOWN, AS_BEFORE, SLOWER = 0.0, 1.0, 2.0  # votes, as the tail has them
-
-
-class Voter:
-    """Votes whether something else slows this job's messages down, as in KungFu (Mai et al., OSDI 2020).
-
-    A worker times its exposed communication: from the end of its own backward until all sums are there. A step sends
-    the same bytes as the one before, so its throughput is in proportion to 1 / seconds. It is slower if three quarters
-    of the last WINDOW steps have below SLOW of the reference's throughput, until their median has RECOVERED of it. The
-    reference is the median of the REFERENCE steps before: a lasting slow-down moves into it, and so is told once.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=WINDOW + REFERENCE)
-        self._steps = 0
-        self.vote = UNKNOWN  # UNKNOWN during the first steps, then AS_BEFORE or SLOWER
-
-    def forget(self) -> None:
-        self._seconds.clear()
-        self.vote = UNKNOWN
-
-    def take(self, seconds: float) -> None:
-        """Another step's exposed communication; 0.0 is unknown, and left out."""
-        if seconds > 0:
-            self._seconds.append(seconds)
-        self._steps += 1
-        if self._steps % EVERY or len(self._seconds) < WINDOW + _LEAST:
-            return
-        known = list(self._seconds)
-        before, now = statistics.median(known[:-WINDOW]), sorted(known[-WINDOW:])
-        if before / now[WINDOW // 4] < SLOW:
-            self.vote = SLOWER
-        elif self.vote == UNKNOWN or before / statistics.median(now) >= RECOVERED:
-            self.vote = AS_BEFORE
-
-
-def verdict(votes: Sequence[float], throughput: Sequence[float | None]) -> bool | None:
-    """Whether there is interference, by ranks' votes and micro-batches a second; None where the votes do not say.
-
-    More than half must vote for it, the worker that computes slowest among them: it waits for nobody, and the others
-    for it.
-    """
-    if 2 * sum(vote == AS_BEFORE for vote in votes) > len(votes):
-        return False
-    known = [(each, rank) for rank, each in enumerate(throughput) if each is not None]
-    if known and 2 * sum(vote == SLOWER for vote in votes) > len(votes):
-        _, slowest = min(known)
-        return True if votes[slowest] == SLOWER else None
-    return None

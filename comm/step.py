@@ -238,7 +238,6 @@ class Step:
         engine.measurement.write(last, self, None if self.told else engine.digest())
         if current.last:
             engine.measurement.stopwatch.stop(self.done + 1)
-            engine.measurement.own_part_ends()
         self.weight += current.weight
         self.unused = self.unused & self.missed if self.done else self.missed
         self.missed = set()
@@ -282,7 +281,6 @@ class Step:
     def _contribute_nothing(self) -> None:
         """Sends zeros, with the digest; with reproducible sums there is no slot to write to."""
         engine = self._engine
-        engine.measurement.own_part_ends()
         engine.averaged.begin_step()
         engine.measurement.stopwatch.forget()
         self.closed, self.unused = True, set(range(len(engine.params)))
@@ -303,7 +301,6 @@ class Step:
         engine.streams.go_on_here()
         engine.streams.end()
         engine.executor.wait(self.is_local)
-        engine.measurement.sums_are_there(self)
         total_weight = engine.measurement.total_weight(last.tail_sum, self)
         engine.measurement.measure(total_weight, engine.executor.measured)
         return KeptStep(engine.step, self, last.tail_sum, last.views, total_weight)

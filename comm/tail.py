@@ -36,8 +36,7 @@ GRAD_SQ = TAIL_SLOTS  # in a step's record, after the slots: |gbar|^2
 SKIPPED = TAIL_SLOTS + 1  # 1 if the update was left out
 RECORD_SLOTS = TAIL_SLOTS + 2
 
-RANK_SLOTS = 5  # of each rank: seconds a micro-batch (0.0: unknown), the three slots of a digest, and this one:
-VOTE = 4  # on interference: see `kfuse.comm.measurement`
+RANK_SLOTS = 4  # of each rank: seconds a micro-batch (0.0: unknown), and the three slots of a digest
 _LOW, _MIDDLE, _HIGH = 0xFFFFFF, 0xFFFFFF, 0xFFFF  # a digest's 64 bits, from the lowest
 _PRESENT = 1 << 16  # in a digest's third slot: tells a digest of zero from none
 _ROW = 1024  # elements of a tensor whose bits a digest adds up first
@@ -120,7 +119,7 @@ class Tail:
     def write_digest(self, place: Tensor, digest: Tensor) -> None:
         """Writes this rank's digest to `place` (fp32 [numel], zeros), where it has no micro-batch to write of."""
         first = self._slots + self.own
-        place[first + 1 : first + VOTE] = digest_slots(digest)
+        place[first + 1 : first + RANK_SLOTS] = digest_slots(digest)
 
     def record(self, tail: Place, totals: Place) -> Tensor:
         """A step's figures from the reduced tail: float64 [RECORD_SLOTS + ranks * RANK_SLOTS + figures], on the device.

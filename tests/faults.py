@@ -40,7 +40,7 @@ LEFT_OUT = {"aot.py", "__init__.py"}
 TESTS = {
     "kernels": ["kernels", "launches"],
     "comm": [
-        *("engine", "buckets", "transports", "sum_tree", "topology", "cost", "schedule", "interference", "bf16_wire"),
+        *("engine", "buckets", "transports", "sum_tree", "topology", "cost", "schedule", "bf16_wire"),
         *("sync", "pair", "gradients", "accumulate", "reproducible"),
         *("nccl", "streams", "host_waits", "symmetric", "transfer"),
     ],

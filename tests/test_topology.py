@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy.sparse.csgraph import minimum_spanning_tree
 
 import kfuse as kf
-from kfuse.comm.tail import DECISION, RANK_SLOTS, RECORD_SLOTS, VOTE, Tail
+from kfuse.comm.tail import DECISION, RANK_SLOTS, RECORD_SLOTS, Tail
 from kfuse.comm.topology import (
     SAME,
     Links,
@@ -161,10 +161,10 @@ def test_what_one_rank_writes_arrives_in_the_tail_as_it_was_sent(ranks: int, dec
         tail = Tail(3, rank, ranks, figures=2)
         of_rank = np.zeros_like(place)
         for first in (True, False):  # two micro-batches
-            own = {tail.own: 0.5 + rank, tail.own + VOTE: 2.0, DECISION: float(decision * (rank == 0))}
+            own = {tail.own: 0.5 + rank, tail.own + 1: 2.0, DECISION: float(decision * (rank == 0))}
             tail.write(of_rank, not first, 1.0, totals[0], 1.0, figures=[7.0, 8.0], own=own if first else None)
         place += of_rank
     values = Tail(3, 0, ranks, figures=2).record(place, totals.numpy()).tolist()[:-2]
     assert values[DECISION] == decision
-    assert values[RECORD_SLOTS + VOTE :: RANK_SLOTS] == [2.0] * ranks
+    assert values[RECORD_SLOTS + 1 :: RANK_SLOTS] == [2.0] * ranks
     assert values[RECORD_SLOTS::RANK_SLOTS] == [0.5 + rank for rank in range(ranks)]

@@ -63,9 +63,6 @@ class Signals(Measured, StepSettings):
     )
     previous_data_wait_s: float | None = optional("s", "Part of previous_step_time_s that the leader waited for data")
     eval_accuracy: float | None = optional("", "The latest evaluation's accuracy, in [0, 1]")
-    under_interference: bool | None = optional(
-        "", "Whether messages are below 0.8 of their usual throughput, by a majority of the workers"
-    )
     link_latencies: tuple[tuple[float, ...], ...] | None = optional(
         "s", "By rank and rank, time of a short message; as last measured in this view"
     )

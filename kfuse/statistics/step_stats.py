@@ -36,8 +36,6 @@ class StepStats(Measured):
     """On the leader: see `policies.Signals`. Not reproducible."""
     previous_data_wait_s: float | None = field(default=None, compare=False)
     """The part of it that the leader waited for data."""
-    votes: tuple[float, ...] = field(default=(), compare=False, repr=False)
-    """Votes on interference by rank: see `kfuse.comm.measurement`. Not reproducible either."""
     digests: tuple[int, ...] = field(default=(), compare=False, repr=False)
     """Digests of the parameters of each rank that sent one with this step (see `comm.check_every`), in rank order."""
     figures: dict[str, float] = field(default_factory=dict, compare=False)
@@ -45,7 +43,7 @@ class StepStats(Measured):
     out; empty too on a worker that has run no micro-batch so far."""
 
 
-_TUPLES = ("seconds", "votes", "digests")  # of StepStats: lists in plain formats
+_TUPLES = ("seconds", "digests")  # of StepStats: lists in plain formats
 # Records that may be on their way to the host before it waits for the oldest: so many steps it may be ahead.
 _MOST_IN_FLIGHT = 8
 
@@ -241,9 +239,8 @@ class Statistics:
                 grad_total, samples, micro_batches, workers if self.bf16_wire else 0, item.bf16_sums
             )
             self.noise_scale.update(variance, grad_sq, (samples, micro_batches), rounding)
-        digests = [
-            t.digest_from_slots(values[at + 1 : at + t.VOTE]) for at in range(t.RECORD_SLOTS, len(values), t.RANK_SLOTS)
-        ]
+        of_ranks = range(t.RECORD_SLOTS, len(values), t.RANK_SLOTS)
+        digests = [t.digest_from_slots(values[at + 1 : at + t.RANK_SLOTS]) for at in of_ranks]
         item.digests = tuple(digest for digest in digests if digest is not None)
         if item.digests:
             self.compared.append((item.step, item.digests))
@@ -276,7 +273,6 @@ class Statistics:
             previous_step_time_s=_known(values[t.STEP_TIME]),
             previous_data_wait_s=values[t.DATA_WAIT] if values[t.STEP_TIME] else None,
             seconds=tuple(values[t.RECORD_SLOTS :: t.RANK_SLOTS]),
-            votes=tuple(values[t.RECORD_SLOTS + t.VOTE :: t.RANK_SLOTS]),
             digests=newest.digests,
             figures={name: value for name, value in figures.items() if math.isfinite(value)},
         )

@@ -236,8 +236,7 @@ class Decisions:
                 opt.engine.use_transport(self.topology, tree)
 
     def leave_view(self) -> None:
-        """The workers have changed: a list of parents is dropped, and whether there is interference is unknown."""
-        self._progress.interference = None
+        """The workers have changed: a list of parents is dropped."""
         requested = isinstance(self._requested.get("tree"), list) and self._requested.pop("tree")
         if isinstance(self.tree, list) or requested:
             self.tree = None if isinstance(self.tree, list) else self.tree
@@ -355,7 +354,6 @@ class PolicyCalls:
             previous_data_wait_s=stats.previous_data_wait_s,
             eval_accuracy=at.accuracy,
             bounds=self._settings.bounds,
-            under_interference=at.interference,
             link_latencies=None if links is None else links.latencies,
             link_throughputs=None if links is None else links.throughputs,
             base_batch_size=self._settings.batch_size,

@@ -55,7 +55,6 @@ class Progress:
     mean_grad_variance: float | None = None
     throughput: Throughput = field(default_factory=dict)  # by worker number: see `kfuse.train.step.Throughput`
     stragglers: tuple[int, ...] = ()  # numbers of the workers that were reported as stragglers
-    interference: bool | None = None  # whether something else slows the workers' messages down; None: unknown
     corrupt: tuple[int, ...] = ()  # numbers of the workers that audits have found to compute wrong gradients
     accuracy: float | None = None
     eval_loss: float | None = None

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kfuse.comm import devices, measurement
+from kfuse.comm import devices
 from kfuse.comm.group import CommError
 from kfuse.data.dataset import tensors
 from kfuse.data.fetching import Fetcher, Task, TaskPlan, micro_batch_sizes, random_key, seed_host, worker_range
@@ -256,7 +256,7 @@ def stragglers(workers: Sequence[int], relative: Sequence[float | None], before:
 
 
 def take_measured(training: TrainContext, stats: StepStats, context: StepContext) -> None:
-    """Writes what a step measured into `Progress`. Reports interference, and each worker that becomes a straggler."""
+    """Writes what a step measured into `Progress`. Reports each worker that becomes a straggler."""
     at, session, workers = training.progress, training.session, context.members
     at.mean_grad_sq, at.mean_grad_variance, at.loss = stats.mean_grad_sq, stats.mean_grad_variance, stats.loss
     if session.group.size == 1 and not session.elastic:
@@ -270,11 +270,6 @@ def take_measured(training: TrainContext, stats: StepStats, context: StepContext
         if ratio is not None and ratio < SLOW and worker not in at.stragglers:
             training.reporter.event(at.step, "straggler", worker=worker, rank=rank, throughput=ratio)
     at.stragglers = stragglers(now, relative, at.stragglers)
-    found = measurement.verdict(stats.votes, relative) if now == list(workers) else None
-    if found and not at.interference:
-        votes = [rank for rank, vote in enumerate(stats.votes) if vote == measurement.SLOWER]
-        training.reporter.event(at.step, "interference", ranks=votes)
-    at.interference = at.interference if found is None else found
 
 
 class Sampling:

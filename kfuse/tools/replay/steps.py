@@ -262,7 +262,7 @@ class SimulatedSteps:
         unknown: list[str] = []
         if there.workers != now.workers:
             changed |= {"throughput": (None,) * now.workers, "corrupt_workers": ()}
-            unknown += ["under_interference", "link_latencies", "link_throughputs"]
+            unknown += ["link_latencies", "link_throughputs"]
         if (there.workers, there.batch_size) != (now.workers, now.batch_size):
             unknown += ["previous_step_time_s", "previous_data_wait_s"]
         if micro_batches < 2:  # these compare the micro-batches of a step
