@@ -141,7 +141,7 @@ class CudaDevice(Device):
     def __init__(self, name: torch.device) -> None:
         super().__init__(name)
         self.number = name.index
-        need("torch._C._cuda_getCurrentStream")
+        need("torch._C._cuda_getCurrentStream" * torch.cuda.is_available())
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}  # by torch's own name of each
 
     def model(self) -> str:
