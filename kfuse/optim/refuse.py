@@ -106,7 +106,7 @@ def refuse_unplanned(session: Session, planned: bool) -> None:
         )
     if session.comm.sync != "ssgd":
         raise RuntimeError(
-            f"comm.sync={session.comm.sync}: must be ssgd in a loop of your own, not kf.fit or kf.DataLoader"
+            f"comm.sync={session.comm.sync}: must be ssgd in a loop of your own, and for two passes over a step"
         )
     if session.elastic:
         raise RuntimeError(
