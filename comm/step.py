@@ -99,6 +99,7 @@ class Step:
     weight: float = 0.0  # sum of the finished ones' weights
     closed: bool = False  # the last one is finished, or under way with all of its buckets packed
     collects: bool = False  # hooks take gradients, and need not ask the engine
+    had_graph: bool = False  # a gradient came with its graph: backward(create_graph=True)
     # The current micro-batch is the step's only one, on a CPU: its gradient is the mean, and its norm the mean's. (A
     # GPU's kernel measures as it copies, at no further cost.)
     alone: bool = False
@@ -190,6 +191,7 @@ class Step:
     def pack(self, bucket: Bucket) -> None:
         engine = self._engine
         engine.streams.go_on_here(reads=bucket.grads)
+        self.had_graph |= bucket.grads[0] is not None and bucket.grads[0].requires_grad
         if bucket.missing:
             self.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
         if self.done == self._audited and engine.audited is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ DRAWING: dict[str, dict[str, Any]] = {
     "a gradient's hook": {"model": with_gradient_hook(nn.Linear(2, 3))},
     "own forward": {"model": with_other_forward(nn.Linear(2, 3))},
     "own loss": {"loss_fn": lambda output, target: output.mean()},
+    "own loss, named as torch's": {"loss_fn": wraps(nn.functional.cross_entropy)(lambda output, target: output.mean())},
     "own step": {"step_fn": lambda model, batch: model(batch[0]).mean()},
     "own weight": {"weight_fn": lambda batch: 1.0},
     "own policy": {"hook": kf.Hook(Policy())},

@@ -158,9 +158,29 @@ for step in kf.DataLoader((x, y), model, opt, batch_size=16):
 """
 
 
-def test_a_group_that_is_added_in_the_loop_is_refused_where_workers_may_join(tmp_path: Path) -> None:
-    said = run_script(tmp_path, PRELUDE + ADDS, workers=1, status=1).said
-    assert "error: worker 0 ended with exit status 1: RuntimeError: opt.add_param_group in the training of an " in said
+TWO_PASSES = """
+model, opt = make()
+for step in kf.DataLoader((x, y), model, opt, batch_size=16):
+    for _ in range(2):
+        opt.zero_grad()
+        for a, b in step:
+            F.cross_entropy(model(a), b).backward()
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (ADDS, "opt.add_param_group in the training of an elastic job"),
+        pytest.param(
+            TWO_PASSES, "opt.step() in an elastic job: its gradients must come from one pass", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_what_a_joining_worker_would_not_have_is_refused(script: str, why: str, tmp_path: Path) -> None:
+    said = run_script(tmp_path, PRELUDE + script, workers=1, status=1).said
+    assert f"error: worker 0 ended with exit status 1: RuntimeError: {why}" in said
 
 
 @pytest.mark.full

@@ -735,6 +735,27 @@ def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
         kf.FusedLAMB(Net().parameters(), **options)
 
 
+class SecondOrder(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        torch.autograd.grad([p.grad for p in params], params, [torch.ones_like(p) for p in params])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_an_optimizer_that_differentiates_the_gradient_is_answered_in_one_line() -> None:
+    p = nn.Parameter(torch.ones(2))
+    opt = kf.Optimizer(SecondOrder([p]))
+    for create_graph, said in (
+        (True, r"SecondOrder\.step\(\) has failed after backward\(create_graph=True\)"),
+        (False, "grad"),
+    ):
+        p.square().sum().backward(create_graph=create_graph)
+        with pytest.raises(RuntimeError, match=said) as raised:
+            opt.step()
+        assert "\n" not in str(raised.value)
+        opt.zero_grad()
+
+
 @pytest.mark.full
 def test_statistics_do_not_pile_up() -> None:
     """A loop that never reads `opt.stats` must not keep every step's record."""

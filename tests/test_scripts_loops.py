@@ -7,6 +7,7 @@ import copy
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.data import EpochSampler
 from kfuse.train.state import Trainable
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -322,3 +324,36 @@ def test_a_worker_that_joins_takes_over_which_parameters_are_trained() -> None:
     assert_same(*models)
     with pytest.raises(ValueError, match="another program's state: its optimizer has 4 parameters, not 2"):
         Trainable(kf.FusedAdamW(nn.Linear(2, 2).parameters())).load_state_dict(old.state_dict())
+
+
+# -- two gradients in a step ------------------------------------------------------------------------------------------
+
+
+def sharpness_aware(code: str) -> None:
+    data, theirs = dataset(192), plain(1)
+    model = copy.deepcopy(theirs)
+    opt, names = kf.FusedSGD(model.parameters(), lr=0.5), {"loss_fn": F.cross_entropy, "torch": torch, "kf": kf}
+    exec(code, names | {"model": model, "data": data, "opt": opt})
+    params = list(theirs.parameters())
+    for step in range(3):
+        chosen = EpochSampler(192, 0).indices(0, 64 * step, 64)
+        sums = [torch.zeros_like(p) for p in params]
+        for x, y in ([part[chosen[j : j + 16]] for part in data] for j in range(0, 64, 16)):
+            moved = copy.deepcopy(theirs)
+            first = torch.autograd.grad(F.cross_entropy(theirs(x), y), params)
+            norm = torch.cat([g.flatten() for g in first]).norm()
+            for p, g in zip(moved.parameters(), first, strict=True):
+                p.data += 0.05 / norm * g
+            second = torch.autograd.grad(F.cross_entropy(moved(x), y), list(moved.parameters()))
+            torch._foreach_add_(sums, second, alpha=1 / 4)
+        for p, g in zip(params, sums, strict=True):
+            p.data -= 0.5 * g
+    assert_same(model, theirs)
+    assert opt.stats is not None and (opt.stats.samples, opt.stats.micro_batches) == (64, 4)
+
+
+@WORKERS
+def test_sharpness_aware_minimisation_as_documented(workers: int) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "convert.md").read_text()
+    code = page.split("## Two gradients in a step")[1].split("```python\n")[1].split("```")[0]
+    run_workers(workers, sharpness_aware, code)

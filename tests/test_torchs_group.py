@@ -17,7 +17,7 @@ from torch import nn
 
 import kfuse as kf
 from kfuse.comm.settings import CommOptions
-from kfuse.optim.refuse import refuse_unplanned
+from kfuse.optim.refuse import refuse_own_loop, refuse_unplanned
 
 SCRIPT = """
 import os, sys
@@ -98,6 +98,8 @@ def test_synchronised_batch_normalisation_is_refused_for_several_workers() -> No
 
 
 def test_a_loop_of_ones_own_in_an_elastic_job_is_told_what_must_drive_it() -> None:
-    session: Any = SimpleNamespace(elastic=True, comm=CommOptions())
-    with pytest.raises(RuntimeError, match=r"kf\.fit or kf\.DataLoader must drive.* of several optimizers give"):
+    session: Any = SimpleNamespace(elastic=True, in_training=False, comm=CommOptions())
+    with pytest.raises(RuntimeError, match=r"kf\.fit or kf\.DataLoader must drive"):
+        refuse_own_loop(session, uses_scaler=False)
+    with pytest.raises(RuntimeError, match=r"one pass over the step's micro-batches.* of several optimizers give"):
         refuse_unplanned(session, planned=False)

@@ -98,7 +98,7 @@ def refuse_options(lr: float, betas: Sequence[float], eps: float, weight_decay: 
 
 def refuse_own_loop(session: Session, uses_scaler: bool) -> None:
     """Before an update. Raises RuntimeError if an elastic job has its own loop, or uses torch's GradScaler."""
-    if session.elastic and session.view is None:
+    if session.elastic and not session.in_training:
         raise RuntimeError(f"{_OWN_LOOP}; or use a fixed number of workers (torchrun)")
     if session.elastic and uses_scaler:
         raise RuntimeError(
@@ -121,12 +121,13 @@ def refuse_unplanned(session: Session, planned: bool) -> None:
         )
     if session.comm.sync != "ssgd":
         raise RuntimeError(
-            f"comm.sync={session.comm.sync}: must be ssgd in a loop of your own, not kf.fit or kf.DataLoader"
+            f"comm.sync={session.comm.sync}: must be ssgd in a loop of your own, and for two passes over a step"
         )
     if session.elastic:
         raise RuntimeError(
-            f"{_OWN_LOOP}. Only what it is given goes along to a worker that joins: of several optimizers give "
-            "kf.DataLoader a list, and a model with the parameters of all. Or use a fixed number of workers (torchrun)"
+            "opt.step() in an elastic job: its gradients must come from one pass over the step's micro-batches, which "
+            "kf.DataLoader plans. For two passes (SAM) see docs/convert.md; of several optimizers give kf.DataLoader a "
+            "list, and a model with the parameters of all. Or use a fixed number of workers (torchrun)"
         )
 
 

@@ -156,7 +156,15 @@ class TorchUpdates(Updates):
                 bucket.visible.mul_(scale)
         in_doubt = {i: self._state_of(p) for i in given.in_doubt if (p := self.engine.params[i]).grad is not None}
         with self._prepared(given.lr_factor, found_inf if on_device else None):
-            self._step()
+            try:
+                self._step()
+            except RuntimeError as error:
+                if not given.reduced.now.had_graph:
+                    raise
+                raise RuntimeError(
+                    f"{_named(self._inners)}.step() has failed after backward(create_graph=True): kfuse's gradients "
+                    "are sums without a graph: an optimizer that differentiates them (AdaHessian) cannot be wrapped"
+                ) from error
         for index, before in in_doubt.items():
             assert given.reduced.used is not None
             used = given.reduced.used[index] > 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -51,7 +52,7 @@ def _is_of(thing: object, *modules: str) -> bool:
 def _is_known_loss(loss_fn: Any) -> bool:
     if isinstance(loss_fn, nn.Module):
         return _draws_nothing(loss_fn)
-    return loss_fn is None or getattr(loss_fn, "__module__", None) == "torch.nn.functional"
+    return loss_fn is None or vars(F).get(getattr(loss_fn, "__name__", "")) is loss_fn
 
 
 def _draws_nothing(module: nn.Module) -> bool:
