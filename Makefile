@@ -1,6 +1,7 @@
 # make run        train the built-in example: digits, on this machine, adaptively
 # make test       static checks, and the quick tests against the installed wheel
 # make test-frameworks  Trainer, Accelerate, Lightning, data=hf, model=hf, submitit, sinks: an environment of their own
+# make test-newest  the quick tests with the newest torch and Triton that pip brings: an environment of its own
 # make test-all   all tests, and docs; soak and repetition excepted (pytest -m long)
 # make docs       builds the documentation site in build/site/html, and checks its links
 # make lint       the static checks alone
@@ -9,13 +10,15 @@
 PYTHON ?= python3
 VENV := .venv
 TEST_VENV := .venv-test
+NEWEST_VENV := .venv-newest
 FRAMEWORKS_VENV := .venv-frameworks
 DOCS_VENV := .venv-docs
 # What is tested: this checkout, or a wheel (make test WHEEL=dist/kfuse-0.1.0-py3-none-any.whl).
 WHEEL ?= .
-PIP := -m pip --quiet --quiet --disable-pip-version-check install -c constraints.txt
+PIP_NEWEST := -m pip --quiet --quiet --disable-pip-version-check install
+PIP := $(PIP_NEWEST) -c constraints.txt
 
-.PHONY: run test test-all test-frameworks docs lint reference python clean
+.PHONY: run test test-newest test-all test-frameworks docs lint reference python clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
@@ -35,7 +38,12 @@ test: lint
 test-all: test
 	$(PYTEST) -m "full and jobs and not long"
 	$(PYTEST) --dist loadfile -m "full and not jobs and not long"
-	$(MAKE) test-frameworks docs
+	$(MAKE) test-newest test-frameworks docs
+
+test-newest: $(NEWEST_VENV)/.installed
+	rm -rf build/lib build/bdist*
+	$(NEWEST_VENV)/bin/python $(PIP_NEWEST) --no-build-isolation --no-deps --force-reinstall $(WHEEL)
+	cd tests && KFUSE_TEST_INSTALLED=1 ../$(NEWEST_VENV)/bin/pytest -n 2 --dist loadfile -m "not full and not long"
 
 # Hugging Face's libraries, Lightning, submitit and the services for figures have an environment of their own.
 test-frameworks: $(FRAMEWORKS_VENV)/.installed
@@ -74,6 +82,14 @@ $(TEST_VENV)/.installed: pyproject.toml constraints.txt | python
 	$(TEST_VENV)/bin/python $(PIP) --no-build-isolation '.[test]'
 	touch $@
 
+# A torch of the index asks for the Triton of its own release: the newest one is installed over it.
+$(NEWEST_VENV)/.installed: pyproject.toml | python
+	$(PYTHON) -m venv --clear $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/python $(PIP_NEWEST) --upgrade setuptools
+	$(NEWEST_VENV)/bin/python $(PIP_NEWEST) --no-build-isolation '.[test]'
+	$(NEWEST_VENV)/bin/python $(PIP_NEWEST) --no-deps --upgrade triton
+	touch $@
+
 $(FRAMEWORKS_VENV)/.installed: pyproject.toml constraints.txt | python
 	$(PYTHON) -m venv --clear $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) setuptools
@@ -91,4 +107,4 @@ python:
 		{ echo "kfuse needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(FRAMEWORKS_VENV) $(DOCS_VENV) build
+	rm -rf $(VENV) $(TEST_VENV) $(FRAMEWORKS_VENV) $(NEWEST_VENV) $(DOCS_VENV) build
