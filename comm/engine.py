@@ -253,8 +253,8 @@ class Engine:
             return
         self.streams.go_on_here()
         for bucket in self.gradient_buckets:
+            self._hooks.collect_set_by_hand(bucket)
             if not bucket.packed:
-                self._hooks.collect_set_by_hand(bucket)
                 now.pack(bucket)
         if now.close() and then_wait:
             self.on_last_micro_batch()

@@ -94,11 +94,19 @@ class GradientHooks:
             )
 
     def collect_set_by_hand(self, bucket: Bucket) -> None:
-        """Takes gradients that backward did not bring. Raises RuntimeError if one of them is the last step's."""
+        """Takes gradients that backward did not bring. Raises RuntimeError for the last step's, and for one that was set
+        after a backward whose gradient has been taken.
+        """
         for k, index in enumerate(bucket.layout.params):
-            if bucket.grads[k] is None and (grad := self._params[index].grad) is not None:
+            if (grad := self._params[index].grad) is not None:
                 if _is_of_a_step(grad, bucket, k):
                     raise RuntimeError(STILL_THERE)
+                if bucket.packed or bucket.grads[k] is not None:
+                    raise RuntimeError(
+                        f"the gradient of {self._names[index]} was set by hand in a micro-batch after its backward, "
+                        "whose gradient has been taken: change it by register_post_accumulate_grad_hook, compute the "
+                        "micro-batch's gradients by torch.autograd.grad, or change their mean before opt.step()"
+                    )
                 self._refuse(grad, bucket, k)
                 bucket.grads[k], self._params[index].grad = bucket.laid_out(k, grad), None
                 bucket.missing -= 1

@@ -348,6 +348,33 @@ def leave_out(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) 
     del state[prefix + "bias"]
 
 
+class TakesOver(nn.Linear):
+    """Takes a loaded tensor in place of its buffer, as torch's HistogramObserver does."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 2)
+        self.register_buffer("mean", torch.zeros(5))
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *more: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *more)  # type: ignore[no-untyped-call]
+        self.mean = state[prefix + "mean"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return super().forward(x)
+
+
+def averaged_mean() -> Tensor:
+    net = TakesOver()
+    kf.fit(net, samples(32, seed=0), kf.FusedSGD(net.parameters()), loss_fn=F.mse_loss, batch_size=8, batch_micro=4)
+    return net.mean
+
+
+def test_a_buffer_that_loading_replaces_is_averaged() -> None:
+    first, second = run_workers(2, averaged_mean)
+    assert torch.equal(first, second) and first.abs().sum() > 0
+
+
 class Refused(nn.Linear):
     """how: what its state or its buffers have that other workers would lack."""
 

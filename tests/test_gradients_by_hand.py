@@ -137,6 +137,16 @@ def test_gradients_set_by_hand_after_the_reduction_are_refused(how: str) -> None
     run_workers(2, after_the_reduction, how)
 
 
+def test_a_gradient_set_in_a_micro_batch_after_its_backward_is_refused() -> None:
+    net = Net()
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    x, y = samples(8, seed=0)
+    with pytest.raises(RuntimeError, match=r"parameter 0 was set by hand in a micro-batch after its backward"):  # noqa: SIM117
+        with opt.micro_batch(samples=8):
+            F.mse_loss(net(x), y).backward()
+            net.first.weight.grad = torch.zeros(40, 5)
+
+
 @pytest.mark.parametrize("contexts", [False, True])
 def test_hooks_that_are_registered_later_see_the_gradient(contexts: bool) -> None:
     """One halves a gradient, one drops it, and one is removed again: beside torch's own optimizer."""

@@ -269,6 +269,7 @@ def test_an_agent_that_waits_for_its_supervisor_ends_in_order_at_sigterm(meeting
         (["--worker", "2", "train.py"], "error: --worker: no such option (did you mean --workers?)"),
         ([], "error: a script is needed: kfuse-run --workers 2 train.py"),
         (["absent.py"], "absent.py: no such file"),
+        (["-m", "absent.train"], "-m absent.train: no such module"),
         (["--run-dir", "used", "train.py"], "--run-dir used: must be a new directory: the run in it has ended"),
     ],
 )

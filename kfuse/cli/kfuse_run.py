@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -161,7 +163,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             parser.error("--join: the supervisor has the script; must be used with --token-file and --slots only")
     elif args.script is None:
         parser.error("a script is needed: kfuse-run --workers 2 train.py, or a module: kfuse-run -m my.train")
-    elif not (args.module or args.script.is_file() or (args.script / "__main__.py").is_file()):
+    elif args.module:
+        sys.path.append(os.getcwd())
+        if find_spec(str(args.script).partition(".")[0]) is None:
+            parser.error(f"-m {args.script}: no such module")
+    elif not (args.script.is_file() or (args.script / "__main__.py").is_file()):
         parser.error(f"{args.script}: no such file; must be a Python script, or a folder with __main__.py")
     return args
 

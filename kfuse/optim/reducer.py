@@ -103,6 +103,15 @@ class Reducer:
                 "call opt.rebuild() before backward"
             )
 
+    def follow_buffers(self) -> None:
+        """After a state was loaded: modules may have taken loaded tensors in place of their buffers, as torch's
+        HistogramObserver does.
+        """
+        if self.tracked is not None:
+            buffers = averaged_buffers(self.tracked)
+            if list(map(id, buffers.values())) != list(map(id, self.engine.averaged.tensors)):
+                self.engine.track_buffers(buffers, carried_states(self.tracked))
+
     def refuse_late_buffers(self) -> None:
         """After the first step. Raises RuntimeError if a forward has registered buffers: nothing averages those."""
         if self.tracked is not None and (self._session.elastic or self._session.group.size > 1):

@@ -130,6 +130,9 @@ class TrainingState:
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ValueError(f"rank 0's or another program's state: its {name} does not fit: {why}") from error
+        for part in self._parts.values():
+            if isinstance(part, DistributedOptimizer):
+                part.reducer.follow_buffers()
 
 
 def _common_state(opt: DistributedOptimizer) -> dict[str, Any]:
