@@ -94,8 +94,8 @@ class GradientHooks:
             )
 
     def collect_set_by_hand(self, bucket: Bucket) -> None:
-        """Takes gradients that backward did not bring. Raises RuntimeError for the last step's, and for one that was set
-        after a backward whose gradient has been taken.
+        """Takes gradients that backward did not bring. Raises RuntimeError for the last step's, and for one that was
+        set after a backward whose gradient has been taken.
         """
         for k, index in enumerate(bucket.layout.params):
             if (grad := self._params[index].grad) is not None:
