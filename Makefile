@@ -1,6 +1,7 @@
 # make run        train the built-in example: digits, on this machine, adaptively
 # make test       static checks, and the quick tests against the installed wheel
 # make test-frameworks  Trainer, Accelerate, Lightning, data=hf, model=hf, submitit, sinks: an environment of their own
+# make test-newest    the kernels' tests and the quick ones (QUICK: these files of them) with pip's newest torch and Triton
 # make test-all   all tests, and docs; soak and repetition excepted (pytest -m long)
 # make docs       builds the documentation site in build/site/html, and checks its links
 # make lint       the static checks alone
@@ -10,12 +11,14 @@ PYTHON ?= python3
 VENV := .venv
 TEST_VENV := .venv-test
 FRAMEWORKS_VENV := .venv-frameworks
+NEWEST_VENV := .venv-newest
 DOCS_VENV := .venv-docs
 # What is tested: this checkout, or a wheel (make test WHEEL=dist/kfuse-0.1.0-py3-none-any.whl).
 WHEEL ?= .
-PIP := -m pip --quiet --quiet --disable-pip-version-check install -c constraints.txt
+INSTALL := -m pip --quiet --quiet --disable-pip-version-check install
+PIP := $(INSTALL) -c constraints.txt
 
-.PHONY: run test test-all test-frameworks docs lint reference python clean
+.PHONY: run test test-all test-frameworks test-newest docs lint reference python clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
@@ -42,6 +45,14 @@ test-frameworks: $(FRAMEWORKS_VENV)/.installed
 	rm -rf build/lib build/bdist*
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall $(WHEEL)
 	cd tests && KFUSE_TEST_INSTALLED=1 ../$(FRAMEWORKS_VENV)/bin/pytest -n 2 frameworks
+
+# The kernels' first: the compiler's part of them takes a process for each core by itself.
+test-newest: $(NEWEST_VENV)/.installed
+	rm -rf build/lib build/bdist*
+	$(NEWEST_VENV)/bin/python $(INSTALL) --no-build-isolation --no-deps --force-reinstall $(WHEEL)
+	$(NEWEST_VENV)/bin/python -c 'import torch, triton; print("torch", torch.__version__, "and Triton", triton.__version__)'
+	cd tests && KFUSE_TEST_INSTALLED=1 ../$(NEWEST_VENV)/bin/pytest test_kernels_aot.py test_kernels_interpreter.py
+	cd tests && KFUSE_TEST_INSTALLED=1 ../$(NEWEST_VENV)/bin/pytest -n 2 --dist loadfile -m "not full and not long" $(QUICK)
 
 # The pages lie in the tree that they have here, so that their links to each other and to files are the same.
 docs: $(DOCS_VENV)/.installed
@@ -81,6 +92,14 @@ $(FRAMEWORKS_VENV)/.installed: pyproject.toml constraints.txt | python
 		peft pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
+# No constraints. torch's metadata ask for an older Triton than pip brings where torch is there already: hence the last.
+$(NEWEST_VENV)/.installed: pyproject.toml | python
+	$(PYTHON) -m venv --clear $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/python $(INSTALL) --upgrade setuptools
+	$(NEWEST_VENV)/bin/python $(INSTALL) --no-build-isolation '.[test]'
+	$(NEWEST_VENV)/bin/python $(INSTALL) --no-deps --upgrade triton
+	touch $@
+
 $(DOCS_VENV)/.installed: constraints.txt | python
 	$(PYTHON) -m venv --clear $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python $(PIP) zensical mkdocstrings-python
@@ -91,4 +110,4 @@ python:
 		{ echo "kfuse needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(FRAMEWORKS_VENV) $(DOCS_VENV) build
+	rm -rf $(VENV) $(TEST_VENV) $(FRAMEWORKS_VENV) $(NEWEST_VENV) $(DOCS_VENV) build
