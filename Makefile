@@ -1,7 +1,7 @@
 # make run        train the built-in example: digits, on this machine, adaptively
 # make test       static checks, and the quick tests against the installed wheel
 # make test-frameworks  Trainer, Accelerate, Lightning, data=hf, model=hf, submitit, sinks: an environment of their own
-# make test-newest  the quick tests with the newest torch and Triton that pip brings: an environment of its own
+# make test-newest    the kernels' tests and the quick ones (QUICK: these files of them) with pip's newest torch and Triton
 # make test-all   all tests, and docs; soak and repetition excepted (pytest -m long)
 # make docs       builds the documentation site in build/site/html, and checks its links
 # make lint       the static checks alone
@@ -10,15 +10,15 @@
 PYTHON ?= python3
 VENV := .venv
 TEST_VENV := .venv-test
-NEWEST_VENV := .venv-newest
 FRAMEWORKS_VENV := .venv-frameworks
+NEWEST_VENV := .venv-newest
 DOCS_VENV := .venv-docs
 # What is tested: this checkout, or a wheel (make test WHEEL=dist/kfuse-0.1.0-py3-none-any.whl).
 WHEEL ?= .
-PIP_NEWEST := -m pip --quiet --quiet --disable-pip-version-check install
-PIP := $(PIP_NEWEST) -c constraints.txt
+INSTALL := -m pip --quiet --quiet --disable-pip-version-check install
+PIP := $(INSTALL) -c constraints.txt
 
-.PHONY: run test test-newest test-all test-frameworks docs lint reference python clean
+.PHONY: run test test-all test-frameworks test-newest docs lint reference python clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
@@ -38,18 +38,21 @@ test: lint
 test-all: test
 	$(PYTEST) -m "full and jobs and not long"
 	$(PYTEST) --dist loadfile -m "full and not jobs and not long"
-	$(MAKE) test-newest test-frameworks docs
-
-test-newest: $(NEWEST_VENV)/.installed
-	rm -rf build/lib build/bdist*
-	$(NEWEST_VENV)/bin/python $(PIP_NEWEST) --no-build-isolation --no-deps --force-reinstall $(WHEEL)
-	cd tests && KFUSE_TEST_INSTALLED=1 ../$(NEWEST_VENV)/bin/pytest -n 2 --dist loadfile -m "not full and not long"
+	$(MAKE) test-frameworks docs
 
 # Hugging Face's libraries, Lightning, submitit and the services for figures have an environment of their own.
 test-frameworks: $(FRAMEWORKS_VENV)/.installed
 	rm -rf build/lib build/bdist*
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall $(WHEEL)
 	cd tests && KFUSE_TEST_INSTALLED=1 ../$(FRAMEWORKS_VENV)/bin/pytest -n 2 frameworks
+
+# The kernels' first: the compiler's part of them takes a process for each core by itself.
+test-newest: $(NEWEST_VENV)/.installed
+	rm -rf build/lib build/bdist*
+	$(NEWEST_VENV)/bin/python $(INSTALL) --no-build-isolation --no-deps --force-reinstall $(WHEEL)
+	$(NEWEST_VENV)/bin/python -c 'import torch, triton; print("torch", torch.__version__, "and Triton", triton.__version__)'
+	cd tests && KFUSE_TEST_INSTALLED=1 ../$(NEWEST_VENV)/bin/pytest test_kernels_aot.py test_kernels_interpreter.py
+	cd tests && KFUSE_TEST_INSTALLED=1 ../$(NEWEST_VENV)/bin/pytest -n 2 --dist loadfile -m "not full and not long" $(QUICK)
 
 # The pages lie in the tree that they have here, so that their links to each other and to files are the same.
 docs: $(DOCS_VENV)/.installed
@@ -82,19 +85,19 @@ $(TEST_VENV)/.installed: pyproject.toml constraints.txt | python
 	$(TEST_VENV)/bin/python $(PIP) --no-build-isolation '.[test]'
 	touch $@
 
-# A torch of the index asks for the Triton of its own release: the newest one is installed over it.
-$(NEWEST_VENV)/.installed: pyproject.toml | python
-	$(PYTHON) -m venv --clear $(NEWEST_VENV)
-	$(NEWEST_VENV)/bin/python $(PIP_NEWEST) --upgrade setuptools
-	$(NEWEST_VENV)/bin/python $(PIP_NEWEST) --no-build-isolation '.[test]'
-	$(NEWEST_VENV)/bin/python $(PIP_NEWEST) --no-deps --upgrade triton
-	touch $@
-
 $(FRAMEWORKS_VENV)/.installed: pyproject.toml constraints.txt | python
 	$(PYTHON) -m venv --clear $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) setuptools
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation '.[transformers,lightning,slurm,wandb,mlflow,trackio]' \
 		peft pytest pytest-timeout pytest-xdist hypothesis
+	touch $@
+
+# No constraints. torch's metadata ask for an older Triton than pip brings where torch is there already: hence the last.
+$(NEWEST_VENV)/.installed: pyproject.toml | python
+	$(PYTHON) -m venv --clear $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/python $(INSTALL) --upgrade setuptools
+	$(NEWEST_VENV)/bin/python $(INSTALL) --no-build-isolation '.[test]'
+	$(NEWEST_VENV)/bin/python $(INSTALL) --no-deps --upgrade triton
 	touch $@
 
 $(DOCS_VENV)/.installed: constraints.txt | python

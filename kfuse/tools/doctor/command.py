@@ -22,6 +22,7 @@ from rich.console import Console
 from kfuse.comm import devices as comm_devices
 from kfuse.comm.settings import CommOptions
 from kfuse.cores import cores
+from kfuse.kernels.private_names import TESTED
 from kfuse.settings.tree import flat
 from kfuse.tools.doctor.processes import TIMEOUT_S, ranks, started
 from kfuse.version import __version__
@@ -129,9 +130,7 @@ def _kernels(found: Mapping[str, str | None] | None, problem: str | None, gpus: 
         return Line("kernels", "fail", f"{where}: {problem}", "Triton does not work here: pip install triton")
     wrong = [f"{name}: {why}" for name, why in found.items() if why is not None]
     if wrong:
-        remedy = (
-            "Triton must have torch's version (pip check), a C compiler and Python.h (apt install gcc python3-dev)."
-        )
+        remedy = f"kfuse was tested with {TESTED}. On a GPU Triton needs a C compiler and Python.h: gcc, python3-dev."
         return Line("kernels", "fail", f"{where}: {'; '.join(wrong)}", remedy)
     return Line("kernels", "ok", f"{', '.join(found)} {where}: as their PyTorch implementations")
 
