@@ -286,4 +286,4 @@ def test_how_many_samples_a_forward_sees_is_told_where_nobody_chose_it(given: in
     kf.DataLoader(problem(), net, kf.FusedSGD(net.parameters(), lr=0.1), **how)  # type: ignore[arg-type]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2 * (given is None)
-    assert all("a forward sees 4 of a worker's 16 samples" in each and "batch_micro=" in each for each in told)
+    assert all("a forward sees 4 of the batch's 16 samples" in each and "batch_micro=" in each for each in told)
