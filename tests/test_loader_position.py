@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,14 @@ import torch.nn.functional as F
 from problems import Seen, network, problem
 
 import kfuse as kf
+from kfuse.data import Source
 
 
-def stream(shard: int, position: int) -> Iterator[Any]:
-    return iter([*zip(*problem(20), strict=True)][position:])
+class Stream(Source):
+    shards = 1
+
+    def open(self, shard: int, position: int) -> Iterator[Any]:
+        return iter([*zip(*problem(20), strict=True)][position:])
 
 
 def train(data: Any, **arguments: Any) -> Iterator[tuple[kf.DataLoader, Any]]:
@@ -39,7 +42,7 @@ def train(data: Any, **arguments: Any) -> Iterator[tuple[kf.DataLoader, Any]]:
     [
         (problem(20), {"train_epochs": 2, "train_steps": 4}, [0, 0, 0, 1]),
         (problem(20), {"train_steps": 7}, [0, 0, 0, 1, 1, 1, 2]),
-        (SimpleNamespace(shards=1, open=stream), {"train_steps": 4}, [0, 0, 0, 0]),
+        (Stream(), {"train_steps": 4}, [0, 0, 0, 0]),
     ],
 )
 def test_a_loader_knows_its_steps_and_where_it_is(data: Any, arguments: dict[str, Any], epochs: list[int]) -> None:
