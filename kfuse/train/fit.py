@@ -280,11 +280,11 @@ def _log_remarks(given: TrainingData, used: Settings, settings: Mapping[str, Any
     if "batch_size" in given.of_loader and "batch_size" not in settings and several:
         size = given.of_loader["batch_size"]
         remarks.insert(0, f"batch_size={size} of the DataLoader is taken as the global batch, of all workers together")
-    micro, share = used.batch_micro, used.batch_size // session.group.size
-    if settings.get("batch_micro") is None and micro < share:
+    micro, size = used.batch_micro, used.batch_size
+    if settings.get("batch_micro") is None and micro < size // session.group.size:
         remarks.insert(
             0,
-            f"a forward sees {micro} of a worker's {share} samples, and so do BatchNorm and a loss that compares "
-            "samples: batch_micro= chooses how many (for the noise scale a step needs two micro-batches)",
+            f"a forward sees {micro} of the batch's {size} samples, and so do BatchNorm and losses across samples: "
+            "pass batch_micro= to choose how many (the noise scale needs two micro-batches a step)",
         )
     log_remarks(remarks)
