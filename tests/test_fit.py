@@ -288,8 +288,7 @@ def test_how_many_samples_a_forward_sees_is_told_where_nobody_chose_it(given: in
     kf.DataLoader(problem(), net, kf.FusedSGD(net.parameters(), lr=0.1), **how)  # type: ignore[arg-type]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2 * (given is None)
-<<<<<<< HEAD
-    assert all("a forward sees 4 of a worker's 16 samples" in each and "batch_micro=" in each for each in told)
+    assert all("a forward sees 4 of the batch's 16 samples" in each and "batch_micro=" in each for each in told)
 
 
 class Growing(Dataset):
@@ -318,6 +317,3 @@ def test_held_out_data_without_samples_and_data_that_grow_are_refused() -> None:
         kf.fit(net, data, opt, batch_size=8, heldout=empty)
     with pytest.raises(ValueError, match="the data set has 18 samples now, and had 16 as training began"):
         kf.fit(net, data, opt, batch_size=8, heldout=data, train_epochs=4)
-=======
-    assert all("a forward sees 4 of the batch's 16 samples" in each and "batch_micro=" in each for each in told)
->>>>>>> w3
