@@ -233,7 +233,7 @@ def plain_copy(
         return copy
     allowed = "tensors, None, bool, int, float, str, and lists, tuples and dicts of those"
     raise TypeError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}; what a state can hold: {allowed}"
+        f"{where} is a {type(value).__qualname__}; what a state can hold: {allowed}"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypedDict, get_type_hints
 from kfuse.comm.sync import Sync
 
 # Behind what is said of a worker that did not come in time.
-BUSY = "if it was only busy, as with an evaluation, set it higher: in a script kf.init(comm_timeout_s=...)"
+BUSY = "if it was only busy, as with an evaluation: a longer comm.timeout_s, in a script kf.init(comm_timeout_s=...)"
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def test_views_of_flat_buffers_are_written_dense_and_alone(tmp_path: Path) -> No
 
 def test_what_could_not_be_read_back_is_refused(tmp_path: Path) -> None:
     for value, named in (
-        (np.zeros(2), r"state\['policy'\]\['seen'\]\[0\] is a numpy.ndarray; .*tuples"),
+        (np.zeros(2), r"state\['policy'\]\['seen'\]\[0\] is a ndarray; .*tuples"),
         (torch.zeros(2).to_sparse(), "layout torch.sparse_coo: .*dense"),
     ):
         with pytest.raises(TypeError, match=named):

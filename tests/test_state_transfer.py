@@ -116,7 +116,7 @@ def test_every_kind_of_value_arrives() -> None:
 
 def test_what_cannot_be_sent_is_named_before_anything_is_sent() -> None:
     with pytest.raises(
-        TypeError, match=r"the training state\['queue'\] is a collections.deque; what a state can hold: tensors, None"
+        TypeError, match=r"the training state\['queue'\] is a deque; what a state can hold: tensors, None"
     ):
         chunks._take_apart({"weight": torch.zeros(4), "queue": deque([1])})
 
