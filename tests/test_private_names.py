@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 import kfuse
 from kfuse.kernels.private_names import NAMES, TESTED, need
 
-SOURCES = Path(kfuse.__file__).parent
+SOURCES, ROOT = Path(kfuse.__file__).parent, Path(__file__).parent.parent
 OTHERS = ("transformers", "accelerate", "lightning", "ray")  # modules with private names of other libraries
 
 
@@ -104,3 +106,15 @@ def test_what_only_an_instance_has_is_looked_up_on_it() -> None:
     need("torch.optim.Optimizer._optimizer_step_pre_hooks torch.optim.optimizer._global_optimizer_pre_hooks")
     with pytest.raises(RuntimeError, match=r"^torch \S+: torch\.nn\.Linear\._gone, which kfuse uses, is not there: "):
         need("torch.nn.Linear._parameters torch.nn.Linear._gone", of=torch.nn.Linear(1, 1))
+
+
+def test_the_versions_that_were_tested_are_those_of_readme_of_pip_and_of_constraints() -> None:
+    torchs_first, torchs_last, tritons_first, tritons_last = re.findall(r"\d+\.\d+\.\d+", TESTED)
+    said = f"torch {torchs_first} and {torchs_last}, Triton {tritons_first} to {tritons_last}"
+    assert said in (ROOT / "README.md").read_text()
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {f"torch>={torchs_first.rpartition('.')[0]}", f"triton>={tritons_first}"} <= {
+        each.partition(";")[0] for each in required
+    }
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    assert {f"torch=={torchs_first}", f"triton=={tritons_first}"} <= {*pinned}

@@ -50,8 +50,8 @@ def fsdp_monitor(
     samples, accumulate, scaler, name: as of `kf.monitor`.
 
     Raises TypeError for another model; ValueError for a value out of range, and for parameters that are on the meta
-    device, not sharded, sharded by tensor parallelism too, or on several meshes. RuntimeError for a
-    torch with another FSDP2. An optimizer that steps inside backward raises it in training.
+    device, not sharded, sharded by tensor parallelism too, or on several meshes; RuntimeError for a torch with another
+    FSDP2. An optimizer that steps inside backward raises RuntimeError in training.
     """
     if not isinstance(model, FSDPModule):
         raise TypeError(
