@@ -232,9 +232,7 @@ def plain_copy(
             vars(copy).update(plain_copy(vars(value), f"vars({where})", of_tensor, any_tensor))
         return copy
     allowed = "tensors, None, bool, int, float, str, and lists, tuples and dicts of those"
-    raise TypeError(
-        f"{where} is a {type(value).__qualname__}; what a state can hold: {allowed}"
-    )
+    raise TypeError(f"{where} is a {type(value).__qualname__}; what a state can hold: {allowed}")
 
 
 def _put_in_place(
