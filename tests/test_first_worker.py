@@ -139,3 +139,21 @@ def test_an_end_at_any_moment_of_the_start_leaves_no_worker(moment: str, number:
         assert (process.returncode, err.splitlines()[:-1]) == (130, [])
         assert (place / "run").exists() == (moment in ("build", "train"))
     wait_until_all_have_ended(place)
+
+
+def test_ctrl_c_before_the_event_loop_runs_the_job(place: Path) -> None:
+    at_creation = f"""
+import asyncio, os, signal
+created = asyncio.BaseEventLoop.create_task
+
+def create_task(loop, work, **options):
+    task = created(loop, work, **options)
+    if work.__qualname__ == "supervise.<locals>.work":
+        os.kill(os.getpid(), signal.SIGINT)
+    return task
+
+asyncio.BaseEventLoop.create_task = create_task
+{MAIN}"""
+    done = subprocess.run([sys.executable, "-c", at_creation, *JOB, OWN], cwd=place, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "False\n")
+    wait_until_all_have_ended(place)

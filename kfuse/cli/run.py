@@ -62,8 +62,13 @@ def supervise(
         loop.add_signal_handler(signal.SIGINT, supervisor.stop, "interrupted")
         for name in {"SIGTERM", *elasticity.notice_signals}:
             loop.add_signal_handler(signal.Signals[name], supervisor.stop, "terminated")
+        if interrupted:
+            supervisor.stop("interrupted")
         return await supervisor.run()
 
+    # Ctrl-C before the first line of `work` must not be an exception: the task would begin as the loop is being closed.
+    interrupted: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
     return to_its_end(recorder, lambda: run_loop(work()), JobFailed)
 
 
