@@ -27,10 +27,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from comm_report import report
-from comm_variants import VARIANTS, Settings, Variant, average, storages
+from comm_variants import VARIANTS, Settings, Variant, average, covered, storages
 from links import Place, join, links, received_bytes
 from machine import parser_of, warn_if_busy
-from memory import covered
 from workers import leave, messages_from
 
 CHECK_STEPS, TOLERANCE = 4, 1e-3

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -230,6 +231,15 @@ def storages() -> set[tuple[int, int]]:
             storage = local.untyped_storage()
             found.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return found
+
+
+def covered(places: Iterable[tuple[int, int]]) -> int:
+    """Bytes that lie in at least one of the places: a parameter's storage may be a part of a flat buffer's."""
+    total = reached = 0
+    for start, end in sorted(places):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def average(value: Tensor) -> Tensor:

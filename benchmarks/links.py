@@ -4,9 +4,8 @@
         ...
 
 Needs root and Linux. Each worker has one link to all others, as a host has one network card: what it sends to several
-others shares it. A pair of workers may have a slower cable of its own. Each has its rate in both directions. Latency is
-what the kernel takes, some 30 us: this adds none. The bytes that went over a link are its interface's own counters
-(`received_bytes`), headers included.
+others shares it. It has its rate in both directions. Latency is what the kernel takes, some 30 us: this adds none. The
+bytes that went over a link are its interface's own counters (`received_bytes`), headers included.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -77,12 +76,11 @@ def allowed() -> bool:
 
 
 @contextlib.contextmanager
-def links(workers: int, rate: str | None, slow: Mapping[tuple[int, int], str] | None = None) -> Iterator[list[Place]]:
+def links(workers: int, rate: str | None) -> Iterator[list[Place]]:
     """Context: a place for each worker. It ends what runs in the namespaces only with their processes.
 
     rate: of each worker's link, as tc writes it ("2gbit", "200mbit"); None: all workers share one loopback interface,
-    in a namespace of their own where that is allowed. slow: where each worker has a link, pairs of workers whose
-    messages take a cable of their own, and its rate. Raises RuntimeError where tc or ip fails.
+    in a namespace of their own where that is allowed. Raises RuntimeError where tc or ip fails.
     """
     if rate is None and not allowed():
         yield [Place(None, "127.0.0.1", "lo")] * workers
@@ -105,11 +103,6 @@ def links(workers: int, rate: str | None, slow: Mapping[tuple[int, int], str] | 
             _run("ip", "-n", hub, "link", "set", f"to{rank}", "master", "br0")
             _run("ip", "-n", names[-1], "address", "add", f"{here.address}/24", "dev", "eth0")
             places.append(here)
-        for (a, b), its_rate in (slow or {}).items():
-            _cable((names[1 + a], f"slow{b}"), (names[1 + b], f"slow{a}"), its_rate)
-            for near, far in ((a, b), (b, a)):
-                way = ("dev", f"slow{far}", "src", places[near].address)
-                _run("ip", "-n", names[1 + near], "route", "add", f"{places[far].address}/32", *way)
         yield places
     finally:
         for name in names:

@@ -74,9 +74,3 @@ def leave(messages: Any) -> None:
     messages.close()
     messages.join_thread()
     os._exit(0)
-
-
-def outcome_of(workers: Any, messages: Any, limit_s: float = LIMIT_S) -> Any:
-    """The value of the one message ("outcome", value) of these workers. See `messages_from`."""
-    (outcome,) = (value for kind, value in messages_from(workers, messages, limit_s) if kind == "outcome")
-    return outcome

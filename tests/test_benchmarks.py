@@ -1,4 +1,4 @@
-"""Each benchmark runs to its end on a CPU, and some figures are those that a formula gives."""
+"""Each benchmark runs to its end on a CPU."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from elastic_job import is_alive, wait_until
 
-from kfuse.comm.group import Pending
-from kfuse.comm.sum_tree import aligned_ranges, bound, bytes_a_parameter, plan_range
-from kfuse.tools.plan.jobs import forecast
-
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CPU = torch.device("cpu")
-PADDING = 0.15  # bytes a parameter: the tail, tables of chunks, and shards that are not all of one size
 Script = Callable[[str], Any]
 STEPS = "local,local-noise-scale,ddp,allreduce-no-stats,reproducible"
 
@@ -114,12 +108,7 @@ def test_a_wrong_kernel_is_seen(script: Script, monkeypatch: pytest.MonkeyPatch)
         ("gpu_ranks", "--device cpu", "9 of 9 transports give what one worker gives"),
         ("gpu_state", "--device cpu --parameters 2e5", "0 M parameters: regroup"),
         ("kernels", "--device cpu --sizes 1 --kernels reduce4,clip+adamw,sgd --peers eager,torch --rounds 3", ""),
-        ("noise_quality", "--problems digits --runs 1 --steps 21 --every 20", ""),
-        ("geometry_norms", "--draws 40", ""),
-        ("seesaw", "--samples 8192 --batch-sizes 64", ""),
         ("time_to_accuracy", "--problems quadratic --seeds 1 --part 0.03", ""),
-        ("growth_evidence", "--runs 1", "runs grew"),
-        ("synchronisation", "--seeds 1 --steps 8 --variants local:8", ""),
     ],
 )
 def test_a_benchmark_runs_on_a_cpu(name: str, arguments: str, last: str, tmp_path: Path) -> None:
@@ -136,62 +125,12 @@ def test_an_elastic_job_for_gpus_runs_on_a_cpu(script: Script, monkeypatch: pyte
     assert gpu_elastic.main() == 0
 
 
-def expected(ranges: Sequence[range]) -> float:
-    """By the formula. Two workers on CPUs do not copy their own contributions to their shard."""
-    if len(ranges) > 2:
-        return bytes_a_parameter(ranges)
-    plans = [plan_range(r.start, len(r), ranges[-1].stop) for r in ranges]
-    return bytes_a_parameter(ranges) - 4 * len(max(plans, key=lambda plan: plan.slots).pieces) / 2
-
-
-@pytest.mark.parametrize(("total", "workers"), [(7, 2), (13, 8)])
-def test_a_worker_holds_what_the_formula_says(script: Script, total: int, workers: int) -> None:
-    row = script("memory").reproducible(workers, total)
-    assert row["counted"] == pytest.approx(expected(aligned_ranges(total, workers)), abs=PADDING)
-    assert row["counted"] <= bound(total, workers) + PADDING
-
-
-def test_buckets_share_their_receive_buffers(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there are messages under way: the rows of two of the four buckets, or those of one."""
-    memory = script("memory")
-    monkeypatch.setattr(memory, "TENSORS", 4)
-    ranges = aligned_ranges(40, 4)
-    rows = 4 * sum(len(plan_range(r.start, len(r), 40).pieces) for r in ranges) / 4
-    slow, quick = (memory.measure(memory.REPRODUCIBLE, ranges, 0, message) for message in (memory.Slow, Pending))
-    assert slow - quick == pytest.approx(1 / 4 * rows, abs=PADDING)
-
-
-@pytest.mark.full
-def test_other_transports_hold_one_gradient_and_their_messages(script: Script) -> None:
-    memory = script("memory")
-    wanted = {
-        "allreduce": 16,
-        "allreduce, bf16 wire": 18,
-        "all_to_all": 16 + 2,  # and what is received for half of them
-        "all_to_all, bf16 wire": 18 + 1,
-        "sharded": 8 + 2 + 8 / 2,  # parameter, gradient, received; moments
-    }
-    row = memory.without_order(2)
-    assert {name: row[name] for name in wanted} == pytest.approx(wanted, abs=PADDING)
-
-
 @pytest.mark.full
 @pytest.mark.jobs
 def test_a_supervisor_of_stand_ins_goes_through_all_phases(tmp_path: Path) -> None:
     result = run(tmp_path, "control_plane", "--sizes", "4", "--rounds", "1")[0]["sizes"]["4"]
     assert (result["failures"], len(result["phases"])) == (1 + 2 + 2, 6)
     assert all(phase["views"] >= 1 and phase["cpu_s"] > 0 for phase in result["phases"].values())
-
-
-def test_the_planner_without_pauses_and_arrivals_is_the_forecast(script: Script) -> None:
-    plan = script("plan")
-    trace = [plan.Arrival(0.0, each.samples, each.options) for each in plan.draw(12, 16, 1.0, 0)]
-    outcome = plan.simulate(trace, 16, "planner", pause_s=0.0)
-    ends, worker_seconds = forecast([each.options for each in trace], [each.samples for each in trace], 16)
-    assert outcome.ends == pytest.approx(np.array(ends), rel=1e-9)
-    assert outcome.worker_hours * 3600 == pytest.approx(worker_seconds, rel=1e-9)
-    for rule in ("static", "fifo"):
-        assert (plan.simulate(plan.draw(40, 16, 1.2, 3), 16, rule).completion > 0).all()
 
 
 def test_the_elastic_benchmarks_log_tells_what_the_final_model_is_of(script: Script, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ class GNSPolicy(NoisePolicy):
     Batches larger than B_simple save few steps (McCandlish et al. 2018). `factor` is the critical batch size over
     B_simple; `kfuse cbs` measures it. [low, high] is the interval of B_simple over the newest steps (`NoisePolicy`).
     sqrt(2) batch is the geometric mean of the batch and its double. If the limit were the batch itself, it would now
-    and then double by chance. `benchmarks/growth_evidence.py` counts how often it still does.
+    and then double by chance. How often it still does: benchmarks/README.md, growth_evidence.
 
     With allow_shrink the batch is halved where factor * high < batch / sqrt(2), but not to one micro-batch: then the
     noise scale would be unknown from there on. Batch sizes are whole micro-batches. The worker count follows the batch

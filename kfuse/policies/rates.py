@@ -34,7 +34,7 @@ class SeesawPolicy(ConfiguredPolicy):
     3) This policy is the decay: lr.decay must be none. The curve begins with the run, also where there is a warm-up.
     4) It holds while noise makes up most of the gradient (the paper's assumption 3), and only at rates that curvature
        does not limit. So set batch.max to about 8 times batch.size, as the defaults are: that costs few of the steps
-       saved (benchmarks/seesaw.py).
+       saved (benchmarks/results/seesaw.json).
     5) A run that train.epochs ends goes by samples, as in the paper. One that train.steps ends goes by steps: it takes
        as many steps as without Seesaw, and more samples.
 
