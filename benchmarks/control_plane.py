@@ -1,8 +1,7 @@
 """How a supervisor's CPU time and memory grow with the number of its workers, which are stood in for.
 
-    python benchmarks/control_plane.py --json benchmarks/results/control_plane.json --plot control_plane.png
+    python benchmarks/control_plane.py --json benchmarks/results/control_plane.json
     python benchmarks/control_plane.py --sizes 16,64 --rounds 1
-    python benchmarks/control_plane.py --sizes 16 --real 64       # and a job of 64 real workers on this machine
 
 A real supervisor, in a process of its own, with its messages, authentication and sockets over loopback. Its workers are
 connections of `PROCESSES` other processes (control_clients.py), which train nothing and have no torch. They do not
@@ -18,16 +17,12 @@ refill     then as many are asked for as were lost: until all have joined the vi
 
 CPU seconds are the supervisor process's own (user and system), of all its threads. Wall times are of a machine on which
 the stand-ins compete with the supervisor for the cores, and say little about a cluster. Reported are medians of rounds.
---real is `kfuse` with so many workers of a small network, over gloo, until it has made `REAL_STEPS` steps. It takes
-some 150 MB a worker. All import torch at once, so where cores are few `elastic.boot_timeout_s` must be raised.
-The plot has measured points, and the power law through the two largest sizes beyond them, as a dashed line.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import subprocess
 import sys
@@ -38,21 +33,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from control_report import plot, show
-from machine import parser_of, warn_if_busy, write
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from driven import Recorder
+from report import parser_of, progress_bar, table, warn_if_busy, write
 
 from kfuse.elastic import protocol
 from kfuse.elastic.processes import Worker
 from kfuse.elastic.supervisor import Elasticity, Supervisor
-from kfuse.observe.run_dir import RunDirectory
 
 PROCESSES = 4  # that the workers are connections of
 STEADY_S, SPREAD_S = 5.0, 1.0
 LIMIT_S = 300.0  # for each phase
-REAL_STEPS, REAL_LIMIT_S, REAL_BOOT_S = 20, 300.0, 280
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+PHASES = ("start", "growth", "loss of 1", "loss of half", "loss of half within a second", "refill")
+BAR_CPU_S, BAR_KB, BAR_WORKERS = 1.0, 100.0, 1000  # of a loss; of memory a worker
 
 
 class StandIn:
@@ -130,22 +122,6 @@ class Clients:
                 self._workers[number].status.set_result(status)
 
 
-class Recorder:
-    """Writes a run directory's files."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = RunDirectory(directory, sinks=())
-        self.failures = 0
-
-    def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        """Records as the supervisor passes them on."""
-        with self._directory.batch():
-            for kind, data in records:
-                if kind in ("metrics", "event"):
-                    getattr(self._directory, kind)(data)
-                self.failures += data.get("kind") == "failure"
-
-
 class Measured:
     """A job of stand-ins, and what each phase of it costs the process in which its supervisor runs."""
 
@@ -194,7 +170,7 @@ class Measured:
             "steady_share_of_a_core": share,
             "kb_a_worker": grown_kb,
             "peak_kb": _peak_kb(),
-            "failures": self._recorder.failures,
+            "failures": len(self._recorder.lost),
         }
 
     @property
@@ -258,51 +234,11 @@ def measure(workers: int) -> dict[str, Any]:
         return asyncio.run(run())
 
 
-def real(workers: int) -> dict[str, Any]:
-    """A job of real workers on this machine: seconds until the first view, and until the end; the memory it takes."""
-    options = [f"workers.count={workers}", f"workers.max={workers}", f"batch.size={workers}", "batch.micro=1"]
-    options += ["policy=none", "workers.threads=1", f"train.steps={REAL_STEPS}", "model=mlp", "observe.sinks=[]"]
-    options += [f"elastic.boot_timeout_s={REAL_BOOT_S}", "observe.progress=false"]
-    free_kb, least_kb = _available_kb(), math.inf
-    with tempfile.TemporaryDirectory() as directory:
-        since, when = time.monotonic(), time.time()
-        command = [sys.executable, "-m", "kfuse", *options, f"hydra.run.dir={directory}/run"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        while process.poll() is None:
-            least_kb = min(least_kb, _available_kb())
-            if time.monotonic() - since > REAL_LIMIT_S:
-                process.terminate()
-                process.wait()
-            time.sleep(1.0)
-        seconds = time.monotonic() - since
-        events = [json.loads(line) for line in Path(directory, "run", "events.jsonl").read_text().splitlines()]
-        steps = len(Path(directory, "run", "metrics.jsonl").read_text().splitlines())
-    view = next((event for event in events if event["kind"] == "view"), {"workers": [], "time": math.nan})
-    return {
-        "options": options,
-        "status": process.returncode,
-        "steps": steps,
-        "workers": len(view["workers"]),
-        "lost": sum(event["kind"] == "failure" for event in events),
-        "first_view_s": view["time"] - when,
-        "end_s": seconds,
-        "mb_a_worker": (free_kb - least_kb) / workers / 1000,
-    }
-
-
-def _available_kb() -> float:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return float(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1.024
-
-
 def main() -> None:
-    """Measures, prints, draws, and writes what is asked for."""
+    """Measures, prints, and writes what is asked for."""
     parser = parser_of(__doc__)
     parser.add_argument("--sizes", default="16,64,256,1000,2048,4096", help="numbers of workers")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--real", type=int, metavar="WORKERS", help="run a job of so many real workers too")
-    parser.add_argument("--plot", type=Path, help="a picture; needs matplotlib")
-    parser.add_argument("--before", type=Path, help="the figures of another version, from its --json, to show beside")
     parser.add_argument("--measure", type=int, help="of one job, in this process: what this script calls itself with")
     args = parser.parse_args()
     if args.measure:
@@ -311,7 +247,7 @@ def main() -> None:
     warn_if_busy()
     sizes = [int(size) for size in args.sizes.split(",")]
     found: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
-    with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("jobs", total=len(sizes) * args.rounds)
         for size in sizes * args.rounds:
             progress.update(task, description=f"{size} workers")
@@ -319,21 +255,24 @@ def main() -> None:
             found[size].append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
             progress.advance(task)
     results = {size: middle(rounds) for size, rounds in found.items()}
-    before = json.loads(args.before.read_text())["sizes"] if args.before else {}
     show(results)
-    job = real(args.real) if args.real else None
-    if job is not None:
-        times = (
-            f"{job['first_view_s']:.0f} s until all train, {job['end_s']:.0f} s until the end of {job['steps']} steps"
-        )
-        print(f"{args.real} real workers: {times}; {job['mb_a_worker']:.0f} MB a worker")
     about = {"heartbeat_s": protocol.HEARTBEAT_S, "silence_s": Elasticity(1, 1, 1).heartbeat_timeout_s}
-    figures = {"sizes": results, "before": before, "rounds": found, "real": job}
+    figures = {"sizes": results, "rounds": found}
     write(args.json, ["torch", "orjson"], benchmark="control_plane", settings=about, **figures)
-    if args.plot is not None:
-        plot(results, {int(size): each for size, each in before.items()}, args.plot)
-    if job is not None and (job["status"] or job["steps"] < REAL_STEPS):
-        raise SystemExit(f"the job of real workers has ended with status {job['status']}")
+
+
+def show(results: Mapping[int, dict[str, Any]]) -> None:
+    """Prints a table, and whether the bar is kept."""
+    heads = ("workers", *(f"{phase}: CPU s (views)" for phase in PHASES), "steady, share of a core", "kB a worker")
+    rows = []
+    for size, result in results.items():
+        cells = [f"{each['cpu_s']:.3f} ({each['views']:g})" for each in map(result["phases"].get, PHASES)]
+        rows.append((str(size), *cells, f"{result['steady_share_of_a_core']:.3f}", f"{result['kb_a_worker']:.0f}"))
+    table("", heads, rows)
+    if (result := results.get(BAR_WORKERS)) is not None:
+        worst = max(result["phases"][phase]["cpu_s"] for phase in ("loss of 1", "loss of half"))
+        kept = "yes" if worst <= BAR_CPU_S and result["kb_a_worker"] <= BAR_KB else "NO"
+        print(f"{BAR_WORKERS} workers: at most {BAR_CPU_S:g} s a loss, {BAR_KB:g} kB a worker: {kept}")
 
 
 def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:

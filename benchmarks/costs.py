@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from machine import parser_of, warn_if_busy, write
+from report import parser_of, warn_if_busy, write
 from rich.progress import Progress
 
 HERE = Path(__file__).parent

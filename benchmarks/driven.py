@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +81,19 @@ class Driver:
         """Waits for so many further steps."""
         goal = self.recorder.step + count
         await self.recorder.until(f"step {goal}", lambda: self.recorder.step >= goal)
+
+
+async def run_beside(supervisor: Supervisor, acting: Coroutine[Any, Any, None] | None) -> str | None:
+    """Runs the job, and what acts upon it, until the job ends; returns the stop reason. An error of one ends both."""
+    running = asyncio.create_task(supervisor.run())
+    tasks = [running, *([] if acting is None else [asyncio.create_task(acting)])]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks[1:]:
+            if task.done():
+                task.result()
+        return await running
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

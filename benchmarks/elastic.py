@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from elastic_log import Line, Reader, contents, longest_gap, made_again
-from elastic_report import Episode, Result, save, show
+from elastic_log import Episode, Line, Reader, Result, contents, longest_gap, made_again, report, show
 from elastic_systems import BATCH, WORKERS, System, Task, is_installed, systems
-from machine import parser_of, warn_if_busy
+from report import parser_of, warn_if_busy
 from rich.progress import Progress
 
 BACK_S = 120.0  # for all workers to be back after a kill, or up at the start; and without any step
@@ -261,8 +260,8 @@ def main() -> int:
                 plan += ["resize"] if known[name].resizes else []
                 series[name].turn(Path(folder, f"{name}-{turn}"), plan, chance)
                 bar.advance(task)
-                save(results, args.json)
-    show(results, BACK_S)
+                figures = report(results, args.json)
+    show(figures, BACK_S)
     return 0
 
 

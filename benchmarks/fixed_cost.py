@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from machine import parser_of, warn_if_busy, write
-from step_report import median_interval
+from report import median_interval, parser_of, told, warn_if_busy, write
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -131,8 +130,8 @@ def main() -> None:
         "fit": compare(fit_by_torch(), fit_by_kfuse(), args.rounds, args.steps),
     }
     for name, found in results.items():
-        ratio = "{median:.3f} ({low:.3f}-{high:.3f})".format(**found["ratio"])
-        print(f"{name}: CPU ms a step: torch {found['torch_ms']:.3f}, kfuse {found['kfuse_ms']:.3f}, ratio {ratio}")
+        times = f"torch {found['torch_ms']:.3f}, kfuse {found['kfuse_ms']:.3f}"
+        print(f"{name}: CPU ms a step: {times}, ratio {told(found['ratio'])}")
     settings = {"rounds": args.rounds, "steps": args.steps, "threads": 1}
     write(args.json, ["torch"], settings=settings, results=results)
 

@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 from gpu_workers import ABSENT
-from machine import parser_of, write
+from report import parser_of, write
 from torch import Tensor
 
 import kfuse.kernels as k

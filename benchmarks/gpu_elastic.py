@@ -1,151 +1,77 @@
-"""Growth, and workers killed in backward, while a group forms and while sums are shared: the same parameters each time.
+"""Growth, and workers killed in backward, while sums are shared and while a group forms: one worker's bits each time.
 
     python benchmarks/gpu_elastic.py --device cuda --json elastic.json
 
-Every job trains the same 200 steps with reproducible sums. What must happen is read off the supervisor's events.
+The jobs are those of the tests, with their faults (tests/chaos.py), on GPUs: reproducible sums, 60 steps. Each must end
+as the first one, which has one worker to which nothing happens.
 """
 
 from __future__ import annotations
 
-import os
-import signal
+import contextlib
+import io
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.nn.functional as F
-from gpu_ranks import problem, samples
-from gpu_workers import last_line, report, scratch, start, supervise
-from machine import parser_of
+from gpu_workers import PlacedLauncher, last_line, report, scratch
+from report import parser_of
 
-import kfuse as kf
-from kfuse.comm.group import Group
-from kfuse.elastic.supervisor import Elasticity
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-GROW_AT, KILL_AT = 5, 20
-INIT_KILL_S = {"cpu": 0.0, "cuda": 0.05}
-"""A worker that is to die while its group forms dies so long after it began: NCCL takes some tenths of a second."""
+from elastic_job import Job, assert_same_training, chaos, run_job, words
 
-
-@dataclass(frozen=True)
-class Job:
-    """One elastic job, and what its events must show."""
-
-    what: str
-    most: int
-    """Workers."""
-    happened: Callable[[list[str]], bool]
-    at_first: int = 1
-
-
-JOBS = {
-    "one worker": Job("plain", 1, lambda kinds: kinds == ["view"]),
-    "growth from 1 to 2": Job("grow", 2, lambda kinds: kinds.count("view") == 2),
-    "SIGKILL in backward": Job("backward", 2, lambda kinds: "failure" in kinds, at_first=2),
-    "SIGKILL while sums are shared": Job("share", 2, lambda kinds: "failure" in kinds, at_first=2),
-    "SIGKILL while a group forms": Job("init", 2, lambda kinds: "failure" in kinds),
+TRAINING = words(
+    "comm=reproducible comm.bucket_mb=0.25 comm.timeout_s=10 train.clip_norm=1.0 lr.base=0.001 model=mlp",
+    "model.hidden=[700,300] data=digits batch.size=48 batch.micro=8 batch.max=96 train.steps=60 train.eval_every=30",
+    "workers.max=2 elastic.replace=false",
+)
+GROWTH = {"phases": [{"step": 5, "workers": 2}]}
+JOBS: dict[str, dict[str, Any]] = {
+    "one worker": {},
+    "growth from 1 to 2": {**GROWTH, "gates": [{"step": 20, "workers": 2}]},
+    "SIGKILL in backward": {"events": [{"step": 20, "moment": "mid_reduction", "rank": 1, "how": "kill"}]},
+    "SIGKILL while sums are shared": {"events": [{"step": 20, "moment": "point", "rank": 1, "how": "kill"}]},
+    "SIGKILL while a group forms": {
+        **GROWTH,  # training waits from step 12 on until the new worker is there
+        "events": [{"step": 20, "moment": "joining", "rank": 1, "how": "kill"}],
+    },
 }
+"""Arguments of `chaos.Chaos`. A job that does not grow begins with the workers that its events need."""
 
 
 def main() -> int:
     """Runs all jobs. Exit status 1 where one failed."""
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--work", nargs=2, metavar=("WHAT", "FILE"), help="what the jobs' workers are started with")
     options = parser.parse_args()
-    if options.work:
-        work(options.device, *options.work)
-        return 0
-    jobs = _run(options.device, 25.0 if options.device == "cuda" else 90.0)
-    return report(options.device, jobs, options.json, "jobs end with one worker's parameters")
+    return report(options.device, _run(options.device), options.json, "jobs end with one worker's parameters")
 
 
-def _run(device: str, limit_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    expected: str | None = None
-    for name, job in JOBS.items():
-        started = time.monotonic()
-        elasticity = Elasticity(job.at_first, 1, job.most, replace=False, script=True)
-        with scratch() as folder:
-            arguments = ["--device", device, "--work", job.what, str(Path(folder, "killed"))]
+def _run(device: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    alone: Job | None = None
+    with scratch() as folder:
+        for number, (name, faults) in enumerate(JOBS.items()):
+            started, said, directory = time.monotonic(), io.StringIO(), Path(folder, str(number))
+            count = 2 if "events" in faults and "phases" not in faults else 1
+            given = [*TRAINING, f"workers.count={count}", *chaos(directory, **faults)]
+            found: dict[str, Any] = {}
             try:
-                recorder = supervise(Path(__file__).name, arguments, elasticity, limit_s, folder)
-            except RuntimeError as error:
-                print(error)
-                yield name, {"verdict": f"failed: {last_line(error)}"}
-                continue
-        kinds = [event["kind"] for event in recorder.events]
-        digest = recorder.summary.get("params_sha256")
-        expected = expected or digest
-        verdict = "ok"
-        if not job.happened(kinds):
-            verdict = f"what should have happened did not: {kinds}"
-        elif digest is None or digest != expected:
-            verdict = "other parameters than one worker's"
-        seconds = round(time.monotonic() - started, 1)
-        pauses = [event.get("pause_s") for event in recorder.events if event["kind"] == "view"]
-        found = {"seconds": seconds, "pause_s": pauses, "params_sha256": digest, "events": recorder.events}
-        yield name, {"verdict": verdict, **found}
-
-
-def work(device: str, what: str, killed: str) -> None:
-    """A worker's training script: 200 steps, in which it grows, or dies, or neither."""
-    if what == "init" and int(os.environ["KFUSE_WORKER"]) > 0:
-        _die_while_a_group_forms(INIT_KILL_S[device])
-    session = start(device, int(os.environ["LOCAL_RANK"]), comm_reproducible=True, comm_timeout_s=10)
-    model = problem(session.group.device)
-    opt = kf.FusedAdamW(model.parameters(), lr=1e-3, clip_norm=1.0)
-    loader = kf.DataLoader(samples(960, seed=1), model, opt, batch_size=48, batch_micro=8, train_epochs=10)
-    for index, step in enumerate(loader):
-        if what in ("grow", "init") and index >= GROW_AT and kf.size() == 1 and not Path(killed).exists():
-            if index == GROW_AT:
-                kf.resize(2)
-            time.sleep(0.1)  # leaves the new worker time to start before the run is over
-        dies = index == KILL_AT and kf.rank() == 1 and not Path(killed).exists()
-        if what == "share" and dies:
-            _die_in_share(type(session.group), killed)
-        for x, y in step:
-            step.loss = F.cross_entropy(model(x), y)
-            if what == "backward" and dies:
-                _die(killed)
-            step.loss.backward()
-        opt.step()
-        opt.zero_grad()
-
-
-def _die(killed: str) -> None:
-    Path(killed).touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _die_in_share(kind: type[Group], killed: str) -> None:
-    """From now on the second message that shares sums kills this process, with the first one under way."""
-    original, calls = kind.share, [0]
-
-    def share(group: Group, *arguments: Any, **more: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 2:
-            _die(killed)
-        return original(group, *arguments, **more)
-
-    kind.share = share  # type: ignore[method-assign]
-
-
-def _die_while_a_group_forms(after_s: float) -> None:
-    """Kills this process so long after it has begun to connect to the others, which are connecting then too."""
-    original, killed = Group.__init__, sys.argv[-1]
-
-    def begin(group: Group, rank: int = 0, size: int = 1, *arguments: Any, **more: Any) -> None:
-        if size > 1 and after_s == 0.0:
-            _die(killed)
-        elif size > 1:
-            threading.Timer(after_s, _die, (killed,)).start()
-        original(group, rank, size, *arguments, **more)
-
-    Group.__init__ = begin  # type: ignore[method-assign,assignment]
+                with contextlib.redirect_stdout(said):  # it tells all that it has seen
+                    job = run_job(directory / "run", given, launcher=PlacedLauncher(device))
+                    alone = alone or job
+                    assert_same_training(job, alone)
+                kinds = [event["kind"] for event in job.events]
+                right = ("failure" in kinds) == ("events" in faults) and len(job.views) > (number > 0)
+                verdict = "ok" if right else f"what should have happened did not: {kinds}"
+                pauses = [view.get("pause_s") for view in job.views]
+                found = {"pause_s": pauses, "params_sha256": job.summary["params_sha256"], "events": job.events}
+            except (AssertionError, OSError, RuntimeError) as error:
+                print(said.getvalue())
+                verdict = f"failed: {last_line(error)}"
+            yield name, {"verdict": verdict, "seconds": round(time.monotonic() - started, 1), **found}
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def main() -> int:
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every part's process inherits it
     import torch
-    from machine import write
+    from report import write
 
     if options.device == "cuda" and not torch.cuda.is_available():
         why = "torch sees no GPU: see nvidia-smi, and whether torch is built for CUDA"

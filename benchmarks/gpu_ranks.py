@@ -11,13 +11,14 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from gpu_workers import last_line, report, start
-from machine import parser_of
+from report import parser_of
 from torch import nn
 from workers import leave, messages_of, set_torchrun_variables
 
@@ -32,85 +33,72 @@ LIMIT_S, TIMEOUT_S = 25.0, 10.0
 _GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@dataclass(frozen=True)
-class Case:
-    """What the workers train with: of `comm`'s settings."""
-
-    schedule: str
-    reproducible: bool = False
-    dtype: str = "fp32"
-    state: str = "replicated"
-
-    @property
-    def name(self) -> str:
-        other = [value for value in (self.dtype, self.state) if value not in ("fp32", "replicated")]
-        return ", ".join([self.schedule, *["reproducible"] * self.reproducible, *other])
-
-
 def main() -> int:
     """Runs all cases. Exit status 1 where one failed."""
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     options = parser.parse_args()
-    cases = [Case(name) for name in TRANSPORT_NAMES if name != "symmetric"]
+    cases = [CommOptions(name) for name in TRANSPORT_NAMES if name != "symmetric"]
     if options.device == "cuda" and torch.cuda.device_count() > 1:  # it needs a GPU each
-        cases += [Case("symmetric"), Case("symmetric", reproducible=True)]
-    cases += [Case("allreduce", dtype="bf16"), Case("auto", dtype="bf16"), Case("auto", state="sharded")]
+        cases += [CommOptions("symmetric"), CommOptions("symmetric", reproducible=True)]
+    cases += [CommOptions("allreduce", dtype="bf16"), CommOptions(dtype="bf16"), CommOptions(state="sharded")]
     # Deterministic algorithms stay on: the last ones.
-    cases += [Case("auto", reproducible=True), Case("auto", reproducible=True, state="sharded")]
+    cases += [CommOptions(reproducible=True), CommOptions(reproducible=True, state="sharded")]
+    named = {name_of(case): replace(case, bucket_mb=0.25) for case in cases}
     patience = 1 if options.device == "cuda" else 3
-    results = _run(options.device, cases, patience)
+    results = _run(options.device, named, patience)
     return report(options.device, results, options.json, "transports give what one worker gives")
 
 
-def _run(device: str, cases: list[Case], patience: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def name_of(case: CommOptions) -> str:
+    other = [value for value in (case.dtype, case.state) if value not in ("fp32", "replicated")]
+    return ", ".join([case.schedule, *["reproducible"] * case.reproducible, *other])
+
+
+def _run(device: str, cases: dict[str, CommOptions], patience: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """One pair of workers for all cases. A case that fails or hangs ends them; the next ones get a new pair."""
-    left = list(cases)
+    left = dict(cases)
     while left:
-        answers: dict[str, list[dict[str, Any]]] = {case.name: [] for case in left}
+        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in left}
         try:
             for name, answer in messages_of(2, train, device, left, TIMEOUT_S * patience, limit_s=LIMIT_S * patience):
                 answers[name].append(answer)
                 if len(answers[name]) == 2:
                     alone, both = answer["alone"], [each["together"] for each in answers[name]]
-                    yield name, {"verdict": _compare(alone, *both, left.pop(0)), "alone": alone, "two": both[0]}
+                    yield name, {"verdict": _compare(alone, *both, left.pop(name)), "alone": alone, "two": both[0]}
         except Exception as error:  # of a worker, or a time that is over
-            yield left.pop(0).name, {"verdict": f"failed: {last_line(error)}"}
+            name = next(iter(left))
+            del left[name]
+            yield name, {"verdict": f"failed: {last_line(error)}"}
 
 
-def _compare(alone: dict[str, Any], first: dict[str, Any], second: dict[str, Any], case: Case) -> str:
+def _compare(alone: dict[str, Any], first: dict[str, Any], second: dict[str, Any], case: CommOptions) -> str:
     if first != second:
         return "the two workers disagree"
     if case.reproducible:
         return "ok" if first == alone else "other bits than one worker's"
-    worst = max(
-        abs(a - b) / max(abs(a), abs(b))
-        for one, two in zip(alone["steps"], first["steps"], strict=True)
-        for a, b in zip(one, two, strict=True)
-    )
+    steps, other = np.array(alone["steps"]), np.array(first["steps"])
+    worst = float((np.abs(steps - other) / np.maximum(np.abs(steps), np.abs(other))).max())
     allowed = 1e-3 if case.dtype == "fp32" else 5e-2
     return "ok" if worst <= allowed else f"losses or statistics differ from one worker's by {worst:.1e}"
 
 
-def train(rank: int, device: str, cases: list[Case], timeout_s: float, port: int, answers: Any) -> None:
+def train(rank: int, device: str, cases: dict[str, CommOptions], timeout_s: float, port: int, answers: Any) -> None:
     """One rank: each case alone, and with the other rank, which is answered at the same time."""
     set_torchrun_variables(rank, 2, port)
-    for case in cases:
-        found = {
-            name: _train(_session(device, rank, case, timeout_s, name == "alone")) for name in ("alone", "together")
-        }
-        answers.put((case.name, found))
+    for name, case in cases.items():
+        found = {who: _train(_session(device, rank, case, timeout_s, who == "alone")) for who in ("alone", "together")}
+        answers.put((name, found))
     leave(answers)
 
 
-def _session(device: str, rank: int, case: Case, timeout_s: float, alone: bool) -> kf.Session:
+def _session(device: str, rank: int, case: CommOptions, timeout_s: float, alone: bool) -> kf.Session:
     """Another session of this process. alone: of this worker only."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
     kept = {name: os.environ.pop(name) for name in _GROUP} if alone else {}
-    options = CommOptions(**asdict(case), bucket_mb=0.25)
     session.reset()
     try:
-        return start(device, rank, **options.named(), comm_timeout_s=timeout_s)
+        return start(device, rank, **case.named(), comm_timeout_s=timeout_s)
     finally:
         os.environ.update(kept)
 

@@ -11,6 +11,8 @@ one takes longer than the median step is the stall. The file is written in the b
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import os
@@ -23,13 +25,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu_workers import last_line, scratch, start, supervise
-from machine import parser_of, write
+from gpu_workers import PlacedLauncher, last_line, scratch, start
+from report import parser_of, write
 from torch import nn
 from workers import leave, messages_of, set_torchrun_variables
 
 import kfuse as kf
 from kfuse.elastic.supervisor import Elasticity
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from elastic_job import run_script
 
 WANTED, ON_ONE_GPU, ON_CPU = 1e9, 2.5e8, 5e6
 """Parameters. Where two workers share a GPU their messages go through sockets, at about 1 GB/s."""
@@ -39,6 +45,8 @@ TRAINING_BYTES, TRANSFER_BYTES, STATE_BYTES = 20, 12, 12
 """A parameter: parameters, gradients, moments and what backward needs meanwhile; what a transfer may copy; a state."""
 GROW_AT, STEPS, MOST_STEPS = 3, 4, 400
 CHECKPOINT_EVERY, CHECKPOINT_STEPS, MOST_CHECKPOINTED = 4, 12, 1e8
+LIMIT_S = 100.0
+"""What the checkpointing process may take: gpu.sh ends the whole part on a GPU before that."""
 WRITE_S = 5.0
 """How long the first checkpoint is waited for before the second is due: there is one write at a time."""
 
@@ -54,11 +62,10 @@ def main() -> int:
         work(options.device, int(options.work[0]), Path(options.work[1]))
         return 0
     count = int(options.parameters or _fitting(options.device))
-    patience = 1 if options.device == "cuda" else 3
     record: dict[str, Any] = {}
-    for name, measure, limit_s in (("growth", _growth, 36.0), ("checkpoint", _checkpoint, 20.0)):
+    for name, measure in (("growth", _growth), ("checkpoint", _checkpoint)):
         try:
-            record[name] = measure(options.device, count, limit_s * patience)
+            record[name] = measure(options.device, count)
         except Exception as error:  # of a worker, or a time that is over
             print(error)
             record[name] = {"failed": last_line(error)}
@@ -120,14 +127,17 @@ def _steps(model: Numbers, device: torch.device, micro_batches: int, **more: Any
 # -- a worker joins --------------------------------------------------------------------------------------------------
 
 
-def _growth(device: str, count: int, limit_s: float) -> dict[str, Any]:
+def _growth(device: str, count: int) -> dict[str, Any]:
     with scratch() as folder:
         log = Path(folder, "log")
-        arguments = ["--device", device, "--work", str(count), str(log)]
-        elasticity = Elasticity(1, 1, 2, script=True)
-        recorder = supervise(Path(__file__).name, arguments, elasticity, limit_s, folder)
+        worker = [sys.executable, __file__, "--device", device, "--work", str(count), str(log)]
+        limits = Elasticity(1, 1, 2, script=True)
+        with contextlib.redirect_stdout(io.StringIO()) as said:  # it tells all that it has seen
+            job = run_script(Path(folder, "run"), limits, launcher=PlacedLauncher(device, worker))
+        if job.error is not None:
+            raise RuntimeError(f"{said.getvalue()}\n{job.error}")
         workers = [json.loads(line) for line in log.read_text().splitlines()]
-    grown = [event for event in recorder.events if event["kind"] == "view" and len(event["workers"]) == 2]
+        grown = [view for view in job.views if len(view["workers"]) == 2]
     if not grown:
         raise RuntimeError(f"no second worker came within {MOST_STEPS} steps")
     event = grown[0]
@@ -137,7 +147,8 @@ def _growth(device: str, count: int, limit_s: float) -> dict[str, Any]:
 
 def work(name: str, count: int, log: Path) -> None:
     """A worker's training script. It appends to `log` a line with its median step and its peak memory."""
-    device = start(name, int(os.environ["LOCAL_RANK"]), comm_schedule="allreduce", comm_timeout_s=30).group.device
+    number = int(os.environ["KFUSE_WORKER"])
+    device = start(name, number, comm_schedule="allreduce", comm_timeout_s=30).group.device
     model = Numbers(count, device)
     ends: list[float] = []
     together = 0
@@ -151,7 +162,7 @@ def work(name: str, count: int, log: Path) -> None:
         if len(ends) >= GROW_AT and kf.size() == 1:
             time.sleep(0.05)  # leaves the new worker time to start before the run is over
     gaps = [after - before for before, after in itertools.pairwise(ends)]
-    line = {"worker": int(os.environ["KFUSE_WORKER"]), "step_s": round(median(gaps), 4) if gaps else None}
+    line = {"worker": number, "step_s": round(median(gaps), 4) if gaps else None}
     line["peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else None
     with log.open("a") as file:
         file.write(json.dumps(line) + "\n")
@@ -160,11 +171,11 @@ def work(name: str, count: int, log: Path) -> None:
 # -- a checkpoint ----------------------------------------------------------------------------------------------------
 
 
-def _checkpoint(device: str, count: int, limit_s: float) -> dict[str, Any]:
+def _checkpoint(device: str, count: int) -> dict[str, Any]:
     """A process of its own, which is ended once the steps are over: the last write is not waited for."""
     with scratch() as folder:
         count = int(min(count, MOST_CHECKPOINTED, 0.3 * shutil.disk_usage(folder).free / STATE_BYTES))
-        messages = messages_of(1, checkpointed, device, count, folder, limit_s=limit_s)
+        messages = messages_of(1, checkpointed, device, count, folder, limit_s=LIMIT_S)
         found = dict(messages)["found"]
     return {"parameters": count, "state_gb": STATE_BYTES * count / 1e9, **found}
 

@@ -6,21 +6,20 @@ up to 2.29 each rank must claim another host, from 2.30 on there is a switch.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import write
+from report import write
 
 import kfuse as kf
 from kfuse.elastic.launchers import LocalLauncher
-from kfuse.elastic.supervisor import Elasticity, Supervisor
+from kfuse.elastic.launchers.local import LocalProcess
+from kfuse.elastic.protocol import ENV_WORKER
 
 ABSENT = 3
 """Exit status of a part that cannot run here. Its last line says why."""
@@ -47,27 +46,27 @@ def nccl() -> tuple[int, ...]:
     return tuple(torch.cuda.nccl.version()) if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
 
 
-def place(device: str, rank: int, count: int) -> torch.device:
-    """In a worker, before anything touches CUDA: one GPU each of `count` workers, or the first for all of them.
+def placement(device: str, number: int, count: int) -> dict[str, str]:
+    """The environment of a worker: one GPU each of `count` workers, or the first for all of them.
 
-    Returns the device that kfuse will choose. rank: the worker's number on this machine.
+    number: of the worker, unlike the others'; where there are enough GPUs, its rank on this machine.
     """
-    torch.set_num_threads(1)
     if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return torch.device("cpu")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for reproducible sums, before the GPU is used
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    found = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # for reproducible sums, before the GPU is used
     if torch.cuda.device_count() >= count:
-        os.environ["LOCAL_RANK"] = str(rank)
-        return torch.device("cuda", rank)
-    os.environ["LOCAL_RANK"] = "0"
+        return found
+    found["LOCAL_RANK"] = "0"
     if nccl() >= (2, 30):
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    else:
-        os.environ["NCCL_HOSTID"] = f"kfuse-{rank}"
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_IB_DISABLE", "1")
-    return torch.device("cuda", 0)
+        return {**found, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    return {**found, "NCCL_HOSTID": f"kfuse-{number}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+def place(device: str, rank: int, count: int) -> torch.device:
+    """In a worker, before anything touches CUDA: see `placement`. Returns the device that kfuse will choose."""
+    torch.set_num_threads(1)
+    os.environ.update({"LOCAL_RANK": str(rank), **placement(device, rank, count)})
+    return torch.device("cpu") if device == "cpu" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
 def start(device: str, rank: int, **options: Any) -> kf.Session:
@@ -83,50 +82,18 @@ def last_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
-class Recorder:
-    """Keeps what the workers of an elastic job report."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.lines: list[str] = []
-        self.summary: dict[str, Any] = {}
-
-    def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        """Events, printed lines and the summary, as they come."""
-        for kind, data in records:
-            if kind == "event":
-                self.events.append(data)
-            elif kind == "line":
-                self.lines.append(data["text"])
-            elif kind == "summary":
-                self.summary = data
-
-
-class _Launcher(LocalLauncher):
-    """Workers get their GPU from `place`. A supervisor that counts GPUs would refuse two workers on one."""
+class PlacedLauncher(LocalLauncher):
+    """Workers get their GPU from `placement`. A supervisor that counts GPUs would refuse two workers on one."""
 
     gpus = 0
 
+    def __init__(self, device: str, command: list[str] | None = None) -> None:
+        super().__init__(command, parent_end_signal=signal.SIGKILL)
+        self._device = device
 
-def supervise(script: str, arguments: Sequence[str], elasticity: Elasticity, limit_s: float, folder: str) -> Recorder:
-    """Runs an elastic job whose workers run `script ARGUMENTS` to its end.
-
-    Raises RuntimeError, with the last lines of the workers' output, if it fails or takes longer than `limit_s`.
-    """
-    recorder = Recorder()
-
-    async def run() -> None:
-        command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
-        launcher = _Launcher(command, parent_end_signal=signal.SIGKILL)
-        supervisor = Supervisor(launcher, {"run_dir": folder}, recorder, elasticity)
-        await asyncio.wait_for(supervisor.run(), limit_s)
-
-    try:
-        asyncio.run(run())
-    except (RuntimeError, TimeoutError) as error:
-        why = str(error) or f"not over after {limit_s:.0f} s"
-        raise RuntimeError("\n".join([*recorder.lines[-20:], why])) from error
-    return recorder
+    async def start(self, env: Mapping[str, str]) -> LocalProcess:
+        """See LocalLauncher."""
+        return await super().start({**env, **placement(self._device, int(env[ENV_WORKER]), 2)})
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:

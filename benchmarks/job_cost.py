@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from machine import parser_of, warn_if_busy, write
+from report import median_interval, parser_of, told, warn_if_busy, write
 from rich.progress import track
-from step_report import median_interval
 from torch import Tensor, nn
 
 WARM, STEPS = 300, 1500  # steps before the first look at the CPU time, and until the last
@@ -54,10 +53,6 @@ def main() -> None:
     print(f"supervisor {parents['kfuse']:.0f} us a step, torchrun's agent {parents['torchrun']:.0f}")
     print(f"workers that stay stand still: growth {gap_s['growth']:.3f} s, shrink {gap_s['shrink']:.3f} s")
     write(arguments.json, ["torch"], cpu=ratio, wall=wall, parent_us=parents, gap_s=gap_s, costs=costs, gaps=gaps)
-
-
-def told(ratio: dict[str, float]) -> str:
-    return "{median:.3f} ({low:.3f}-{high:.3f})".format(**ratio)
 
 
 # -- jobs -------------------------------------------------------------------------------------------------------------

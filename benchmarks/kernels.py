@@ -18,16 +18,16 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from kernels_cases import CASES, Buffers, Case, ends
 from kernels_orthogonal import ITERATED_IN_BF16, orthogonalise_case
-from kernels_report import in_words, report
 from kernels_shapes import MODELS, Layout, flat
-from machine import warn_if_busy
+from report import parser_of, table, warn_if_busy, write
 
+Result = dict[str, Any]
 KERNELS: dict[str, Callable[..., Case]] = {
     **CASES,
     "orthogonalise": orthogonalise_case(torch.bfloat16),
@@ -38,6 +38,7 @@ PEERS = ("eager", "compile", "torch", "apex", "transformer-engine", "deepspeed")
 FULL_SIZES = {"cpu": "1,8,64,256,resnet50,gpt2", "cuda": "1,16,64,256,1024,4096,resnet50,gpt2"}
 SIZES = {**FULL_SIZES, "cpu": "1,64"}
 """Without --full: on a CPU, where a case takes seconds and a model's tensors take torch.compile a minute, two sizes."""
+PACKAGES = ("torch", "triton", "numpy", "apex", "transformer-engine", "deepspeed")
 CACHE_BYTES = 2**28
 """The sets of buffers that take turns are at least this large together: four times a large last-level cache."""
 COPY_BYTES = 2**31
@@ -58,7 +59,7 @@ def main() -> None:
     torch.manual_seed(0)
     if options.threads:
         torch.set_num_threads(options.threads)
-    results: list[dict[str, Any]] = []
+    results: list[Result] = []
     left_out: list[str] = []
     cases = [(k, s, d) for s in options.sizes for d in options.dtypes for k in options.kernels]
     started = time.monotonic()
@@ -81,8 +82,14 @@ def main() -> None:
         said = f"{name}: {in_words(results[-1])}  ({time.monotonic() - begun:.0f} s)"
         print(f"[{number}/{len(cases)}] {said}", file=sys.stderr, flush=True)
     results.sort(key=lambda result: (options.kernels.index(result["kernel"]), options.dtypes.index(result["dtype"])))
-    wrong = report(results, left_out, options)
-    sys.exit(1 if wrong else 0)
+    for result in results:
+        result["summary"] = summary(result)
+    show(results, left_out, options)
+    settings = {"device": options.device, "threads": torch.get_num_threads()}
+    settings |= {"rounds": options.rounds, "block_ms": options.block_ms}
+    about = {"settings": settings, "left_out": left_out, "results": [_rounded(result) for result in results]}
+    write(options.json, PACKAGES, benchmark="kernels", **about)
+    sys.exit(any(result["wrong"] for result in results))
 
 
 def _measure(case: Case, dtype: torch.dtype, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
@@ -207,8 +214,84 @@ def _cuda_seconds(run: Callable[[int], Any], first: int, count: int) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
+# -- report -----------------------------------------------------------------------------------------------------------
+
+
+# GB/s of memory by NVIDIA's data sheets; the first name that is part of the device's.
+DATA_SHEETS = {
+    **{"B200": 8000, "H200": 4800, "H100 PCIe": 2000, "H100 NVL": 3900, "H100": 3350, "A100-SXM4-40GB": 1555},
+    **{"A100-PCIE-40GB": 1555, "A100 80GB PCIe": 1935, "A100": 2039, "L40S": 864, "L4": 300, "A10": 600, "T4": 320},
+    **{"V100": 900, "RTX 4090": 1008, "RTX 3090": 936},
+}
+
+
+def in_words(result: Result) -> str:
+    """One result in a line, as it comes."""
+    of = summary(result)
+    if "kfuse" not in of:
+        return f"WRONG: {result['wrong'].get('kfuse')}"
+    peers = [f"{of[name]['kfuse_to_it']:.2f} of {name}'s time" for name in of if name not in ("kfuse", "copy")]
+    return ", ".join([f"{of['kfuse']['gb_per_s']:.1f} GB/s", f"{of['kfuse']['of_copy']:.2f} of copy's speed", *peers])
+
+
+def summary(result: Result) -> dict[str, dict[str, float]]:
+    """For each contestant the median time, GB/s, and within rounds its share of the copy's speed and ours to it."""
+    seconds, moved = result["seconds"], result["bytes"]
+    ours = seconds.get("kfuse")
+    found = {}
+    for name, times in seconds.items():
+        found[name] = {
+            "us": 1e6 * median(times),
+            "gb_per_s": moved / median(times) / 1e9,
+            "tflop_per_s": result["arithmetic"] / median(times) / 1e12,
+            "of_copy": median(copy / time for copy, time in zip(seconds["copy"], times, strict=True)),
+        }
+        if ours is not None:
+            found[name]["kfuse_to_it"] = median(a / b for a, b in zip(ours, times, strict=True))
+    return found
+
+
+def _rounded(result: Result) -> Result:
+    rounded = {name: {key: round(v, 4) for key, v in of.items()} for name, of in result["summary"].items()}
+    seconds = {name: [round(1e6 * s, 2) for s in times] for name, times in result["seconds"].items()}
+    kept = {key: value for key, value in result.items() if key not in ("seconds", "summary")}
+    return kept | {"summary": rounded, "us_by_round": seconds}
+
+
+def show(results: list[Result], left_out: list[str], options: argparse.Namespace) -> None:
+    """Prints the table, and what is wrong or absent."""
+    peers = [name for name in options.peers if any(name in result["seconds"] for result in results)]
+    threads = f", {torch.get_num_threads()} threads" if options.device == "cpu" else ""
+    print(f"kfuse's kernels on {options.device}{threads}: medians of {options.rounds} rounds")
+    if options.device == "cuda":
+        name = torch.cuda.get_device_name()
+        known = next((f"{speed} GB/s" for card, speed in DATA_SHEETS.items() if card in name), "not known here")
+        print(f"{name}: bandwidth by its data sheet {known}; copy GB/s is what a copy reaches")
+    rows = []
+    for result in results:
+        of, row = result["summary"], [result["kernel"], result["dtype"], result["size"]]
+        if ours := of.get("kfuse"):
+            row += [f"{ours['gb_per_s']:.1f}", f"{of['copy']['gb_per_s']:.1f}", f"{ours['of_copy']:.2f}"]
+            row.append(f"{ours['tflop_per_s']:.3g}" if result["arithmetic"] else "-")
+            row += [f"{of[peer]['kfuse_to_it']:.2f}" if peer in of else "-" for peer in peers]
+        else:
+            row += ["WRONG"] + [""] * (3 + len(peers))
+        rows.append(row)
+    title = "of copy: speed as a share of a plain copy's of as many bytes; last columns: kfuse's time to the peer's"
+    table(title, ["kernel", "dtype", "size", "GB/s", "copy GB/s", "of copy", "TFLOP/s", *peers], rows, left=3)
+    notes, wrong = set[str](), list[str]()
+    for result in results:
+        named = f"{result['kernel']} {result['dtype']}"
+        notes |= {f"{peer} is absent from {named}: {why}" for peer, why in result["absent"].items()}
+        wrong += [f"WRONG: {peer} in {named} {result['size']} {why}" for peer, why in result["wrong"].items()]
+    print(*wrong, *(f"left out: {line}" for line in left_out), *sorted(notes), sep="\n")
+
+
+# -- command line -----------------------------------------------------------------------------------------------------
+
+
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--full", action="store_true", help="on a CPU, all sizes and the models")
     parser.add_argument("--sizes", help=f"MB of fp32 parameters, or {', '.join(MODELS)}; comma-separated")
@@ -219,7 +302,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--block-ms", type=float, default=10.0, help="a contestant's turn lasts about this long")
     parser.add_argument("--limit-s", type=float, help="begin no further case after this many seconds")
-    parser.add_argument("--json", type=Path, help="write settings, machine and all measurements here")
     options = parser.parse_args()
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.device == "cuda" and not torch.cuda.is_available():

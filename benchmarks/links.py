@@ -56,6 +56,9 @@ class Place:
             socket.sethostname(self.namespace)
 
 
+LOOPBACK = Place(None, "127.0.0.1", "lo")
+
+
 def join(places: Sequence[Place], rank: int, port: int) -> TCPStore | None:
     """The calling process is rank `rank` of the workers at these places, as torchrun's variables say, with one thread.
 
@@ -83,7 +86,7 @@ def links(workers: int, rate: str | None) -> Iterator[list[Place]]:
     in a namespace of their own where that is allowed. Raises RuntimeError where tc or ip fails.
     """
     if rate is None and not allowed():
-        yield [Place(None, "127.0.0.1", "lo")] * workers
+        yield [LOOPBACK] * workers
         return
     prefix, names = f"kf{os.getpid()}", list[str]()
     try:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from machine import parser_of, write
+from report import parser_of, write
 
 from kfuse.statistics.noise_scale import Estimate, NoiseScale, moments
 

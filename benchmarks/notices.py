@@ -32,15 +32,12 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from machine import parser_of, warn_if_busy, write
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from report import parser_of, progress_bar, table, warn_if_busy, write
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
-from driven import Driver, Recorder  # noqa: E402
+from driven import Driver, Recorder, run_beside  # noqa: E402
 from elastic_job import Job, assert_exact, assert_same_steps, compose, override, parent, words  # noqa: E402
 from joining import Agents  # noqa: E402
 from soak_job import GRACE_S, MARKS  # noqa: E402
@@ -58,7 +55,6 @@ TRAINING = words(
     f"batch.size=32 batch.micro=4 batch.max=64 train.eval_every=50 workers.max={WORKERS} observe.ledger=true",
     f"workers.threads=1 elastic.grace_s={GRACE_S} train.epochs=1000000",
 )
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 Take = Callable[[list[Worker]], Awaitable[None]]
 Replace = Callable[[int], Awaitable[None]]
 
@@ -210,23 +206,12 @@ async def run(directory: Path, overrides: list[str], places: Places, **given: An
     supervisor = Supervisor(
         places.launcher, {**config, "run_dir": str(directory)}, recorder, Elasticity.of(flat(config))
     )
-    tasks = [asyncio.create_task(supervisor.run())]
-    changes = list[Change]()
-    if given:
-        notices = Notices(supervisor, recorder, places=places, **given)
-        changes = notices.changes
-        tasks.append(asyncio.create_task(notices.run()))
+    notices = Notices(supervisor, recorder, places=places, **given) if given else None
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done():
-                task.result()
+        await run_beside(supervisor, None if notices is None else notices.run())
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         recorder.directory.close()
-    return changes
+    return [] if notices is None else notices.changes
 
 
 def measure(kind: str, count: int, seed: int, done: Callable[[int], None]) -> dict[str, Any]:
@@ -266,18 +251,17 @@ def ratio(gaps: list[list[Any]], until: int, chance: np.random.Generator) -> lis
     return [medians[0] / medians[1], *map(float, np.quantile(drawn[0] / drawn[1], [0.025, 0.975]))]
 
 
-def report(console: Console, jobs: dict[str, dict[str, Any]]) -> None:
-    table = Table(title="the bits, metrics and ledger of undisturbed runs; no micro-batch repeated")
-    for heading in ("notice to", "times", "gap to", "shrink, ms", "notice, ms", "largest", "ratio (95 %)"):
-        table.add_column(heading, justify="right", no_wrap=heading.startswith("ratio"))
+def show(jobs: dict[str, dict[str, Any]]) -> None:
+    rows = []
     for kind, job in jobs.items():
         for until, what in enumerate(["view", "end"]):
             at = {w: [gap[until] * 1e3 for name, _, *gap in job["gaps_s"] if name == w] for w in ("shrink", "notice")}
             figures = (f"{np.median(gaps):.0f}" for gaps in at.values())
             largest = " / ".join(f"{max(gaps):.0f}" for gaps in at.values())
             middle, low, high = job["ratios"][until]
-            table.add_row(kind, str(job["notices"]), what, *figures, largest, f"{middle:.2f} ({low:.2f}-{high:.2f})")
-    console.print(table)
+            rows.append((kind, str(job["notices"]), what, *figures, largest, f"{middle:.2f} ({low:.2f}-{high:.2f})"))
+    heads = ("notice to", "times", "gap to", "shrink, ms", "notice, ms", "largest", "ratio (95 %)")
+    table("the bits, metrics and ledger of undisturbed runs; no micro-batch repeated", heads, rows)
 
 
 def main() -> None:
@@ -288,12 +272,9 @@ def main() -> None:
     if args.notices < 12:
         parser.error(f"--notices {args.notices}: allowed is 12 or more")
     warn_if_busy()
-    console, jobs = Console(), {}
+    jobs: dict[str, dict[str, Any]] = {}
     path = os.pathsep.join([*sys.path[:2], *filter(None, [os.environ.get("PYTHONPATH")])])
-    with (
-        patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}),
-        Progress(*COLUMNS, console=console) as bar,
-    ):
+    with patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}), progress_bar() as bar:
         task = bar.add_task("notices", total=args.notices)
         for index, kind in enumerate(PLACES):
             count = args.notices // 3 + (index < args.notices % 3)
@@ -301,7 +282,7 @@ def main() -> None:
             jobs[kind] = measure(kind, count, args.seed + index, lambda given: bar.update(task, advance=given))
             chance = np.random.default_rng(args.seed)
             jobs[kind]["ratios"] = [ratio(jobs[kind]["gaps_s"], until, chance) for until in range(2)]
-    report(console, jobs)
+    show(jobs)
     write(args.json, ("torch", "numpy", "ray"), grace_s=GRACE_S, workers=WORKERS, jobs=jobs)
 
 

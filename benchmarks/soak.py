@@ -43,10 +43,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import parser_of, write
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from report import parser_of, progress_bar, table, write
+from rich.progress import Progress, TaskID
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
@@ -68,7 +66,6 @@ ROUNDS = 2
 _HOSTS = 6  # of the agents
 _AGENTS_SHARE = 0.25  # of a run's events where each new worker is a new agent, which takes seconds
 TRAIN = {"batch_size": 32, "batch_micro": 4, "batch_max": 64, "train_epochs": 10**6, "train_save_model": False}
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 SLACK = {"fds": 4.0, "threads": 4.0, "shared": 4.0}
 _WARM_UP = 100  # events of a supervisor and a worker: before that caches fill
 _BLOCK = 20  # events whose resources depend on each other
@@ -281,38 +278,35 @@ def uses(job: Job) -> dict[str, int]:
     return {"asked": size * complete, "missing": size * complete - len(used), "twice": sum(used.values()) - len(used)}
 
 
-def report(console: Console, runs: dict[str, dict[str, Any]]) -> bool:
-    """Whether all is as it should be."""
+def show(runs: dict[str, dict[str, Any]]) -> bool:
+    """Prints both tables. Whether all is as it should be."""
     events = Counter[str]()
     gaps: dict[str, list[float]] = {}
     for run in runs.values():
         events.update(run["events"])
         for kind, each in run["gaps_s"].items():
             gaps.setdefault(kind, []).extend(each)
-    table = Table(title=f"{events.total():,} events in {len(runs)} runs: for how long no worker began a step, s")
-    for heading in ("event", "times", "median", "p95", "largest"):
-        table.add_column(heading, justify="left" if heading == "event" else "right")
-    for kind, count in events.most_common():
-        table.add_row(kind, f"{count:,}", *(f"{figure:.2f}" for figure in np.quantile(gaps[kind], [0.5, 0.95, 1])))
-    console.print(table)
-    table, good = Table(title="the bits and the ledger of undisturbed runs, and what is held"), True
-    for heading in ("run", "events", "steps", "lost / struck", "supervisors", "what rises"):
-        table.add_column(heading, justify="left" if heading in ("run", "what rises") else "right")
+    rows = [
+        (kind, f"{count:,}", *(f"{figure:.2f}" for figure in np.quantile(gaps[kind], [0.5, 0.95, 1])))
+        for kind, count in events.most_common()
+    ]
+    title = f"{events.total():,} events in {len(runs)} runs: for how long no worker began a step, s"
+    table(title, ("event", "times", "median", "p95", "largest"), rows)
+    rows, good, notes = [], True, list[str]()
     for name, run in runs.items():
         rises = [f"{what} {each['growth']:+.1f}" for what, each in run["resources"].items() if not each["flat"]]
         quiet = "nothing" if run["resources"] else "not judged: too few events"
         good &= not rises and run["lost"] <= run["struck"]
         counts = f"{sum(run['events'].values()):,}", f"{run['steps']:,}", f"{run['lost']} / {run['struck']}"
-        table.add_row(name, *counts, str(run["supervisors"]), ", ".join(rises) or quiet)
-    console.print(table)
-    for name, run in runs.items():
+        rows.append((name, *counts, str(run["supervisors"]), ", ".join(rises) or quiet))
         if run["lost"] > run["struck"]:
-            console.print(f"{name}: more were lost than struck: {run['hows']}")
-        if "samples" in run:
-            console.print(
-                f"{name}: of {run['samples']['asked']:,} samples {run['samples']['missing']:,} missing, "
-                f"{run['samples']['twice']:,} twice"
-            )
+            notes.append(f"{name}: more were lost than struck: {run['hows']}")
+        if samples := run.get("samples"):
+            counted = f"{samples['missing']:,} missing, {samples['twice']:,} twice"
+            notes.append(f"{name}: of {samples['asked']:,} samples {counted}")
+    heads = ("run", "events", "steps", "lost / struck", "supervisors", "what rises")
+    table("\nthe bits and the ledger of undisturbed runs, and what is held", heads, rows)
+    print(*notes, sep="\n")
     return good
 
 
@@ -324,11 +318,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.events < 120:
         parser.error(f"--events {args.events}: allowed is 120 or more")
-    disk, no_network, console = may_mount(), hosts.why_not(), Console()
+    disk, no_network = may_mount(), hosts.why_not()
     if not disk:
-        console.print("no file system of the run's own may be mounted here: the disk is never full")
+        print("no file system of the run's own may be mounted here: the disk is never full")
     if no_network:
-        console.print(f"{no_network}: no link is cut")
+        print(f"{no_network}: no link is cut")
     every = plans(args.events, args.seed, disk, not no_network)
     chosen = [plan for plan in every if plan.name.startswith(tuple(args.runs or [""]))]
     if not chosen:
@@ -336,7 +330,7 @@ def main() -> int:
     runs: dict[str, dict[str, Any]] = {}
     if args.json is not None and args.json.exists():
         runs = json.loads(args.json.read_text()).get("runs", {})
-    with Progress(*COLUMNS, console=console) as bar:
+    with progress_bar() as bar:
         for plan in chosen:
             if runs.get(plan.name, {}).get("plan") == json.loads(json.dumps(asdict(plan))):
                 continue
@@ -347,7 +341,7 @@ def main() -> int:
                 raise AssertionError(f"{folder} has the run") from error
             shutil.rmtree(folder)
             write(args.json, ("torch", "numpy"), runs=runs)
-    return 0 if report(console, runs) else 1
+    return 0 if show(runs) else 1
 
 
 if __name__ == "__main__":

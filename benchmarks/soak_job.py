@@ -16,12 +16,12 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from driven import Driver, Recorder
+from driven import Driver, Recorder, run_beside
+from elastic_job import parent
 from hosts import Host
 from joining import Agents
 from warm import CONTEXT, WarmLauncher
@@ -110,6 +110,8 @@ class Soak(Driver):
 
     async def run(self) -> None:
         """Returns when all events are over, and their consequences in force; the job is then told to stop."""
+        if self._agents is not None:
+            await self._agents.start(MOST)
         self.ask_for(START)
         await self._steps(_STEPS_BETWEEN)
         for index in range(self._done, self._plan.events):
@@ -152,7 +154,7 @@ class Soak(Driver):
             await self._strike(victim, victim.pid or 0, STRIKES[kind], planned=kind == "notice")
         elif kind in AGENTS:
             victim = await self._victim()
-            await self._strike(victim, _parent(victim.pid or 0), AGENTS[kind], planned=kind == "agent's notice")
+            await self._strike(victim, parent(victim.pid or 0), AGENTS[kind], planned=kind == "agent's notice")
         elif kind in ("grow", "shrink"):
             self.ask_for(self.wanted + (1 if kind == "grow" else -1))
             await self.recorder.until(f"{self.wanted} members", lambda: self.settled(self.wanted))
@@ -258,26 +260,12 @@ def held_by(pid: int) -> dict[str, float]:
     }
 
 
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def _children(pid: int) -> list[int]:
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # of a thread that has just ended
             found += [int(child) for child in task.read_text().split()]
     return found
-
-
-@contextlib.asynccontextmanager
-async def struck(soak: Soak) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.create_task(soak.run())
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def run(plan: Plan, directory: Path, workers: int = START, disturb: bool = True) -> str | None:
@@ -294,20 +282,10 @@ async def run(plan: Plan, directory: Path, workers: int = START, disturb: bool =
     supervisor = Supervisor(launcher, job, recorder, limits)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, supervisor.stop, "terminated")
-    running = asyncio.create_task(supervisor.run())
+    soak = Soak(plan, directory, supervisor, recorder, agents) if disturb else None
     try:
-        if not disturb:
-            return await running
-        if agents is not None:
-            await agents.start(MOST)
-        async with struck(Soak(plan, directory, supervisor, recorder, agents)) as striking:
-            await asyncio.wait([running, striking], return_when=asyncio.FIRST_COMPLETED)
-            if striking.done():
-                striking.result()
-            return await running
+        return await run_beside(supervisor, None if soak is None else soak.run())
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
         if agents is not None:
             agents.end()
         recorder.directory.close()

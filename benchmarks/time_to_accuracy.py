@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -51,13 +50,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from links import join, links
-from machine import parser_of, warn_if_busy
+from report import parser_of, warn_if_busy
 from rich.console import Console
 from rich.progress import Progress
 from tta_problems import LARGEST, PROBLEMS
 from tta_report import FIXED_COSTS, at_samples, cost, final, reached, report
 from tta_systems import Job, run
-from workers import messages_from
+from workers import free_port, messages_from
 
 from kfuse.tools.ramp import ramp_of
 
@@ -107,11 +106,8 @@ def linked(link: str) -> Iterator[Train]:
     """Context: a function that makes runs of two workers on such a link, one after the other."""
     context = mp.get_context("spawn")
     jobs, messages = [context.Queue() for _ in range(2)], context.Queue()
-    with links(2, link) as places, socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        both = mp.spawn(work, (places, port, jobs, messages), nprocs=2, join=False)
+    with links(2, link) as places:
+        both = mp.spawn(work, (places, free_port(), jobs, messages), nprocs=2, join=False)
         records = messages_from(both, messages)
 
         def train(asked: Sequence[Job]) -> list[Run]:

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from machine import command, machine, versions
-from rich.console import Console
-from rich.table import Table
+from report import RESAMPLES, origin, table
 from tta_problems import PROBLEMS
 
 FIXED_COSTS = (16, 64, 256)
 """r: what a step costs beside its samples, in samples."""
-RESAMPLES = 2000
 
 Run = Mapping[str, Any]
 Curve = Sequence[Sequence[Any]]
@@ -189,46 +185,43 @@ def _within_decay(runs: Sequence[Run]) -> dict[str, Any]:
 
 def report(found: Mapping[str, Run], file: Path | None) -> None:
     """Prints the tables; writes the record where it is asked for."""
-    console, figures = Console(width=None if sys.stdout.isatty() else 160), {}
+    figures = {name: summarize(each) for name, each in found.items()}
     for name, each in found.items():
-        figures[name] = summarize(each)
         for r, rows in figures[name].items():
             if isinstance(rows, dict) and "small" in rows:
-                console.print(_table(name, each["tuned"], r, rows))
+                _show(name, each["tuned"], r, rows)
             else:
-                console.print(f"{name}: {r}: {json.dumps(rows)}", highlight=False)
+                print(f"{name}: {r}: {json.dumps(rows)}")
     if file is not None:
-        origin = {"command": command(), "machine": machine(), "versions": versions(["torch", "numpy", "scikit-learn"])}
-        rows = {
-            name: [*each["tuned"]["sweep"], *each["runs"], *each["tuned"].get("decay", [])]
-            for name, each in found.items()
-        }
-        head = json.dumps({**origin, "figures": figures}, indent=1, allow_nan=False)
+        runs = [
+            json.dumps(run, allow_nan=False)
+            for each in found.values()
+            for run in (*each["tuned"]["sweep"], *each["runs"], *each["tuned"].get("decay", []))
+        ]
+        about = {**origin(["torch", "numpy", "scikit-learn"]), "figures": figures}
+        head = json.dumps(about, indent=1, allow_nan=False)
         # A run is a line: with one number a line the file would have a hundred thousand.
-        lines = ",\n".join(json.dumps(each, allow_nan=False) for runs in rows.values() for each in runs)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f'{head[:-2]},\n "runs": [\n{lines}\n ]\n}}\n')
+        file.write_text(f'{head[:-2]},\n "runs": [\n' + ",\n".join(runs) + "\n ]\n}\n")
 
 
-def _table(name: str, tuned: Run, r: str, rows: Mapping[str, Any]) -> Table:
+def _show(name: str, tuned: Run, r: str, found: Mapping[str, Any]) -> None:
     what = "seconds" if r == "s" else f"steps x {r} + samples"
-    table = Table(title=f"{name}: {what} to a {PROBLEMS[name].quality} of {tuned['target']:.4g}; median (95 %)")
-    for heading in ("", "batch", "reached", "steps", "samples", what, "/ best", "/ small"):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for row, found in rows.items():
-        if not isinstance(found, dict):
-            table.caption = f"{row}: {found}"
-            continue
-        sizes, counts = found["batches"], (found["steps"], found["samples"])
-        table.add_row(
-            row,
-            f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}",
-            f"{found['reached']} of {found['runs']}",
-            *("-" if each is None else f"{each:,}" for each in counts),
-            _number(found["cost"]["median"]),
-            *(_spread(found[f"/ {base}"]) for base in ("best", "small")),
-        )
-    return table
+    rows = []
+    for row, each in found.items():
+        if isinstance(each, dict):
+            sizes, counts = each["batches"], (each["steps"], each["samples"])
+            cells = (
+                f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}",
+                f"{each['reached']} of {each['runs']}",
+                *("-" if count is None else f"{count:,}" for count in counts),
+                _number(each["cost"]["median"]),
+                *(_spread(each[f"/ {base}"]) for base in ("best", "small")),
+            )
+            rows.append((row, *cells))
+    title = f"\n{name}: {what} to a {PROBLEMS[name].quality} of {tuned['target']:.4g}; median (95 %)"
+    table(title, ("", "batch", "reached", "steps", "samples", what, "/ best", "/ small"), rows)
+    print(*(f"{row}: {each}" for row, each in found.items() if not isinstance(each, dict)), sep="\n")
 
 
 def _number(value: float | None) -> str:

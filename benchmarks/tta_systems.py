@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from step_variants import new_session
+from replicas import new_session
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tta_problems import LARGEST, Problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,6 +28,13 @@ def set_torchrun_variables(rank: int, workers: int, port: int, address: str = "1
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
     )
+
+
+def free_port() -> int:
+    """A port that nothing listens to."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def messages_from(workers: Any, messages: Any, limit_s: float = LIMIT_S) -> Iterator[tuple[str, Any]]:

@@ -164,9 +164,9 @@ def run_job(
     return _run(directory, config, elasticity, during, launcher)
 
 
-def run_script(directory: Path, elasticity: Elasticity, *script: str) -> Job:
-    """Runs a script, with its arguments, as kfuse-run would, on forked processes, to its end."""
-    return _run(directory, {}, elasticity, None, None, script)
+def run_script(directory: Path, elasticity: Elasticity, *script: str, launcher: Launcher | None = None) -> Job:
+    """Runs a script, with its arguments, as kfuse-run would, to its end: on forked processes, or by `launcher`."""
+    return _run(directory, {}, elasticity, None, launcher, script)
 
 
 def _run(

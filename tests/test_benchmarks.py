@@ -46,7 +46,7 @@ def run(folder: Path, name: str, *arguments: str) -> tuple[Any, list[str]]:
 @pytest.mark.full
 def test_every_variant_trains_alike_and_sends_what_the_model_says(tmp_path: Path, script: Script) -> None:
     """It ends with status 1 where a variant's losses are not DDP's. ZeRO broadcasts parameters beside the gradients."""
-    compared = "local,ddp,zero,fsdp2,kfuse-alone,allreduce,allreduce-no-stats,sharded"
+    compared = "local,ddp,zero,fsdp,kfuse-alone,allreduce,allreduce-no-stats,sharded"
     [size] = run(tmp_path, "comm", "--rounds", "2", "--megabytes", "1", "--variants", compared)[0]["sizes"]
     assert {"allreduce / allreduce-no-stats", "sharded / zero"} < {*size["pairs"]}
     if script("links").allowed():  # else the interface counts other processes' bytes too
@@ -54,9 +54,9 @@ def test_every_variant_trains_alike_and_sends_what_the_model_says(tmp_path: Path
         assert sent["allreduce"] == pytest.approx(4.0, rel=0.1)
         assert sent["zero"] == pytest.approx(6.0, rel=0.1)
         assert sent["kfuse-alone"] < 0.1
-    without = {name for name, variant in size["variants"].items() if variant["exposed_ms"] is None}
-    assert without == {name for name in size["variants"] if "sharded" in name} | {"zero", "fsdp2"}
-    assert [size["variants"][name]["exposed_ms"] for name in ("local", "kfuse-alone")] == [0.0, 0.0], "its own base"
+    without = {name for name, variant in size["variants"].items() if variant["over_alone_ms"] is None}
+    assert without == {name for name in size["variants"] if "sharded" in name} | {"zero", "fsdp"}
+    assert [size["variants"][name]["over_alone_ms"] for name in ("local", "kfuse-alone")] == [0.0, 0.0], "its own base"
 
 
 def test_a_part_that_fails_or_hangs_leaves_the_others(script: Script, tmp_path: Path) -> None:

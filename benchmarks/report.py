@@ -1,4 +1,7 @@
-"""What every benchmark does: reads its command line, and records the machine and the versions that figures hold for."""
+"""What every benchmark says: ratios with their intervals, a table, and a file with the machine and the versions.
+
+Tables are plain text: a bare machine with a GPU may have no rich.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,17 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 import kfuse
 
+RESAMPLES = 2000
 _LOAD = os.getloadavg()  # as this is imported: later it is the benchmark's own
 
 
@@ -38,15 +44,51 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def median_interval(ratios: ArrayLike) -> dict[str, float]:
+    """The median of per-round ratios, and the 95 % percentile-bootstrap interval over rounds."""
+    values = np.asarray(ratios)
+    drawn = np.median(np.random.default_rng(0).choice(values, size=(RESAMPLES, len(values))), axis=1)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return {"median": round(float(np.median(values)), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+
+
+def told(ratio: Mapping[str, float]) -> str:
+    """The median, and its interval in brackets."""
+    return "{median:.3f} ({low:.3f}-{high:.3f})".format(**ratio)
+
+
+def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> None:
+    """Prints a table. The first `left` columns are flush left, the others flush right."""
+    lines = [heads, *rows]
+    aligned = []
+    for column, cells in enumerate(zip(*lines, strict=True)):
+        width = max(map(len, cells))
+        aligned.append([cell.ljust(width) if column < left else cell.rjust(width) for cell in cells])
+    print(title, *map("  ".join, zip(*aligned, strict=True)), sep="\n")
+
+
+def progress_bar(**more: Any) -> Any:
+    """A bar of rich's on stderr: what is done, how much of it, for how long."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), **more)
+
+
 def write(path: Path | None, packages: Iterable[str], **figures: Any) -> None:
     """Writes the figures, with what they hold for, where a path is given."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        origin = {"command": command(), "machine": machine(), "versions": versions(packages)}
-        path.write_text(json.dumps({**origin, **figures}, indent=1) + "\n")
+        path.write_text(json.dumps({**origin(packages), **figures}, indent=1) + "\n")
 
 
-def machine() -> dict[str, Any]:
+def origin(packages: Iterable[str]) -> dict[str, Any]:
+    """What figures hold for."""
+    return {"command": _command(), "machine": _machine(), "versions": _versions(packages)}
+
+
+def _machine() -> dict[str, Any]:
     """The processor, memory, system and GPU, and the load average as this process began."""
     found = {
         "cpu": _cpu(),
@@ -63,7 +105,7 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def versions(packages: Iterable[str]) -> dict[str, str]:
+def _versions(packages: Iterable[str]) -> dict[str, str]:
     found = {"python": platform.python_version(), "kfuse": kfuse.__version__}
     for package in packages:
         try:
@@ -73,7 +115,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def command() -> str:
+def _command() -> str:
     """What this process was started with; a script of this checkout by its place in it, wherever that lies."""
     script = Path(sys.argv[0]).absolute()
     root = Path(__file__).absolute().parents[1]
