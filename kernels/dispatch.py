@@ -96,7 +96,7 @@ def options(threads: int, warp_size: int = WARP_SIZE) -> dict[str, int | bool]:
 
 @dataclass(slots=True)  # not frozen: one is made for each launch, and a frozen one takes three times as long
 class Launch:
-    """One launch of a kernel. `run` performs it; `kfuse.kernels.aot` compiles it.
+    """One launch of a kernel. `run` performs it; `kfuse.tools.kernels_aot` compiles it.
 
     Args:
         given: runtime arguments by the kernel's own names for them: tensors, numbers, and None for an optional tensor.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from kfuse.policies.noise_interval import NoiseInterval, NoisePolicy
-from kfuse.policies.signals import Bounds, Signals
+from kfuse.policies.signals import BasePolicy, Bounds, Decision, Signals
 
 BOUNDS = Bounds(batch_min=8, batch_max=1024, workers_min=1, workers_max=8)
 STEP = Signals(
@@ -38,3 +39,17 @@ def knowing(policy: Policy, low: float = math.nan, high: float = math.nan) -> Po
     """The policy, whose newest steps have this interval of the noise scale."""
     policy.noise_interval = lambda: NoiseInterval(low, high)  # type: ignore[method-assign]
     return policy
+
+
+def run(policy: BasePolicy, seen: Callable[[int, Any, Any], Signals], now: Any, steps: Iterable[int]) -> list[Any]:
+    """What each step was made with, and what the next one would be, where each decision applies at once.
+
+    seen: the signals of a step, by its number, what it was made with and what the step before was made with (None: it
+    is the first). now: the first step's settings, a `Decision`, as all are.
+    """
+    out, before = [now], None
+    for step in steps:
+        decision = policy.decide(seen(step, now, before)) or Decision()
+        before, now = now, now.merged(decision)
+        out.append(now)
+    return out

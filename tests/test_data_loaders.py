@@ -13,7 +13,6 @@ from kfuse.data.builtin import (
     TextBlocks,
     crop_and_flip,
     middle_square,
-    random_box,
     stdlib_source,
 )
 
@@ -128,16 +127,6 @@ def test_images_are_augmented_by_the_generator_alone_and_half_are_mirrored(tmp_p
     assert_augmented_by_the_generator_alone(data)
     x, _ = data.fetch(np.zeros(100, dtype=np.int64), torch.Generator().manual_seed(0))
     assert 30 < (x[:, 0, 0, 0] > x[:, 0, 0, -1]).sum().item() < 70  # 50 expected, standard deviation 5
-
-
-def test_random_boxes_lie_in_the_image():
-    draws = np.random.default_rng(0).random((300, 4))
-    corners = np.array(np.meshgrid(*[[0.0, 1 - 2**-53]] * 4)).reshape(4, -1).T
-    for width, height in [(64, 64), (300, 20), (3, 7)]:
-        for draw in [*draws, *corners]:
-            left, top, right, bottom = random_box(width, height, draw)
-            assert 0 <= left < right <= width and 0 <= top < bottom <= height
-            assert (right - left) * (bottom - top) <= width * height * (1 + 1e-9)
 
 
 def test_what_is_damaged_missing_or_unusable_is_named(tmp_path):

@@ -22,10 +22,11 @@ pytest.importorskip("triton")
 
 import triton
 
-from kfuse.kernels import aot, triton_normalisation
-from kfuse.kernels.aot import BF16, F32, Case
+from kfuse.kernels import triton_normalisation
 from kfuse.kernels.dispatch import REGISTERS, Launch, options
 from kfuse.kernels.normalisation import NormBackwardArguments, NormForwardArguments
+from kfuse.tools import kernels_aot as aot
+from kfuse.tools.kernels_aot import BF16, F32, Case
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 pytestmark = [
@@ -55,27 +56,27 @@ def test_no_spills_wide_accesses_and_no_fusion(reports: Reports, kernel: str) ->
 
 def check(report: aot.Report, case: Case) -> None:
     """Raises AssertionError with the case's name and target."""
-    where, binary, amd = (report.name, report.target), report.binary, report.target == "gfx942"
-    assert binary.spill_bytes == 0, where
-    assert amd or binary.registers * case.launch.threads <= REGISTERS, where
+    where, amd = (report.name, report.target), report.target == "gfx942"
+    assert report.spill_bytes == 0, where
+    assert amd or report.registers * case.launch.threads <= REGISTERS, where
     if case.elements:
         # Every bulk stream is moved by 128-bit accesses alone; what is narrower are scalars and ragged ends.
-        assert binary.stores.get(128, 0) % max(1, case.wide_accesses()[1]) == 0, where
+        assert report.stores.get(128, 0) % max(1, case.wide_accesses()[1]) == 0, where
         # On AMD the lines of the table of addresses, which lie side by side, are loaded 128 bits wide, too.
         of_table = amd and report.name.startswith("sum_rows by address")
         scalars = case.launch.constants["AHEAD"] * 16 * 256 / case.elements if of_table else 0.0
         assert report.floor <= report.bytes_per_element <= report.floor + scalars, where
     if report.name.startswith(("norm_forward", "norm_backward")):
         # A row's load and store, and the weight's, for each thread; what is narrower are the row's own scalars.
-        for accesses, wide in ((binary.loads, 2), (binary.stores, 1)):
+        for accesses, wide in ((report.loads, 2), (report.stores, 1)):
             assert accesses.get(128, 0) >= wide, where
             assert sum(count for bits, count in accesses.items() if bits < 128) <= 4, where
     if report.name.startswith("product"):
         # Operands, what is added, and results, which the layout of AMD's products leaves in pieces of four elements.
-        assert set(binary.loads) == {128} and set(binary.stores) <= ({64, 128} if amd else {128}), where
+        assert set(report.loads) == {128} and set(report.stores) <= ({64, 128} if amd else {128}), where
     fused_by_ptxas = report.target in ("sm_100", "sm_120") and TRITON < (3, 7)  # packed operations that say .rn
     if not fused_by_ptxas and not report.name.startswith(FUSED):
-        assert binary.fused_multiply_adds == 0, where
+        assert report.fused_multiply_adds == 0, where
 
 
 FUSED = ("adamw", "lamb", "norm", "product fp32")
@@ -99,9 +100,9 @@ def test_rows_of_every_width_can_be_normalised() -> None:
     """A multiprocessor has registers for one program at the least; up to 4096 columns none is spilled."""
     for target, (width, dtype, centred) in itertools.product(("sm_80", "sm_120"), WIDEST):
         for launch in wide_rows(width, dtype, centred):
-            binary = aot.read(aot.compile_case(Case(f"{width}", launch), target))
-            assert binary.registers * launch.threads <= REGISTERS, (width, launch.kernel.__name__, binary)
-            assert width > 4096 or binary.spill_bytes == 0
+            found = aot.inspect(Case(f"{width}", launch), target)
+            assert found.registers * launch.threads <= REGISTERS, (width, launch.kernel.__name__, found)
+            assert width > 4096 or found.spill_bytes == 0
     for width in range(1, triton_normalisation.MAX_WIDTH + 1, 31):
         threads = triton_normalisation._threads(1 << (width - 1).bit_length())
         assert threads * int(options(threads, 32)["maxnreg"]) <= REGISTERS

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from policy_signals import BOUNDS, knowing, signals
+from policy_signals import BOUNDS, knowing, run, signals
 
 from kfuse.policies import GoodputPolicy
 from kfuse.policies.goodput import efficiency
@@ -87,41 +87,30 @@ def test_decisions_by_hand() -> None:
     Goodput of one worker, noise scale 200, by batch size: 64: 711.1; 104: 104 / 0.118125 x 264 / 304 = 764.6;
     112: 112 / 0.12375 x 264 / 312 = 765.8; 120: 120 / 0.129375 x 264 / 320 = 765.2; 128: 763.1. The gain is 7.69 %.
     Two workers, 160: 160 / 0.10125 x 264 / 360 = 1158.9, which is best for them.
+
+    Where 4 take 50 ms: 10 ms, and 10 ms for each. 64 samples: 711.1 a second. 32 samples with the noise scale 20:
+    640 x 84 / 52 = 1033.8; with 150: 640 x 214 / 182 = 752.5, a gain of 5.8 %; with 250: 640 x 314 / 282 = 712.6.
     """
-    table: list[tuple[dict[str, Any], dict[str, Any], Decision | None]] = [
-        ({}, {"noise": (200, 200)}, Decision(batch_size=112, workers=2)),
-        ({}, {}, Decision(workers=2)),  # the noise scale is unknown: the batch size stays
-        ({}, {"noise": (200,)}, Decision(batch_size=112, workers=2)),
-        ({}, {"noise": (200, 5000)}, Decision(batch_size=112, workers=2)),  # the low end counts
-        ({"margin": 0.076}, {"noise": (200,)}, Decision(batch_size=112, workers=2)),
-        ({"margin": 0.078}, {"noise": (200,)}, Decision(workers=2)),
-        ({"margin": 0.62}, {"noise": (200,)}, Decision(workers=2)),  # 1158.9 / 711.1 = 1.6297
-        ({"margin": 0.64}, {"noise": (200,)}, None),
-        ({}, {"noise": (200,), "bounds": Bounds(8, 104, 1, 1)}, Decision(batch_size=104)),
-        ({}, {"noise": (200,), "bounds": Bounds(57, 63, 1, 8)}, Decision(workers=2)),  # no whole micro-batches in there
+    alone = Bounds(8, 1024, 1, 1)
+    table: list[tuple[float, dict[str, Any], tuple[float, ...], Bounds, Decision | None]] = [
+        (0.0675, {}, (200, 200), BOUNDS, Decision(batch_size=112, workers=2)),
+        (0.0675, {}, (), BOUNDS, Decision(workers=2)),  # the noise scale is unknown: the batch size stays
+        (0.0675, {}, (200,), BOUNDS, Decision(batch_size=112, workers=2)),
+        (0.0675, {}, (200, 5000), BOUNDS, Decision(batch_size=112, workers=2)),  # the low end counts
+        (0.0675, {"margin": 0.076}, (200,), BOUNDS, Decision(batch_size=112, workers=2)),
+        (0.0675, {"margin": 0.078}, (200,), BOUNDS, Decision(workers=2)),
+        (0.0675, {"margin": 0.62}, (200,), BOUNDS, Decision(workers=2)),  # 1158.9 / 711.1 = 1.6297
+        (0.0675, {"margin": 0.64}, (200,), BOUNDS, None),
+        (0.0675, {}, (200,), Bounds(8, 104, 1, 1), Decision(batch_size=104)),
+        (0.0675, {}, (200,), Bounds(57, 63, 1, 8), Decision(workers=2)),  # no whole micro-batches in there
+        (0.05, {}, (5, 150), alone, Decision(batch_size=32)),
+        (0.05, {}, (5, 250), alone, None),  # the high end counts
+        (0.05, {}, (5,), alone, None),  # it is unknown
     ]
-    for options, changes, expected in table:
+    for seconds, options, noise, bounds, expected in table:
         policy = GoodputPolicy(every=10, **options)
-        seen(policy, 4, 1, 0.0675)
-        assert decided(policy, seen(policy, 8, 1, 0.09), **changes) == expected
-
-
-def test_smaller_batches_by_hand() -> None:
-    """One worker, a step of 90 ms for 8 micro-batches of 8, and one of 50 ms for 4: 10 ms, and 10 ms for each.
-
-    64 samples: 711.1 a second. 32 samples with the noise scale 20: 640 x 84 / 52 = 1033.8; with 150: 640 x 214 / 182 =
-    752.5, a gain of 5.8 %; with 250: 640 x 314 / 282 = 712.6, 0.2 %.
-    """
-    cases: list[tuple[tuple[float, ...], Decision | None]] = [
-        ((5, 150), Decision(batch_size=32)),
-        ((5, 250), None),  # the high end counts
-        ((5,), None),  # it is unknown
-    ]
-    for noise, expected in cases:
-        policy = GoodputPolicy(every=10)
-        seen(policy, 4, 1, 0.05)
-        bounds = Bounds(8, 1024, 1, 1)
-        assert decided(policy, seen(policy, 8, 1, 0.09, bounds=bounds), noise, bounds=bounds) == expected
+        seen(policy, 4, 1, seconds)
+        assert decided(policy, seen(policy, 8, 1, 0.09), noise, bounds=bounds) == expected
 
 
 def test_another_batch_size_is_tried_once_where_one_alone_is_measured() -> None:
@@ -173,17 +162,13 @@ def simulate(
     policy: GoodputPolicy, true: StepTime, noise: float, steps: int, bounds: Bounds = BOUNDS
 ) -> list[tuple[int, int]]:
     """(batch size, workers) of each step in a run with these step times, from 64 and 1 on."""
-    batch_size, workers, run = 64, 1, []
-    before: tuple[int, int] | None = None
-    for step in range(steps):
-        now = batch_size, workers
-        seconds = float(true.seconds(-(-batch_size // (8 * workers)), workers)) if now == before else None
-        at = signals(batch_size, step=step, workers=workers, previous_step_time_s=seconds, bounds=bounds)
-        run.append(now)
-        before = now
-        decision = knowing(policy, 0.9 * noise, 1.1 * noise).decide(at) or Decision()
-        batch_size, workers = decision.batch_size or batch_size, decision.workers or workers
-    return run
+
+    def seen(step: int, now: Any, before: Any) -> Signals:
+        took = float(true.seconds(-(-now.batch_size // (8 * now.workers)), now.workers)) if now == before else None
+        return signals(now.batch_size, step=step, workers=now.workers, previous_step_time_s=took, bounds=bounds)
+
+    made = run(knowing(policy, 0.9 * noise, 1.1 * noise), seen, Decision(batch_size=64, workers=1), range(steps))
+    return [(each.batch_size, each.workers) for each in made[:-1]]
 
 
 @pytest.mark.parametrize(
@@ -195,26 +180,26 @@ def simulate(
     ],
 )
 def test_it_settles_near_the_best_setting(true: StepTime, noise: float) -> None:
-    run = simulate(GoodputPolicy(every=10, threshold=0.001), true, noise, 300)
-    assert len(set(run[-60:])) == 1
+    made = simulate(GoodputPolicy(every=10, threshold=0.001), true, noise, 300)
+    assert len(set(made[-60:])) == 1
 
     def goodput(batch_size: int, workers: int) -> float:
         seconds = true.seconds(-(-batch_size // (8 * workers)), workers)
         return float(batch_size / seconds * efficiency(batch_size, 64, noise))
 
     best = max(goodput(8 * m, n) for m in range(1, 129) for n in range(1, 9))
-    assert goodput(*run[-1]) > best / 1.05**2
+    assert goodput(*made[-1]) > best / 1.05**2
 
 
 @pytest.mark.parametrize(("true", "noise"), [(StepTime(0.05, 0.08), 100.0), (StepTime(0.3, 0.008), 64.0)])
 def test_it_leaves_a_batch_size_that_is_far_from_the_best(true: StepTime, noise: float) -> None:
     """One worker, from 64 on; 22 and 139 are best, which a step's time by its batch alone does not tell."""
-    run = simulate(GoodputPolicy(), true, noise, 300, Bounds(8, 1024, 1, 1))
+    made = simulate(GoodputPolicy(), true, noise, 300, Bounds(8, 1024, 1, 1))
 
     def cost(batch_size: int) -> float:
         return float(true.seconds(batch_size / 8, 1)) * (1 + noise / batch_size)
 
-    assert cost(run[-1][0]) < 1.03 * min(map(cost, range(1, 1024)))
+    assert cost(made[-1][0]) < 1.03 * min(map(cost, range(1, 1024)))
 
 
 def test_a_trial_in_which_workers_change_or_the_noise_scale_is_first_seen() -> None:

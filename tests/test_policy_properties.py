@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from policy_signals import STEP
 
 import kfuse.policies
 from kfuse.policies.noise_interval import NoisePolicy
@@ -77,39 +78,24 @@ def _composed(policy: type[BasePolicy]) -> st.SearchStrategy[Factory]:
     return parts.map(lambda chosen: lambda: policy(*(part() for part in chosen)))  # type: ignore[call-arg]
 
 
+_EVERY = st.integers(1, 20)
+_NOISE = {"factor": st.floats(0.05, 20), "every": _EVERY}
+# Patience is longer than a decision takes.
+_STEPS = {"window": st.integers(1, 8), "settle": st.integers(0, 3), "patience_s": st.floats(10, 100)}
+_FISHER = {"rise": st.floats(1.01, 4), "factor": st.floats(0.1, 0.9), "least": st.floats(0.01, 0.9)}
 RECIPES: dict[str, Recipe] = {
     "NoPolicy": Recipe(made()),
     "GNSPolicy": Recipe(
-        made(
-            factor=st.floats(0.05, 20),
-            every=st.integers(1, 20),
-            micro_batches_per_worker=st.integers(1, 10),
-            allow_shrink=st.booleans(),
-        ),
+        made(**_NOISE, micro_batches_per_worker=st.integers(1, 10), allow_shrink=st.booleans()),
         turns={"workers": 1},  # they follow the batch size: too many for it at first, they come again as it grows
     ),
-    "CriticalBatchPolicy": Recipe(made(factor=st.floats(0.05, 20), every=st.integers(1, 20))),
-    "NormTestPolicy": Recipe(made(theta=st.floats(0.05, 2), every=st.integers(1, 20))),
+    "CriticalBatchPolicy": Recipe(made(**_NOISE)),
+    "NormTestPolicy": Recipe(made(theta=st.floats(0.05, 2), every=_EVERY)),
     "SeesawPolicy": Recipe(made(cut=st.floats(1.01, 4), curve=st.sampled_from(["cosine", "quarter_cosine"]))),
     "ComposePolicy": Recipe(_composed, as_configured=True, turns=None),
     "SchedulePolicy": Recipe(made(phases=_PHASES), as_configured=True, turns=None),
-    "AutoscalePolicy": Recipe(
-        made(
-            window=st.integers(1, 8),
-            settle=st.integers(0, 3),
-            threshold=st.floats(0.01, 2),
-            patience_s=st.floats(10, 100),  # longer than a decision takes
-        ),
-        turns={"workers": 2},
-    ),
-    "CurvaturePolicy": Recipe(
-        made(
-            every=st.integers(1, 20),
-            rise=st.floats(1.01, 4),
-            factor=st.floats(0.1, 0.9),
-            least=st.floats(0.01, 0.9),
-        )
-    ),
+    "AutoscalePolicy": Recipe(made(**_STEPS, threshold=st.floats(0.01, 2)), turns={"workers": 2}),
+    "CurvaturePolicy": Recipe(made(**_FISHER, every=_EVERY)),
     "GoodputPolicy": Recipe(
         made(every=st.integers(20, 60), margin=st.floats(0.01, 0.5), threshold=st.floats(0.01, 2)), turns=None
     ),
@@ -158,30 +144,20 @@ class World:
         constant, micro_batch, message = self.seconds
         took = constant + micro_batch * -(-micro_batches // self.workers) + message * (self.workers - 1)
         self.samples += self.batch_size
-        figures: dict[str, Any] = {
-            "step": self.step,
-            "epoch": self.samples // 5000,
-            "samples": self.samples,
-            "lr": 0.1 * self.lr_scale,
-            "lr_scale": self.lr_scale,
-            "batch_size": self.batch_size,
-            "workers": self.workers,
-            "micro_batch": self.micro,
-            "micro_batches": micro_batches,
-            "mean_grad_sq": 1.0,
-            "mean_grad_variance": noise,
+        settings = {"batch_size": self.batch_size, "workers": self.workers, "lr_scale": self.lr_scale}
+        now = {"step": self.step, "epoch": self.samples // 5000, "samples": self.samples, "lr": 0.1 * self.lr_scale}
+        now |= {"previous_step_time_s": took, "micro_batch": self.micro, "micro_batches": micro_batches}
+        swing = (self.width - 1) * (self.step % 2 * 2 - 1) * (self.step > 0)
+        figures = {
             "grad_sq": 1.0,
-            "grad_variance": noise * (1 + (self.width - 1) * (self.step % 2 * 2 - 1) * (self.step > 0)),
-            "previous_step_time_s": took,
+            "grad_variance": noise * (1 + swing),
             "fisher_trace": noise,
             "fisher_max": noise / 10,
-            "done": 0.25,
-            "base_batch_size": self.base,
-            "bounds": self.bounds,
         }
-        figures |= dict.fromkeys(self.unknown)
+        figures |= {"mean_grad_sq": 1.0, "mean_grad_variance": noise}
         self.step += 1
-        return Signals(**figures)
+        given = {**settings, **now, **figures, "done": 0.25, "base_batch_size": self.base, "bounds": self.bounds}
+        return replace(STEP, **(given | dict.fromkeys(self.unknown)))
 
     def answer(self, signals: Signals, decision: Decision | None) -> None:
         self._pending.append((signals.in_force_at, decision))

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
-from policy_signals import BOUNDS, knowing, signals
+from policy_signals import BOUNDS, knowing, run, signals
 from problems import Seen, network, problem
 from torch import nn
 
@@ -216,17 +216,16 @@ def test_workers_average_models_up_to_the_step_and_gradients_from_it_on() -> Non
 
 def scaled(policy: AutoscalePolicy, rates: dict[int, float], start: int, steps: int = 120, **changes: Any) -> list[int]:
     """The worker counts of a run in which n workers make rates[n] steps a second, and one that is asked for comes."""
-    workers, counts, before = start, [], None
-    for step in range(policy.last_step + 1, policy.last_step + 1 + steps):
-        took = 1 / rates[workers] if workers == before else None
-        counts.append(workers)
-        before = workers
-        decision = policy.decide(signals(step=step, workers=workers, previous_step_time_s=took, **changes))
-        if decision is not None:
-            assert decision == Decision(workers=decision.workers)
-            workers = decision.workers or workers
-    assert policy.decide(signals(step=step + 1, workers=workers, **changes)) is None
-    return counts
+
+    def seen(step: int, now: Any, before: Any) -> Signals:
+        took = 1 / rates[now.workers] if now == before else None
+        return signals(step=step, workers=now.workers, previous_step_time_s=took, **changes)
+
+    first = policy.last_step + 1
+    *made, then = run(policy, seen, Decision(workers=start), range(first, first + steps))
+    assert all(each == Decision(workers=each.workers) for each in made), "it asks for workers only"
+    assert policy.decide(signals(step=first + steps, workers=then.workers, **changes)) is None
+    return [each.workers for each in made]
 
 
 def path(counts: list[int]) -> list[int]:
@@ -340,15 +339,16 @@ def test_without_a_policy_that_needs_them_they_are_not_computed(monkeypatch: pyt
 
 def scales(policy: CurvaturePolicy, pairs: list[tuple[float | None, float | None]], **changes: Any) -> list[float]:
     """What it asks for after each pair; what it asks for comes."""
-    scale, out = policy.scale, []
-    for number, (trace, top) in enumerate(pairs, policy.last_step // policy.every + 1):
-        seen = signals(step=number * policy.every, lr_scale=scale, fisher_trace=trace, fisher_max=top, **changes)
-        decision = policy.decide(seen)
-        if decision is not None:
-            assert decision == Decision(lr_scale=decision.lr_scale)
-            scale = decision.lr_scale or scale
-        out.append(scale)
-    return out
+    begin = policy.last_step // policy.every + 1
+
+    def seen(step: int, now: Any, before: Any) -> Signals:
+        trace, top = pairs[step // policy.every - begin]
+        return signals(step=step, lr_scale=now.lr_scale, fisher_trace=trace, fisher_max=top, **changes)
+
+    steps = range(begin * policy.every, (begin + len(pairs)) * policy.every, policy.every)
+    made = run(policy, seen, Decision(lr_scale=policy.scale), steps)
+    assert all(each == Decision(lr_scale=each.lr_scale) for each in made), "it asks for the rate only"
+    return [each.lr_scale for each in made[1:]]
 
 
 def test_curvature_by_hand() -> None:

@@ -4,57 +4,33 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from collections import namedtuple
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import support
 import torch
 from distributed import run_workers
+from omegaconf import OmegaConf
 from problems import network, problem
 from support import Case, Refused
 
 import kfuse as kf
-from kfuse import policies
+from kfuse.cli.classes import make_policy
 from kfuse.comm.group import Group
+from kfuse.policies import SeesawPolicy
 from kfuse.settings import rules
 from kfuse.settings.tree import ConfigError
 from kfuse.train.evaluation import params_sha256
-
-
-class Choice(NamedTuple):
-    """A combination: one value of each axis, those of `support` in `case`."""
-
-    policy: str = "none"
-    scaling: str = "sqrt"
-    decay: str = "none"
-    micro_batches: str = "as at first"
-    scheduler: str = "none"
-    case: Case = Case()
-
-    @classmethod
-    def of(cls, values: dict[str, str]) -> Choice:
-        """values: by axis; the others have their defaults."""
-        own = {name: value for name, value in values.items() if name in cls._fields}
-        return cls(**own, case=Case(**{name: value for name, value in values.items() if name not in own}))
-
-    def values(self) -> dict[str, str]:
-        """By axis."""
-        own = self._asdict()
-        return own | own.pop("case")._asdict()
-
-    @property
-    def workers(self) -> str:
-        return self.case.workers
-
 
 AXES: dict[str, tuple[str, ...]] = {
     "policy": (
         *("none", "gns", "norm_test", "critical_batch", "seesaw", "goodput", "autoscale", "curvature"),
         *("sync_switch", "schedule", "compose"),
     ),
-    "scaling": ("none", "linear", "sqrt", "adascale"),
+    "scaling": ("sqrt", "none", "linear", "adascale"),
     "decay": ("none", "constant", "cosine", "linear", "wsd"),
     "micro_batches": ("as at first", "grow"),
     "scheduler": ("none", "torch's"),
@@ -62,33 +38,39 @@ AXES: dict[str, tuple[str, ...]] = {
     "workers": ("fixed", "elastic, mirror"),
     "clip": ("none", "clip_norm"),
 }
-"""The values of each axis. `policy`, `_settings` and `support.overrides` have what gives them."""
+"""The values of each axis, the default first. `POLICIES`, `_settings` and `support.overrides` have what gives them."""
+
+
+class Choice(namedtuple("Choice", AXES, defaults=[values[0] for values in AXES.values()])):  # type: ignore[misc]
+    """A combination: one value of each axis."""
+
+    @property
+    def case(self) -> Case:
+        return Case(**{axis: getattr(self, axis) for axis in Case._fields})
+
 
 BATCH, STEPS = 8, 9
-_PHASES = [{"step": 0, "batch_size": 16}, {"step": 6, "batch_size": 8, "lr_scale": 0.5}]
-_OF_POLICY = {
+POLICIES = {
+    "gns": ("policy.every=1",),
+    "norm_test": ("policy.every=1",),
+    "critical_batch": ("policy.every=1",),
+    "goodput": ("policy.every=4",),
+    "autoscale": ("policy.window=1", "policy.settle=0"),
+    "curvature": ("policy.every=1",),
     "sync_switch": ("policy.step=5",),
     "schedule": ("policy.phases=[{step: 0, batch_size: 16}, {step: 6, batch_size: 8, lr_scale: 0.5}]",),
-    "compose": ("policy@policy.first=seesaw", "policy@policy.second=gns"),
+    "compose": ("policy@policy.first=seesaw", "policy@policy.second=gns", "policy.second.every=1"),
 }
+"""How a policy is configured to decide as often as it can."""
+
+
+def chosen_policy(name: str) -> tuple[str, ...]:
+    """The overrides that choose it."""
+    return f"policy={name}", *POLICIES.get(name, ())
 
 
 def policy(name: str) -> kf.BasePolicy:
-    """The policy of that name, which decides as often as it can."""
-    made: dict[str, Callable[[], kf.BasePolicy]] = {
-        "none": policies.NoPolicy,
-        "gns": lambda: policies.GNSPolicy(every=1),
-        "norm_test": lambda: policies.NormTestPolicy(every=1),
-        "critical_batch": lambda: policies.CriticalBatchPolicy(every=1),
-        "seesaw": policies.SeesawPolicy,
-        "goodput": lambda: policies.GoodputPolicy(every=4),
-        "autoscale": lambda: policies.AutoscalePolicy(window=1, settle=0),
-        "curvature": lambda: policies.CurvaturePolicy(every=1),
-        "sync_switch": lambda: policies.SyncSwitchPolicy(5),
-        "schedule": lambda: policies.SchedulePolicy(_PHASES),
-        "compose": lambda: policies.ComposePolicy(policies.SeesawPolicy(), policies.GNSPolicy(every=1)),
-    }
-    return made[name]()
+    return make_policy(OmegaConf.to_container(support.composed(*chosen_policy(name)).policy))
 
 
 def _settings(choice: Choice) -> dict[str, Any]:
@@ -111,10 +93,15 @@ def _arguments(choice: Choice, opt: Any) -> dict[str, Any]:
     return given | {"hook": kf.Hook(policy(choice.policy)), "scheduler": scheduler}
 
 
+@cache
+def _policy_facts(name: str) -> dict[str, Any]:
+    return rules.policy_facts(policy(name))
+
+
 def facts(choice: Choice) -> dict[str, Any]:
     """Returns what the rules ask of a combination."""
     scheduler = {"lr.warmup_steps": 0, "scheduler": None if choice.scheduler == "none" else "StepLR"}
-    asked = rules.policy_facts(policy(choice.policy)) | rules.run_facts(STEPS, choice.decay, 0.1)
+    asked = _policy_facts(choice.policy) | rules.run_facts(STEPS, choice.decay, 0.1)
     return support.facts(choice.case) | _settings(choice) | asked | scheduler
 
 
@@ -123,14 +110,14 @@ def outcomes(values: list[tuple[str, ...]]) -> dict[tuple[str, ...], str | Refus
 
     values: the combinations' values, as plain tuples: a worker cannot import this file by its module's name.
     """
-    choices = [Choice(*each) for each in values]
 
     def trained(choice: Choice, group: Group) -> str:
         model = support.train(choice.case, group, STEPS, BATCH, partial(_arguments, choice))
         assert all(bool(p.isfinite().all()) for p in model.parameters()), choice
         return params_sha256(model)
 
-    return {tuple(choice): outcome for choice, outcome in support.asked_by_workers(choices, trained).items()}
+    asked = support.asked_by_workers([Choice(*each) for each in values], trained)
+    return {tuple(choice): outcome for choice, outcome in asked.items()}
 
 
 def ask_scripts(choices: list[Choice], workers: int = 2) -> dict[Choice, str | Refused]:
@@ -145,30 +132,26 @@ def ask_scripts(choices: list[Choice], workers: int = 2) -> dict[Choice, str | R
 
 def ask_command_line(choice: Choice) -> str | None:
     """How `kfuse` refuses the combination; None: it does not."""
-    words = f"policy={choice.policy}", *_OF_POLICY.get(choice.policy, ())
-    return support.ask_command_line(choice.case, words, {"train.steps": STEPS, **_settings(choice)})
+    more = {"train.steps": STEPS, **_settings(choice)}
+    return support.ask_command_line(choice.case, chosen_policy(choice.policy), more)
 
 
-Value = tuple[str, str]
-"""An axis, and a value of it."""
-
-
-def pairs() -> Iterator[tuple[Value, Value]]:
+def pairs() -> Iterator[dict[str, str]]:
     """Each two values of different axes."""
-    values = [(axis, value) for axis in AXES for value in AXES[axis]]
-    return ((one, other) for one, other in itertools.combinations(values, 2) if one[0] != other[0])
+    for axes in itertools.combinations(AXES, 2):
+        yield from (dict(zip(axes, pair, strict=True)) for pair in itertools.product(*(AXES[axis] for axis in axes)))
 
 
 def covering() -> list[Choice]:
     """Combinations that are not refused, in which each two values occur together that are ever allowed together."""
     chosen, seen, draw = list[Choice](), set[Any](), random.Random(0)
     for pair in pairs():
-        if pair in seen or is_refused(Choice.of(dict(pair))):
+        if tuple(pair.items()) in seen or is_refused(Choice(**pair)):
             continue
-        drawn = ({axis: draw.choice(values) for axis, values in AXES.items()} | dict(pair) for _ in range(10_000))
-        choice = next(each for each in map(Choice.of, drawn) if not is_refused(each))
+        drawn = ({axis: draw.choice(values) for axis, values in AXES.items()} | pair for _ in range(10_000))
+        choice = next(each for each in (Choice(**values) for values in drawn) if not is_refused(each))
         chosen.append(choice)
-        seen |= set(itertools.combinations(choice.values().items(), 2))
+        seen |= set(itertools.combinations(choice._asdict().items(), 2))
     return chosen
 
 
@@ -187,16 +170,15 @@ SUPPORTED = covering()
 def refused_by_one_rule() -> list[Choice]:
     """Returns, of each two values that exclude each other, a combination that nothing else refuses."""
     found: dict[int, Choice] = {}
-    for choice in (Choice.of(dict(pair)) for pair in pairs()):
-        broken = list(rules.broken(facts(choice)))
-        if len(broken) == 1:
+    for choice in (Choice(**pair) for pair in pairs()):
+        if len(broken := list(rules.broken(facts(choice)))) == 1:
             found.setdefault(id(broken[0]), choice)
     return list(found.values())
 
 
 def test_each_value_is_supported_somewhere() -> None:
     for axis, known in AXES.items():
-        assert {choice.values()[axis] for choice in SUPPORTED} == set(known), axis
+        assert {getattr(choice, axis) for choice in SUPPORTED} == set(known), axis
 
 
 def test_scripts_and_the_command_line_refuse_what_the_rules_do_and_nothing_else() -> None:
@@ -214,7 +196,7 @@ def test_each_two_values_train() -> None:
     found = ask_scripts(SUPPORTED)
     failed = {choice: str(outcome) for choice, outcome in found.items() if not isinstance(outcome, str)}
     assert not failed and found.keys() == set(SUPPORTED)
-    same = [each for each in SUPPORTED if each.workers == "fixed" and each.case.reproducible == "yes"]
+    same = [each for each in SUPPORTED if (each.workers, each.reproducible) == ("fixed", "yes")]
     same = [each for each in same if each.policy != "goodput"]
     assert ask_scripts(same, workers=1) == {choice: found[choice] for choice in same}
 
@@ -232,4 +214,4 @@ def test_a_policy_that_is_a_decay_is_refused_beside_a_scheduler_in_the_loops_bod
     opt = kf.FusedAdamW(net.parameters())
     torch.optim.lr_scheduler.StepLR(opt, 3)
     with pytest.raises(ValueError, match="must be None with policy=SeesawPolicy"):
-        kf.DataLoader(problem(), net, opt, policy=policies.SeesawPolicy(), batch_size=16, train_steps=3)
+        kf.DataLoader(problem(), net, opt, policy=SeesawPolicy(), batch_size=16, train_steps=3)

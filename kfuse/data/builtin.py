@@ -24,10 +24,7 @@ from kfuse.data.fetching import permutation
 # Mean and standard deviation of the training set's pixels, by channel, for pixels in 0..1.
 CIFAR10_PIXELS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 IMAGENET_PIXELS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-# Image files, and a random crop of one: its share of the image's area, and its width over its height.
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-CROP_AREA = (0.25, 1.0)
-CROP_RATIO = (3 / 4, 4 / 3)
 
 
 def import_for(module: str, data: str, package: str, install: str) -> Any:
@@ -155,10 +152,9 @@ def _read_batch(file: Path) -> tuple[Tensor, Tensor]:
 
 
 class ImageFiles(Images):
-    """Image files, decoded when they are fetched: `size` x `size`, RGB. A few threads decode a batch.
+    """Image files, decoded when they are fetched: the middle square of each, resized to `size` x `size`, RGB.
 
-    Without augmentation: the middle square, resized. With it: a crop of random place, area and aspect ratio, resized,
-    and mirrored with probability 1/2.
+    A few threads decode a batch. With augmentation each image is mirrored with probability 1/2.
     """
 
     def __init__(self, files: Sequence[Path], labels: np.ndarray, size: int, augment: bool) -> None:
@@ -169,27 +165,24 @@ class ImageFiles(Images):
     def pixels(self, indices: np.ndarray, generator: torch.Generator | None) -> Tensor:
         """Returns the decoded images. Raises DataError, which names the file, for one that cannot be decoded."""
         files = [self.files[i] for i in indices]
-        draws: list[list[float] | None] = [None] * len(files)
-        if generator is not None:
-            # Drawn here, for the whole batch: the threads' order must not matter.
-            draws = torch.rand(len(files), 5, generator=generator, dtype=torch.float64).tolist()
         # A loader process, which runs beside others, decodes in one thread.
         with ThreadPoolExecutor(1 if get_worker_info() else min(8, cores())) as threads:
-            decoded = np.stack(list(threads.map(self._decode, files, draws)))
+            decoded = np.stack(list(threads.map(self._decode, files)))
         # Contiguous: the CPU's convolutions have corrupted memory for small channels-last images.
-        return torch.from_numpy(decoded).permute(0, 3, 1, 2).contiguous()
+        images = torch.from_numpy(decoded).permute(0, 3, 1, 2).contiguous()
+        if generator is not None:
+            mirrored = torch.rand(len(images), generator=generator) < 0.5
+            images[mirrored] = images[mirrored].flip(3)
+        return images
 
-    def _decode(self, file: Path, draw: list[float] | None) -> np.ndarray:
+    def _decode(self, file: Path) -> np.ndarray:
         try:
             with self._pillow.open(file) as image:
-                width, height = image.size
-                box = middle_square(width, height) if draw is None else random_box(width, height, draw)
-                resized = image.convert("RGB").resize((self.size, self.size), self._pillow.Resampling.BILINEAR, box)
+                box, size = middle_square(*image.size), (self.size, self.size)
+                return np.asarray(image.convert("RGB").resize(size, self._pillow.Resampling.BILINEAR, box))
         # Decoders raise many types for damaged files (OSError, SyntaxError, ValueError, struct.error, ...).
         except Exception as error:
             raise DataError(f"{file} cannot be decoded as an image: {error}") from error
-        pixels = np.asarray(resized)
-        return pixels[:, ::-1] if draw is not None and draw[4] < 0.5 else pixels
 
 
 def middle_square(width: int, height: int) -> tuple[float, float, float, float]:
@@ -197,20 +190,6 @@ def middle_square(width: int, height: int) -> tuple[float, float, float, float]:
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
-
-
-def random_box(width: int, height: int, draw: Sequence[float]) -> tuple[float, float, float, float]:
-    """Returns a crop as (left, top, right, bottom) from uniform draws: area, aspect ratio, left, top.
-
-    The area is uniform and the ratio log-uniform (Szegedy et al. 2015); a crop too wide or too high is cut.
-    """
-    area = width * height * (CROP_AREA[0] + draw[0] * (CROP_AREA[1] - CROP_AREA[0]))
-    low, high = math.log(CROP_RATIO[0]), math.log(CROP_RATIO[1])
-    ratio = math.exp(low + draw[1] * (high - low))
-    crop_width = min(float(width), math.sqrt(area * ratio))
-    crop_height = min(float(height), math.sqrt(area / ratio))
-    left, top = draw[2] * (width - crop_width), draw[3] * (height - crop_height)
-    return left, top, left + crop_width, top + crop_height
 
 
 def load_image_folder(

@@ -1,4 +1,4 @@
-"""Reads a recorded run directory back, for `kfuse replay`, `kfuse plan` and `kfuse cbs`.
+"""Reads a recorded run directory back, for all tools that take one.
 
 Its files may be cut off, or those of another version. What is missing, or a setting that may not have its value, raises
 ConfigError, in one line: the file, where in it, the name. Values that this version has written are not checked again.
@@ -41,6 +41,8 @@ def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
     """
     path = config_path(run_dir)
     config: dict[str, Any] = read_yaml(path)
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: must be the settings of a run")
     for key in needed:
         value: Any = config
         for name in key.split("."):
@@ -61,23 +63,55 @@ def each_step(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yields what `read_metrics` returns, a line at a time."""
     path, found = run_dir / "metrics.jsonl", False
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        for number, record in _records(path):
+            if missing := [name for name in METRICS if name not in record]:
+                raise ConfigError(f"{path}: line {number}: {missing[0]}: {_MISSING}")
+            if wrong := [name for name in METRICS if not isinstance(record[name], int | float | None)]:
+                raise ConfigError(f"{path}: line {number}: {wrong[0]}={record[wrong[0]]!r}: must be a number or null")
+            found = True
+            yield record
     except OSError as error:
         raise ConfigError(f"{run_dir}: must be the directory of a run: {path.name}: {error.strerror}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.endswith(b"\n"):  # a run under way is writing it
-            break
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict):
-            raise ConfigError(f"{path}: line {number} is damaged: it must be a JSON object")
-        if missing := [name for name in METRICS if name not in record]:
-            raise ConfigError(f"{path}: line {number}: {missing[0]}: {_MISSING}")
-        if wrong := [name for name in METRICS if not isinstance(record[name], int | float | None)]:
-            raise ConfigError(f"{path}: line {number}: {wrong[0]}={record[wrong[0]]!r}: must be a number or null")
-        found = True
-        yield record
     if not found:
         raise ConfigError(f"{path}: has no step yet")
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the events of a step; none where events.jsonl is missing. Raises ConfigError."""
+    path = run_dir / "events.jsonl"
+    try:
+        found = [record for _, record in _records(path)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    return [each for each in found if isinstance(each.get("kind"), str) and isinstance(each.get("step"), int)]
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """Returns the summary; an empty one where there is none: a run under way has none. Raises ConfigError."""
+    path = run_dir / "summary.json"
+    try:
+        return _object(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number and the object of each line. Raises OSError, and ConfigError for a damaged line."""
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):  # a run under way is writing it
+            break
+        yield number, _object(line, f"{path}: line {number}")
+
+
+def _object(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} is damaged: it must be a JSON object")
+    return found

@@ -44,7 +44,7 @@ class Trainer:
         self._training, self.model, self.opt, self.settings = training, training.model, training.opt, training.settings
         self.session, self.progress, self._reporter = training.session, training.progress, training.reporter
         self._scheduler, self.samples_an_epoch = training.scheduler, training.samples_an_epoch
-        model, opt = training.model, training.opt
+        self.data, model, opt = training.data, training.model, training.opt
         self._exits = exits_are_errors if training.exits_are_errors else contextlib.nullcontext
         self._forward = Forward(training)
         self._sampling = Sampling(training)

@@ -69,7 +69,7 @@ def test_this_machine_is_well_and_the_overrides_choose_what_is_tried(tmp_path: P
     assert status == 0 and "fail" not in {status for status, _ in found.values()}
     assert found["transport"][1] == "tree, gradients in bf16"
     assert found["reduction"][0] == found["kernels"][0] == "ok"
-    for part in ("2 processes", "tree in bf16", "allreduce", "all_to_all in fp32 (reproducible)", "float64"):
+    for part in ("2 processes", "tree in bf16", "allreduce", "all_to_all in fp32 (reproducible)", "as by one worker"):
         assert part in found["reduction"][1]
     assert re.search(r"one bucket in fp32: auto would take \w+: allreduce [\d.]+ ms", found["schedule"][1])
     assert list(tmp_path.iterdir()) == [], "it writes nothing"
@@ -87,8 +87,8 @@ def no_kernels(bad_transports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("transport", "said"),
     [
-        ("AddsWrong", r"bad.AddsWrong in fp32: a mean gradient differs from the sum in float64 by 1\.\de-03"),
-        ("Dies", "rank 1: ended while reducing by bad.Dies in fp32 .SIGKILL"),
+        ("AddsWrong", r"bad.AddsWrong in fp32: the loss after ten steps differs from that of one worker by \d\.\de-04"),
+        ("Dies", "rank 1: ended while training digits by bad.Dies in fp32 .SIGKILL"),
     ],
 )
 def test_a_wrong_reduction_fails(transport: str, said: str) -> None:
@@ -105,7 +105,7 @@ def test_a_hanging_self_test_says_what_it_waited_for_and_its_processes_die(
     monkeypatch.setattr(subprocess.Popen, "wait", lambda process, timeout: wait_for("rank0", "rank1"))
     line = next(doctor._self_test(CommOptions(schedule="bad.Hangs").named(), 0))
     assert line.status == "fail"
-    assert "rank 0: no answer within 40 s; it was reducing by bad.Hangs" in line.found
+    assert "rank 0: no answer within 40 s; it was training digits by bad.Hangs" in line.found
     assert_ended("rank0", "rank1")
 
 
@@ -151,10 +151,24 @@ def test_lines_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(bool(line.remedy) == (line.status != "ok") for line in found)
 
 
-def test_ranks_whose_bits_differ_fail() -> None:
-    one = {"backend": "gloo", "digests": {"all_to_all": "0"}, "wrong": {}}
-    for digest, status in (("0", "ok"), ("1", "fail")):
-        line = doctor._reduction([(one, None), (one | {"digests": {"all_to_all": digest}}, None)], 0)
-        assert line.status == status and "all_to_all" in line.found and bool(line.remedy) == (status == "fail")
+@pytest.mark.parametrize(
+    ("second", "alone", "said"),
+    [
+        ("0", "0", "the same bits on both"),
+        ("1", "0", "all_to_all: the ranks have different bits"),
+        ("0", "1", "all_to_all: other bits than one worker alone"),
+    ],
+)
+def test_ranks_whose_bits_differ_fail(second: str, alone: str, said: str) -> None:
+    one, other = (
+        {"backend": "gloo", "trained": {"all_to_all": (bits, 2.0, 0.0)}, "alone": (alone, 2.0)}
+        for bits in ("0", second)
+    )
+    line = doctor._reduction([(one, None), (other, None)], 0)
+    failed = second + alone != "00"
+    assert line.status == ("fail" if failed else "ok") and said in line.found and bool(line.remedy) == failed
+
+
+def test_a_kernel_with_another_result_fails() -> None:
     for found, status in ((None, "ok"), ("result 0 is off by 1.0e-01", "fail")):
         assert doctor._kernels({"pack": found}, None, 1).status == status

@@ -11,17 +11,18 @@ import torch
 from torch import nn
 
 from kfuse.checkpoint import snapshot
-from kfuse.data import Stream
+from kfuse.data import Dataset, Stream
 from kfuse.data.dataset import Collate
 from kfuse.data.sources import TrainingData, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
-from kfuse.policies.signals import BasePolicy, Decision, Signals
+from kfuse.policies.signals import BasePolicy, Signals
 from kfuse.session import current
 from kfuse.settings.tree import ConfigError, TrainSettings, resolved
 from kfuse.statistics.step_stats import Statistics
-from kfuse.tools.cbs.estimate import FACTORS, CriticalBatch, Plan, Trace, measure
+from kfuse.tools.cbs.estimate import FACTORS, Branch, CriticalBatch, Plan, Trace, measure
 from kfuse.train.context import Settings, TrainContext
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
+from kfuse.train.progress import Progress
 from kfuse.train.trainer import Trainer
 
 _LOADING = [name for name in TrainSettings.__annotations__ if name.startswith("data_")]
@@ -73,16 +74,42 @@ def critical_batch(
     given = training_data(data, collate_fn, worker_init_fn)
     values = resolved("kf.critical_batch", TrainSettings, {**given.of_loader, **settings})
     plan = Plan(values["batch_size"], factors, repetitions, samples, tolerance, window)
-    of_branch, objective = _settings(plan, given, values), Objective(loss_fn, step_fn, weight_fn)
+    of_branch = _settings(plan, given, values)
+    with branches(model, given.data, opt, plan, of_branch, Objective(loss_fn, step_fn, weight_fn)) as branch:
+        return measure(branch, plan)
+
+
+@contextlib.contextmanager
+def branches(
+    model: nn.Module,
+    data: Dataset | Stream,
+    opt: DistributedOptimizer,
+    plan: Plan,
+    settings: Callable[[float, int], Settings],
+    objective: Objective | None = None,
+    position: Progress | None = None,
+) -> Iterator[Branch]:
+    """Context: its value trains branch k of a repetition from the present state, and returns what it measured.
+
+    settings: returns those of a branch. position: how far the training is whose branches these are; None: at its
+    beginning. On exit, also by an error, model and optimizer are as they were.
+    """
+    first = {name: getattr(position, name) for name in ("step", "epoch", "cursor", "samples")} if position else {}
     with _kept(model, opt) as restore:
 
         def branch(k: float, repetition: int) -> Trace:
-            restore()
-            recording, own = _Recording(plan.batch(k)), of_branch(k, repetition)
-            Trainer(TrainContext(model, given.data, opt, own, policy=recording, objective=objective)).run()
-            return recording.trace
+            def begin() -> None:
+                vars(trainer.progress).update(first, batch_size=plan.batch(k))
+                opt.engine.step = trainer.progress.step
 
-        return measure(branch, plan)
+            restore()
+            recording, own = _Recording(begin), settings(k, repetition)
+            trainer = Trainer(TrainContext(model, data, opt, own, policy=recording, objective=objective or Objective()))
+            trainer.run()
+            before = first.get("samples", 0)
+            return [(samples - before, *figures) for samples, *figures in recording.trace]
+
+        yield branch
 
 
 def _settings(plan: Plan, given: TrainingData, values: Mapping[str, Any]) -> Callable[[float, int], Settings]:
@@ -106,14 +133,12 @@ def _settings(plan: Plan, given: TrainingData, values: Mapping[str, Any]) -> Cal
 
 
 class _Recording(BasePolicy):
-    """Changes the batch size of a branch from its first step on, and keeps what each step measured."""
+    """Keeps what each step of a branch measured."""
 
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
+    def __init__(self, begin: Callable[[], None]) -> None:
+        """begin: sets how far the training is, and its batch size, before its first step."""
+        self.before_train = begin  # type: ignore[method-assign]
         self.trace: Trace = []
-
-    def initial(self) -> Decision:
-        return Decision(batch_size=self._batch_size)
 
     def decide(self, signals: Signals) -> None:
         self.trace.append((signals.samples, signals.loss, signals.grad_variance, signals.grad_sq))

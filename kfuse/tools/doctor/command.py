@@ -83,10 +83,10 @@ def _transport(options: CommOptions) -> Line:
 
 
 def _self_test(settings: dict[str, Any], gpus: int) -> Iterator[Line]:
-    """Two ranks that reduce, over NCCL where there are two GPUs, and at the same time a process for the kernels."""
+    """Two ranks that train, over NCCL where there are two GPUs, and at the same time a process for the kernels."""
     arguments = {"settings": settings, "timeout_s": TIMEOUT_S}
     with contextlib.ExitStack() as stack:
-        processes = stack.enter_context(ranks("reduction", arguments, 2, gpus))
+        processes = stack.enter_context(ranks("training", arguments, 2, gpus))
         by_triton = gpus > 0 or version("triton") is not None
         if by_triton:
             environment = {} if gpus else {"TRITON_INTERPRET": "1"}
@@ -114,13 +114,21 @@ def _reduction(answers: Sequence[tuple[Any, str | None]], gpus: int) -> Line:
         remedy += "; NCCL_DEBUG=INFO shows more." if gpus > 1 else "."
         return Line("reduction", "fail", "; ".join(lost), remedy)
     first, second = (found for found, _ in answers)
-    text, names = f"2 processes over {first['backend']}", list(first["digests"])
-    wrong = [f"{name}: {problem}" for name, problem in first["wrong"].items()]
-    wrong += [f"{n}: the ranks have different bits" for n in names if first["digests"][n] != second["digests"][n]]
+    text, trained = f"2 processes over {first['backend']}", first["trained"]
+    digest, loss = first["alone"]
+    wrong = [] if first["alone"] == second["alone"] else ["one worker: each process has trained another model"]
+    for name, (bits, reached, tolerance) in trained.items():
+        if bits != second["trained"][name][0]:
+            wrong.append(f"{name}: the ranks have different bits")
+        elif tolerance == 0 and bits != digest:
+            wrong.append(f"{name}: other bits than one worker alone")
+        elif not abs(reached - loss) <= (tolerance or 1) * abs(loss):
+            apart = f"{abs(reached / loss - 1):.1e}, more than {tolerance:g}"
+            wrong.append(f"{name}: the loss after ten steps differs from that of one worker by {apart}")
     if wrong:
         remedy = "The results are wrong: memory, GPU or link may be defective. Run again, and on another machine."
         return Line("reduction", "fail", f"{text}: {'; '.join(wrong)}", remedy)
-    text += f": {', '.join(names)}: sums as in float64, the same bits on both"
+    text += f": {', '.join(trained)}: digits trained as by one worker, the same bits on both"
     return Line("reduction", "ok", f"{text} (one GPU: NCCL between two processes is not tried)" if gpus == 1 else text)
 
 

@@ -1,6 +1,6 @@
 """The processes that `kfuse doctor` and `kfuse schedule` start (`processes`): each tries one thing.
 
-    python -m kfuse.tools.doctor.self_test devices|reduction|costs|kernels '{"argument": ...}'
+    python -m kfuse.tools.doctor.self_test devices|training|costs|kernels '{"argument": ...}'
 
 Each prints lines of JSON: {"at": what it begins}, so that a process that hangs has said where, and at its end
 {"found": ...} or {"problem": one line}. Of ranks the environment has rank and address of a store.
@@ -8,32 +8,25 @@ Each prints lines of JSON: {"at": what it begins}, so that a process that hangs 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from kfuse import session
 from kfuse.checkpoint.format import one_line
 from kfuse.comm.cost import choose_program, probe
-from kfuse.comm.engine import Engine
-from kfuse.comm.group import Group
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.step import MicroBatch, StepPlan
 from kfuse.tools.doctor.kernel_checks import CHECKS, check
 
-SAMPLES = (3, 5, 2, 4, 1)  # of each micro-batch of the reduction; rank 0 has the first three, rank 1 the others
-SHAPES = ((1000, 7), (257,), (64, 300), (1,))  # of the parameters whose gradients are reduced
-BUCKET_MB = 0.05  # makes several buckets of them
-# Largest error of a mean gradient, relative to its largest element. bf16: each contribution has 8 significant bits.
+BUCKET_MB = 0.005  # makes several buckets of the model
+# How far the loss after ten steps may be from that of one worker, as a part of it, where the sums have another order.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 # How long measuring messages should take. More than in a job, whose workers wait for it: on a busy machine the job's
 # time may be too short for messages from which one of a whole bucket can be predicted.
@@ -45,7 +38,7 @@ def main() -> int:
     what, arguments = sys.argv[1], json.loads(sys.argv[2])
     if os.getcwd() not in sys.path:  # of a transport of the user's own
         sys.path.append(os.getcwd())
-    parts: tuple[Callable[..., Any], ...] = (devices, reduction, costs, kernels)
+    parts: tuple[Callable[..., Any], ...] = (devices, training, costs, kernels)
     try:
         _say(found={part.__name__: part for part in parts}[what](**arguments))
     except Exception as error:
@@ -115,85 +108,53 @@ def costs(settings: dict[str, Any], timeout_s: float, elements: int) -> dict[str
     return asdict(probe(group, elements, _BUDGET_S))
 
 
-def reduction(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """One rank's part. Reduces known gradients twice by the configured transport, all-reduce and the reproducible sum.
+def training(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """One rank's part. Trains digits by the configured transport, all-reduce and the reproducible sum, and alone.
 
-    settings: of `kf.init`, by name. Returns {"backend", "digests": {transport: of the means}, "wrong": {transport:
-    what}, "choice": the fields of `kfuse.comm.cost.Choice`, for one bucket of the configured size}.
+    settings: of `kf.init`, by name. Returns {"backend", "trained": {transport: (digest of the parameters, loss, how far
+    the loss may be from that of one worker; 0: the bits must be the same)}, "alone": (digest, loss) of one worker,
+    "choice": the fields of `kfuse.comm.cost.Choice`, for one bucket of the configured size}.
     Raises CommError where the other rank does not come, or is lost.
     """
-    configured = CommOptions.of(settings)
+    _say(at="training digits with one worker")
+    ranks = os.environ.pop("WORLD_SIZE")
+    session.init(comm_reproducible=True)
+    alone = _train()
+    session.reset()
+    os.environ["WORLD_SIZE"] = ranks
+    configured, trained = CommOptions.of(settings), {}
     _say(at="connecting to the other process")
-    group = session.init(comm_timeout_s=timeout_s, **settings).group
-    digests: dict[str, str] = {}
-    wrong: dict[str, str] = {}
+    joined = session.init(comm_timeout_s=timeout_s, **settings)
     for options in (configured, CommOptions(), CommOptions(reproducible=True)):
         transport = options.transport()
         name = f"{transport} in {options.dtype}{' (reproducible)' * options.reproducible}"
-        if name not in digests:
-            _say(at=f"reducing by {name}")
-            digests[name], problem = _case(replace(options, schedule=transport, bucket_mb=BUCKET_MB), group)
-            if problem is not None:
-                wrong[name] = problem
+        if name not in trained:
+            _say(at=f"training digits by {name}")
+            joined.comm = replace(CommOptions(), schedule=transport, dtype=options.dtype, tree=options.tree)
+            joined.comm = replace(joined.comm, reproducible=options.reproducible, bucket_mb=BUCKET_MB)
+            trained[name] = (*_train(), 0.0 if options.reproducible else TOLERANCE[options.dtype])
     _say(at="measuring messages")
     elements = configured.bucket_elements
-    choice = choose_program(probe(group, elements, _BUDGET_S), group.size, [elements])
-    backend = "NCCL" if group.device.type == "cuda" else "gloo"
-    return {"backend": backend, "digests": digests, "wrong": wrong, "choice": asdict(choice)}
+    choice = choose_program(probe(joined.group, elements, _BUDGET_S), joined.group.size, [elements])
+    backend = "NCCL" if joined.group.device.type == "cuda" else "gloo"
+    return {"backend": backend, "trained": trained, "alone": alone, "choice": asdict(choice)}
 
 
-def _case(options: CommOptions, group: Group) -> tuple[str, str | None]:
-    """Returns a digest of the mean gradients' bits, and what is wrong with them."""
-    once, twice = (_reduce_once(options, group) for _ in range(2))
-    problem = _compare(once, TOLERANCE[options.dtype])
-    if options.reproducible and problem is None and _digest(once) != _digest(twice):
-        problem = "other bits the second time"
-    if options.reproducible and problem is None and group.rank == 0:
-        alone = _reduce_once(options, Group(device=group.device))
-        problem = None if _digest(alone) == _digest(once) else "other bits than one worker alone"
-    return _digest(once), problem
+def _train() -> tuple[str, float]:
+    """Trains digits for ten steps, with the session's workers. Returns a digest of the parameters, and the loss."""
+    from kfuse.data.builtin import load_digits  # not in the processes that try something else
+    from kfuse.models import MLP
+    from kfuse.optim.fused import FusedSGD
+    from kfuse.train.fit import fit
 
-
-def _gradients(micro_batch: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(micro_batch)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
-
-
-def _reduce_once(options: CommOptions, group: Group) -> list[Tensor]:
-    """The mean gradient over all micro-batches, on the CPU, a tensor for each of SHAPES. Raises CommError."""
-    params = [torch.nn.Parameter(torch.zeros(shape, device=group.device)) for shape in SHAPES]
-    engine = Engine([params], group, options)
-    cut = len(SAMPLES) if group.size == 1 else 3
-    ranges = (range(cut),) if group.size == 1 else (range(cut), range(cut, len(SAMPLES)))
-    engine.begin(StepPlan(sum(SAMPLES), ranges))
-    mine = ranges[group.rank]
-    for j in mine:
-        gradients = [gradient.to(group.device) for gradient in _gradients(j)]
-        with MicroBatch(engine, float(SAMPLES[j]), last=j == mine[-1]):
-            loss = torch.stack([(p * g).sum() for p, g in zip(params, gradients, strict=True)]).sum()
-            loss.backward()  # type: ignore[no-untyped-call]  # the gradient of p is g
-    engine.finish()
-    means: dict[int, Tensor] = {}
-    for bucket in engine.gradient_buckets:
-        means |= zip(bucket.layout.params, (view.detach().cpu() for view in bucket.views), strict=True)
-    engine.close()
-    return [means[index] for index in range(len(SHAPES))]
-
-
-def _compare(means: Sequence[Tensor], tolerance: float) -> str | None:
-    """Against the sum in float64; what is wrong, or None."""
-    every = [_gradients(j) for j in range(len(SAMPLES))]
-    for index, mean in enumerate(means):
-        terms = [samples * gradients[index].double() for samples, gradients in zip(SAMPLES, every, strict=True)]
-        exact = sum(terms[1:], terms[0]) / sum(SAMPLES)
-        error = float((mean.double() - exact).abs().max() / exact.abs().max())
-        if not error <= tolerance:
-            return f"a mean gradient differs from the sum in float64 by {error:.1e}, more than {tolerance:g}"
-    return None
-
-
-def _digest(tensors: Sequence[Tensor]) -> str:
-    return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
+    torch.manual_seed(0)
+    data, model = load_digits(), MLP((1, 8, 8), 10, hidden=(64,))
+    model.to(session.current().group.device)
+    opt = FusedSGD(model.parameters(), lr=0.2, momentum=0.9)
+    summary = fit(model, data.train, opt, train_steps=10, batch_size=64, batch_micro=8, observe_progress=False)
+    opt.close()
+    assert summary is not None
+    return summary["params_sha256"], summary["loss"]
 
 
 # -- the kernels ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The charts of a report, by Bokeh: each is a figure, what it shows in words, and the table behind it."""
+"""The charts of a report, by Bokeh: each is a figure, and what it shows in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from kfuse.tools.report.recorded import Column, Recorded
 
 # After Wong's palette (2011), which the colour-blind tell apart; all are seen on white and on black.
 COLOURS = ("#2f86d6", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_TABLE_ROWS = 12
 
 Rows = NDArray[np.intp]
 Series = tuple[str, dict[str, Column], Rows]
@@ -26,13 +25,11 @@ Series = tuple[str, dict[str, Column], Rows]
 
 @dataclass(frozen=True)
 class Chart:
-    """figure: a Bokeh figure. text: what it shows, in a sentence for each run. header, rows: its numbers."""
+    """figure: a Bokeh figure. text: what it shows, in a sentence for each run."""
 
     title: str
     text: str
     figure: Any
-    header: list[str]
-    rows: list[list[str]]
 
 
 def charts(runs: Sequence[Recorded]) -> list[Chart]:
@@ -95,7 +92,7 @@ def _lines(
 ) -> Chart | None:
     """A line a run; None where no run has a number of it."""
     plot = _figure(title, x_label, y_label)
-    texts, table, items = [], [], []
+    texts, items = list[str](), list[LegendItem]()
     for (name, columns, rows), colour in zip(series, _colours(series), strict=True):
         known = np.isfinite(columns[y])
         if not known.any():
@@ -106,21 +103,20 @@ def _lines(
         items.append(LegendItem(label=name, renderers=[line]))
         plot.add_tools(_hover(line, name, {"step": "step", x_label: x, y_label: y}))
         texts.append(f"{name}: {words(columns[y][known])}.")
-        table += _rows(name, columns, [x, y], known)
     if not items:
         return None
     if len(series) > 1:
         _legend(plot, items)
-    return Chart(title, " ".join(texts), plot, ["run", "step", x_label, y_label], table)
+    return Chart(title, " ".join(texts), plot)
 
 
 def _noise(series: Sequence[Series]) -> Chart:
     """The batch size, and the noise scale with its interval, both in samples."""
     plot = _figure("Batch size and noise scale", "samples", "samples", y_axis_type="log")
-    texts, table, items = [], [], []
-    shown = ["samples", "batch_size", "noise_scale", "noise_scale_low", "noise_scale_high"]
+    texts, items = list[str](), list[LegendItem]()
+    shown = ("step", "samples", "batch_size", "noise_scale", "noise_scale_low", "noise_scale_high")
     for (name, columns, rows), colour in zip(series, _colours(series), strict=True):
-        source = ColumnDataSource({each: columns[each][rows] for each in ("step", *shown)})
+        source = ColumnDataSource({each: columns[each][rows] for each in shown})
         band = plot.patches(*_bands(columns, rows), color=colour, alpha=0.2)
         noise = plot.line("samples", "noise_scale", source=source, color=colour, line_width=1.5)
         least = plot.line("samples", "noise_scale_low", source=source, color=colour, line_dash="dotted")
@@ -137,10 +133,8 @@ def _noise(series: Sequence[Series]) -> Chart:
             now = f"{number(columns['noise_scale'][-1])}, with the low end {number(low[-1])}"
             text += f"; the noise scale's low end {_went(low[np.isfinite(low)])}; at the end the noise scale is {now}"
         texts.append(text + ".")
-        table += _rows(name, columns, shown, np.isfinite(sizes))
     _legend(plot, items)
-    header = ["run", "step", "samples", "batch size", "noise scale", "low end", "high end"]
-    return Chart("Batch size and noise scale", " ".join(texts), plot, header, table)
+    return Chart("Batch size and noise scale", " ".join(texts), plot)
 
 
 def _bands(columns: dict[str, Column], rows: Rows) -> tuple[list[Column], list[Column]]:
@@ -157,7 +151,7 @@ def _bands(columns: dict[str, Column], rows: Rows) -> tuple[list[Column], list[C
 def _workers(runs: Sequence[Recorded]) -> Chart:
     """The worker count, and on it what happened."""
     plot = _figure("Workers and events over time", "seconds of training", "workers")
-    texts, table, items = [], [], []
+    texts, items = list[str](), list[LegendItem]()
     for run, colour in zip(runs, _colours(runs), strict=True):
         source = ColumnDataSource({name: run.steps[name][run.drawn] for name in ("step", "seconds", "workers")})
         line = plot.step("seconds", "workers", source=source, color=colour, line_width=2.5, mode="after")
@@ -177,11 +171,9 @@ def _workers(runs: Sequence[Recorded]) -> Chart:
         lost = sum(event.kind == "failure" for event in run.events)
         known = counts[np.isfinite(counts)]
         texts.append(f"{run.name}: {_went(known) if len(known) else 'unknown'}{f', {lost} lost' if lost else ''}.")
-        table += [[run.name, str(event.step), number(event.seconds), event.text] for event in run.events]
     plot.y_range.start, plot.yaxis.ticker = 0, BasicTicker(min_interval=1)
     _legend(plot, items)
-    header = ["run", "step", "seconds of training", "what happened"]
-    return Chart("Workers and events over time", " ".join(texts), plot, header, table)
+    return Chart("Workers and events over time", " ".join(texts), plot)
 
 
 def _step_time(run: Recorded) -> Chart | None:
@@ -207,8 +199,7 @@ def _step_time(run: Recorded) -> Chart | None:
         f"{run.name}: a step takes {number(1e3 * float(np.median(total[known])))} ms in the median; {share:.1%} of the "
         "time is spent waiting for data."
     )
-    table = _rows(run.name, run.steps, ["step_time_s", "data_wait_s"], known)
-    return Chart(title, text, plot, ["run", "step", "seconds", "of these waiting for data"], table)
+    return Chart(title, text, plot)
 
 
 def _speed(columns: dict[str, Column]) -> Column:
@@ -251,12 +242,3 @@ def _hover(line: Any, name: str, shown: dict[str, str]) -> HoverTool:
 def _legend(plot: Any, items: list[LegendItem]) -> None:
     legend = Legend(items=items, orientation="horizontal", ncols=2, click_policy="hide", background_fill_alpha=0)
     plot.add_layout(legend, "below")
-
-
-def _rows(name: str, columns: dict[str, Column], shown: Sequence[str], known: Any) -> list[list[str]]:
-    """Returns some rows, evenly spread, the first and the last among them."""
-    at = np.flatnonzero(known)
-    if not len(at):
-        return []
-    at = at[np.unique(np.linspace(0, len(at) - 1, _TABLE_ROWS).round().astype(int))]
-    return [[name, f"{columns['step'][k]:.0f}", *(number(float(columns[each][k])) for each in shown)] for k in at]

@@ -90,6 +90,7 @@ def page(runs: Sequence[Recorded]) -> str:
         '<div class="charts">\n',
         *(_section(chart, places[f"chart{index}"]) for index, chart in enumerate(made)),
         "</div>\n",
+        _events(runs),
         _settings(runs),
         f"</main>\n{script}\n{_COLOURS}</body>\n</html>\n",
     ]
@@ -98,12 +99,16 @@ def page(runs: Sequence[Recorded]) -> str:
 
 def _section(chart: Chart, place: str) -> str:
     heading = escape(chart.title)
-    numbers = _table(chart.header, chart.rows)
-    table = f"<details><summary>{heading}: the numbers</summary>\n{numbers}</details>\n"
     return (
         f"<section>\n<h2>{heading}</h2>\n<p>{escape(chart.text)}</p>\n"
-        f'<div role="group" aria-label="{heading}. {escape(chart.text)}">{place}</div>\n{table}</section>\n'
+        f'<div role="group" aria-label="{heading}. {escape(chart.text)}">{place}</div>\n</section>\n'
     )
+
+
+def _events(runs: Sequence[Recorded]) -> str:
+    rows = [[run.name, str(each.step), number(each.seconds), each.text] for run in runs for each in run.events]
+    table = _table(["run", "step", "seconds of training", "what happened"], rows)
+    return f"<details><summary>Events</summary>\n{table}</details>\n"
 
 
 def _summaries(runs: Sequence[Recorded]) -> str:

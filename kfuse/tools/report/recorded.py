@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kfuse.settings.tree import ConfigError
-from kfuse.tools.run_files import config_path, each_step, read_yaml
+from kfuse.tools.run_files import config_path, each_step, read_config, read_events, read_summary
 
 MOST_PARTS = 1500
 """Of so many parts of a long run some steps each are drawn: a screen has no more columns."""
@@ -79,7 +77,7 @@ def _read(path: Path, name: str) -> Recorded:
     columns = {name: np.array(values) for name, values in kept.items()}
     columns["seconds"] = np.nan_to_num(columns["step_time_s"]).cumsum()
     evaluations, events = list[dict[str, Any]](), list[dict[str, Any]]()
-    for event in _events(path / "events.jsonl"):
+    for event in read_events(path):
         if event["kind"] in ("evaluation", "resumed", "went_back"):  # what was recorded of later steps comes again
             evaluations = [each for each in evaluations if each["step"] < event["step"]]
         if event["kind"] == "evaluation":
@@ -103,8 +101,8 @@ def _read(path: Path, name: str) -> Recorded:
             Event(each["step"], float(columns["seconds"][row]), *_told(each))
             for each, row in zip(events, at, strict=True)
         ],
-        summary=_summary(path / "summary.json"),
-        settings=_settings(path),
+        summary=read_summary(path),
+        settings=_flat(read_config(path, ())) if config_path(path).exists() else {},
     )
 
 
@@ -150,21 +148,6 @@ def _number(value: Any) -> float:
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
-    """Returns a file's whole lines that are events of a step; none where it is missing."""
-    found = []
-    try:
-        for line in path.read_bytes().splitlines(keepends=True):
-            record = json.loads(line) if line.endswith(b"\n") else None
-            if isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int):
-                found.append(record)
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    return found
-
-
 def _told(event: Mapping[str, Any]) -> tuple[str, str]:
     """Returns an event's kind, and it in words."""
     kind, what = event["kind"], SHOWN_EVENTS[event["kind"]]
@@ -184,33 +167,6 @@ def _told(event: Mapping[str, Any]) -> tuple[str, str]:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-# -- summary and settings ----------------------------------------------------------------------------------------------
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    """Returns the summary; an empty one where there is none: a run under way has none."""
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: must be a JSON object")
-    return found
-
-
-def _settings(run_dir: Path) -> dict[str, Any]:
-    """Returns the settings by dotted name, as the command line has recorded them; a script's run has none."""
-    path = config_path(run_dir)
-    if not path.exists():
-        return {}
-    settings = read_yaml(path)
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: must be the settings of a run")
-    return _flat(settings)
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

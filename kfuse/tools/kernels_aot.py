@@ -1,6 +1,6 @@
 """Compiles every kernel ahead of time, without a GPU, and reports what the compilers made of it.
 
-    python -m kfuse.kernels.aot [--targets sm_90 gfx942]
+    python -m kfuse.tools.kernels_aot [--targets sm_90 gfx942]
 
 Registers, spills and shared memory come from the compiled binary; global memory accesses are counted by their width in
 its assembly, and from them the bytes that a bulk element costs. The table is Markdown.
@@ -82,13 +82,13 @@ class Case:
 
     @property
     def elements(self) -> int:
-        """Of each stream, that one program handles, or one turn of its loop; 0 where no stream counts."""
+        """Returns how many elements of each stream a program handles at a time; 0 where no stream counts."""
         constants = self.launch.constants
         return constants.get("TILE", constants.get("CHUNK", 0)) if self.launch.kernel.__name__ in STREAMS else 0
 
     @property
     def streams(self) -> tuple[list[int], list[int]]:
-        """The bytes an element of each stream that is read, and of each that is written."""
+        """Returns the bytes an element of each stream that is read, and of each that is written."""
         reads, writes = STREAMS.get(self.launch.kernel.__name__, ("", ""))
         constants = self.launch.constants
         if constants.get("ACCUMULATE") is False or constants.get("FIRST_STEP"):
@@ -102,7 +102,7 @@ class Case:
         return float(sum(map(sum, self.streams)))
 
     def wide_accesses(self) -> list[int]:
-        """128-bit loads, and stores, that a thread needs when none is narrower."""
+        """Returns how many 128-bit loads, and stores, a thread needs when none is narrower."""
         return [sum(self.elements * size for size in sizes) // (self.launch.threads * 16) for sizes in self.streams]
 
 
@@ -197,30 +197,13 @@ def like(*shape: int, dtype: torch.dtype = F32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@dataclass(frozen=True)
-class Binary:
-    """Instruction counts and resources of a compiled kernel, from its final assembly.
-
-    Args:
-        spill_bytes: per thread.
-        loads, stores: global memory instructions by width in bits, widest first.
-        fused_multiply_adds: fp32 instructions that round once where the source rounds twice.
-    """
-
-    registers: int
-    spill_bytes: int
-    loads: dict[int, int]
-    stores: dict[int, int]
-    fused_multiply_adds: int
-
-
-def read(compiled: CompiledKernel) -> Binary:
-    """The binary's resources and instructions: SASS by Triton's own disassembler, or amdgcn."""
+def _read(compiled: CompiledKernel) -> dict[str, Any]:
+    """Returns the figures of a `Report` that are in the binary: SASS by Triton's own disassembler, or amdgcn."""
     if "amdgcn" in compiled.asm:
         text = compiled.asm["amdgcn"]
         usage = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", text))
-        found = re.findall(r"\b(?:global|buffer)_(load|store)_[us]?(byte|short|dword(?:x\d)?)\b", text)
-        accesses = [(kind, AMD_SIZES[size]) for kind, size in found]
+        instructions = re.findall(r"\b(?:global|buffer)_(load|store)_[us]?(byte|short|dword(?:x\d)?)\b", text)
+        accesses = [(kind, AMD_SIZES[size]) for kind, size in instructions]
         registers, spilled = int(usage["vgpr_count"]), int(usage["private_segment_fixed_size"])
         fused = len(re.findall(r"\bv_(?:pk_)?fmac?_f32", text))
     else:
@@ -232,11 +215,11 @@ def read(compiled: CompiledKernel) -> Binary:
             accesses.append(("store" if kind == "STG" else "load", int(size.group(1)) if size else 32))
         registers, spilled = int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
         fused = len(re.findall(r"\bFFMA", text))
-    loads, stores = (
-        dict(sorted(Counter(width for kind, width in accesses if kind == wanted).items(), reverse=True))
-        for wanted in ("load", "store")
-    )
-    return Binary(registers, spilled, loads, stores, fused)
+    found: dict[str, Any] = {"registers": registers, "spill_bytes": spilled, "fused_multiply_adds": fused}
+    for wanted in ("load", "store"):
+        widths = Counter(width for kind, width in accesses if kind == wanted)
+        found[f"{wanted}s"] = dict(sorted(widths.items(), reverse=True))
+    return found
 
 
 def _sass(cubin: bytes) -> str:
@@ -248,8 +231,8 @@ def _sass(cubin: bytes) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def sum_layouts(compiled: CompiledKernel) -> tuple[str, ...]:
-    """How values lie in threads at each of the kernel's sums: with it the order of addition is decided."""
+def _sum_layouts(compiled: CompiledKernel) -> tuple[str, ...]:
+    """Returns how values lie in threads at each of the kernel's sums: with it the order of addition is decided."""
     ir = compiled.asm["ttgir"]
     definitions = dict(re.findall(r"^(#\w+) = (.*)$", ir, re.MULTILINE))
     operands = re.findall(r"\}\) : \(tensor<([\dx]+)xf(?:32|64), (#.*)>\) -> ", ir)
@@ -261,39 +244,39 @@ def sum_layouts(compiled: CompiledKernel) -> tuple[str, ...]:
 class Report:
     """What one case became on one target.
 
-    Args:
-        shared_bytes: per program.
-        floor: bytes an element that memory has to move; 0 where no stream counts.
-        bytes_per_element: what the code's 128-bit accesses move. Narrower ones are scalars and ragged ends.
-        sums: layout of each sum's operand in the threads, which decides the order of addition.
+    spill_bytes: per thread. shared_bytes: per program. loads, stores: global memory instructions by width in bits,
+    widest first. fused_multiply_adds: fp32 instructions that round once where the source rounds twice.
+    floor: bytes an element that memory has to move; 0 where no stream counts. bytes_per_element: those of the 128-bit
+    accesses; narrower ones are scalars and ragged ends. sums: layout of each sum's operand in the threads, which
+    decides the order of addition.
     """
 
     name: str
     target: str
-    binary: Binary
+    registers: int
+    spill_bytes: int
     shared_bytes: int
+    loads: dict[int, int]
+    stores: dict[int, int]
+    fused_multiply_adds: int
     floor: float
     bytes_per_element: float
     sums: tuple[str, ...]
 
     def line(self) -> str:
-        """This report as a row of the Markdown table."""
-        binary = self.binary
-        loads, stores = (
-            " ".join(f"{bits}x{count}" for bits, count in found.items()) or "-"
-            for found in (binary.loads, binary.stores)
-        )
+        """Returns this report as a row of the Markdown table."""
+        accesses = [" ".join(f"{bits}x{n}" for bits, n in each.items()) or "-" for each in (self.loads, self.stores)]
         moved = f"{self.bytes_per_element:g} / {self.floor:g}" if self.floor else "-"
-        used = (binary.registers, binary.spill_bytes, self.shared_bytes)
-        return "| " + " | ".join(map(str, (self.name, self.target, *used, loads, stores, moved))) + " |"
+        used = (self.registers, self.spill_bytes, self.shared_bytes)
+        return "| " + " | ".join(map(str, (self.name, self.target, *used, *accesses, moved))) + " |"
 
 
 HEADER = """| kernel | target | regs | spill | shared | loads, bits x count | stores | B/element / floor |
 |---|---|---:|---:|---:|---|---|---|"""
 
 
-def compile_case(case: Case, target: str) -> CompiledKernel:
-    """Compile for `target` as a launch with aligned buffers, and sizes that are multiples of 16, would."""
+def _compile(case: Case, target: str) -> CompiledKernel:
+    """Compiles for `target` as a launch with aligned buffers, and sizes that are multiples of 16, would."""
     launch, names = case.launch, case.launch.kernel.arg_names
     kinds = {name: _kind(value) for name, value in launch.arguments.items() if value is not None}
     aligned = [name for name, kind in kinds.items() if kind.startswith(("*", "i"))]
@@ -315,16 +298,16 @@ def _kind(value: Any) -> str:
 
 
 def inspect(case: Case, target: str) -> Report:
-    """Compile a case and read the report off its binary."""
-    compiled = compile_case(case, target)
-    binary = read(compiled)
-    wide = [found.get(128, 0) for found in (binary.loads, binary.stores)]
+    """Compiles a case and reads the report off its binary."""
+    compiled = _compile(case, target)
+    found = _read(compiled)
+    wide = [found[name].get(128, 0) for name in ("loads", "stores")]
     expected = case.wide_accesses()
     # A loop over tiles may have been unrolled: the code then shows several turns.
     turns = max(1, wide[1] // expected[1] if expected[1] else wide[0] // max(1, expected[0]))
     per_access = case.launch.threads * 16 / (case.elements * turns) if case.elements else 0.0
-    shared = int(compiled.metadata.shared)
-    return Report(case.name, target, binary, shared, case.floor, sum(wide) * per_access, sum_layouts(compiled))
+    found |= {"shared_bytes": int(compiled.metadata.shared), "sums": _sum_layouts(compiled)}
+    return Report(case.name, target, **found, floor=case.floor, bytes_per_element=sum(wide) * per_access)
 
 
 def selection(targets: Sequence[str]) -> list[tuple[str, str]]:
@@ -346,7 +329,7 @@ def _inspect_named(pair: tuple[str, str]) -> Report:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table of the kernels on each target."""
-    parser = argparse.ArgumentParser(prog="python -m kfuse.kernels.aot", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kfuse.tools.kernels_aot", description=main.__doc__)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="TARGET")
     print(HEADER)
     for report in inspect_all(selection(parser.parse_args(arguments).targets)):
