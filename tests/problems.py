@@ -80,6 +80,16 @@ def assert_close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def flat(values: Iterable[Tensor]) -> Tensor:
+    return torch.cat([value.detach().double().reshape(-1) for value in values])
+
+
+def all_equal(values: Iterable[Tensor]) -> bool:
+    """Whether all workers have the same bits of these tensors."""
+    mine = flat(values)
+    return all(torch.equal(each, mine) for each in kf.allgather(mine))
+
+
 # -- the parts of a loop ----------------------------------------------------------------------------------------------
 
 

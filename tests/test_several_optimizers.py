@@ -15,9 +15,9 @@ import gan_loop
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_workers
+from distributed import on_workers, run_workers
 from elastic_job import run_script
-from problems import relative, update
+from problems import all_equal, relative, update
 from support import Supervised
 from test_fit_checkpoint import Growing, Interrupted, assert_equal, problem, with_fit, with_loader
 from torch import Tensor, nn
@@ -66,14 +66,16 @@ def with_sgd(net: nn.Sequential) -> tuple[Any, Any]:
     return muon, torch.optim.SGD(adamw.param_groups[0]["params"] + adamw.param_groups[1]["params"], 0.5, momentum=0.5)
 
 
-def same_steps(clip_norm: float | None, steps: int = 6) -> float:
-    """The largest relative difference of the parameters, with a change of states in the middle."""
+@pytest.mark.parametrize(("workers", "clip_norm", "most"), [(1, None, 0), (1, 0.05, 1e-3), (2, 0.05, 1e-3)])
+@on_workers()
+def test_one_optimizer_of_several_is_a_plain_loop_with_one_clip(workers: int, clip_norm: Any, most: float) -> None:
+    """With a change of states in the middle. With a clip rounding differs, and Muon computes in bf16."""
     kf.init()
     x, y = problem()
     ours, theirs = network(), network()
     make = pair if clip_norm is None else with_sgd
     opt, plain = kf.Optimizer(*make(ours), clip_norm=clip_norm), make(theirs)
-    for step in range(steps):
+    for step in range(6):
         here = slice(kf.rank(), None, kf.size())
         F.cross_entropy(ours(x[here]), y[here]).backward()
         F.cross_entropy(theirs(x), y).backward()
@@ -87,28 +89,19 @@ def same_steps(clip_norm: float | None, steps: int = 6) -> float:
             opt.load_state_dict({"optimizers": [each.state_dict() for each in plain]})
             for each, state in zip(plain, saved["optimizers"], strict=True):
                 each.load_state_dict(state)
-    return relative(ours.parameters(), theirs.parameters())
+    assert relative(ours.parameters(), theirs.parameters()) <= most
 
 
-@pytest.mark.parametrize(("workers", "clip_norm", "most"), [(1, None, 0), (1, 0.05, 1e-3), (2, 0.05, 1e-3)])
-def test_one_optimizer_of_several_is_a_plain_loop_with_one_clip(workers: int, clip_norm: Any, most: float) -> None:
-    """One worker has its bits. With a clip rounding differs, and Muon computes in bf16."""
-    assert max(run_workers(workers, same_steps, clip_norm)) <= most
-
-
-def local() -> list[float]:
+@on_workers(2)
+def test_models_and_states_are_averaged() -> None:
     """Local SGD averages the states too, also where a worker has none yet."""
     kf.init(comm_sync="local:2")
     net = network()
     opt = kf.Optimizer(*pair(net))
     with_loader(net, opt, kf.NoPolicy(), batch_size=16, batch_micro=8, train_steps=4)
     states = [value for p in net.parameters() for _, value in sorted(opt.state[p].items())]
-    return [float(value.double().sum()) for value in (*net.parameters(), *states)]
-
-
-def test_models_and_states_are_averaged() -> None:
-    one, other = run_workers(2, local)
-    assert one == other and len(one) == 6 + 1 + 5 * 3
+    values = [*net.parameters(), *states]
+    assert all_equal(values) and len(values) == 6 + 1 + 5 * 3
 
 
 SCRIPT = """
@@ -125,10 +118,7 @@ class Grow(kf.BasePolicy):
         return kf.Decision(workers=2) if signals.step == 5 else None
 
 net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
-muon = torch.optim.Muon([net[0].weight])
-adamw = torch.optim.AdamW([net[0].bias, *net[2].parameters()], lr=0.002)
-opt = kf.Optimizer(adamw, muon)
-schedulers = [LambdaLR(muon, lambda step: 0.5), LambdaLR(adamw, lambda step: 1 / (1 + step))]
+OPTIMIZERS
 x, y = torch.randn(512, 6), torch.randint(3, (512,))
 settings = {"batch_size": 8, "batch_micro": 4, "train_epochs": 5, "policy": Grow(), "scheduler": schedulers}
 for step in kf.DataLoader((x, y), net, opt, **settings):
@@ -140,10 +130,23 @@ for step in kf.DataLoader((x, y), net, opt, **settings):
 """
 
 
+ONE = """
+opt = kf.FusedSGD(net.parameters(), lr=0.002)
+schedulers = LambdaLR(opt, lambda step: 1 / (1 + step))
+"""
+SEVERAL = """
+muon = torch.optim.Muon([net[0].weight])
+adamw = torch.optim.AdamW([net[0].bias, *net[2].parameters()], lr=0.002)
+opt = kf.Optimizer(adamw, muon)
+schedulers = [LambdaLR(muon, lambda step: 0.5), LambdaLR(adamw, lambda step: 1 / (1 + step))]
+"""
+
+
 @pytest.mark.full
-def test_a_worker_that_joins_has_all_states_and_schedules(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizers", [ONE, SEVERAL], ids=["one", "several"])
+def test_a_worker_that_joins_has_all_states_and_schedules(optimizers: str, tmp_path: Path) -> None:
     """The parameters stay the same on both: the check would end the job."""
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(SCRIPT.replace("OPTIMIZERS", optimizers))
     job = run_script(tmp_path / "run", Elasticity(1, 1, 2, script=True), str(tmp_path / "script.py"))
     assert job.error is None and job.metrics[-1]["workers"] == 2, job.told()
     for record in job.metrics:
@@ -163,8 +166,12 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def one_backward(schedule: str, steps: int) -> float:
-    """Encoder and two heads, each with an optimizer; the heads' order differs between ranks. Some steps have two
+@pytest.mark.parametrize(("schedule", "workers"), [("tree", 2), ("all_to_all", 3)])
+@on_workers()
+def test_several_optimizers_train_as_their_torch_twins(schedule: str, workers: int) -> None:
+    """Where one backward reaches the parameters of all. A GAN: test_scripts.
+
+    Encoder and two heads, each with an optimizer; the heads' order differs between ranks. Some steps have two
     micro-batches.
     """
     kf.init(comm_schedule=schedule, comm_bucket_mb=TINY_BUCKETS)
@@ -181,7 +188,7 @@ def one_backward(schedule: str, steps: int) -> float:
             out = nets[1][-1](encoded) + nets[2](encoded)
         return F.mse_loss(out, torch.sin(x[:, :3]))
 
-    for step in range(steps):
+    for step in range(6):
         x = batch(step, rank)
         if step % 2:
             loss(ours, x, step, rank).backward()
@@ -192,16 +199,12 @@ def one_backward(schedule: str, steps: int) -> float:
                 loss(ours, x[part], step, rank).backward()
         torch.stack([loss(theirs, batch(step, r), step, r) for r in range(size)]).mean().backward()
         update(*opts, *plain)
-    return max(relative(a.parameters(), b.parameters()) for a, b in zip(ours, theirs, strict=True))
+    for mine, plain_one in zip(ours, theirs, strict=True):
+        assert relative(mine.parameters(), plain_one.parameters()) <= 1e-4
 
 
-@pytest.mark.parametrize(("schedule", "workers"), [("tree", 2), ("all_to_all", 3)])
-def test_several_optimizers_train_as_their_torch_twins(schedule: str, workers: int) -> None:
-    """Where one backward reaches the parameters of all. A GAN: test_scripts."""
-    assert max(run_workers(workers, one_backward, schedule, 6)) <= 1e-4
-
-
-def lanes() -> list[int]:
+@on_workers(3)
+def test_each_optimizer_in_use_has_connections_of_its_own() -> None:
     """A notebook's cell that is run again, a rebuild, and a model of its own. Then ranks need unequal numbers."""
     group = kf.init().group
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -212,15 +215,12 @@ def lanes() -> list[int]:
     found += [other.engine.lane, again.engine.lane, len(group._further)]
     group.connect_lanes(1 + group.rank)
     group.barrier()  # a rank that has all its connections must not end while another still makes its own
-    return [*found, len(group._further)]
+    assert [*found, len(group._further)] == [0, 0, 1, 1, 0, 1, 2], "as many as any rank needs"
 
 
-def test_each_optimizer_in_use_has_connections_of_its_own() -> None:
-    for found in run_workers(3, lanes):
-        assert found == [0, 0, 1, 1, 0, 1, 2], "as many as any rank needs"
-
-
-def late() -> None:
+@pytest.mark.full
+@on_workers(2)
+def test_workers_may_start_and_make_a_further_optimizer_at_different_times() -> None:
     """One worker starts, and makes its second optimizer, later than the others wait for it in a step."""
     time.sleep(2.0 * int(os.environ["RANK"]))
     kf.init(comm_timeout_s=1)
@@ -233,15 +233,12 @@ def late() -> None:
             update(opt)
 
 
-@pytest.mark.full
-def test_workers_may_start_and_make_a_further_optimizer_at_different_times() -> None:
-    run_workers(2, late)
-
-
 # -- a pass of each optimizer in a loop's body ------------------------------------------------------------------------
 
 
-def against_plain() -> float:
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
+@on_workers()
+def test_a_gan_trains_as_in_plain_torch(workers: int) -> None:
     ours, theirs = gan_loop.make(normalise=False), gan_loop.make(normalise=False)
     opts, plain = gan_loop.optimizers(ours, ours=True), gan_loop.optimizers(theirs, ours=False)
     assert gan_loop.train(ours, opts) == list(range(56))
@@ -250,12 +247,7 @@ def against_plain() -> float:
         assert one.param_groups[0]["lr"] == other.param_groups[0]["lr"]
     assert [opt.stats.samples for opt in opts] == [16, 16]
     assert [opt.stats.step for opt in opts] == [55, 27]  # each one's own
-    return relative(ours.parameters(), theirs.parameters())
-
-
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_gan_trains_as_in_plain_torch(workers: int) -> None:
-    assert max(run_workers(workers, against_plain)) < 1e-4
+    assert relative(ours.parameters(), theirs.parameters()) < 1e-4
 
 
 def undisturbed() -> str:
@@ -463,8 +455,7 @@ def test_a_second_optimizer_is_refused_where_workers_may_join() -> None:
             second.step()
 
 
-Pass = tuple[str, bool]
-"""Of which optimizer, and whether its step follows."""
+# A pass is of one of the optimizers; True: its step follows.
 WRONG_PASSES: dict[str, tuple[list[Any], str]] = {
     "none": (["next"], "has several optimizers: write"),
     "twice": ([("first", True), ("first", True)], "has had its pass"),
