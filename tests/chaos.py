@@ -291,6 +291,13 @@ class Chaos(BasePolicy):
         before(base, "scaling", here("between_reduction_and_update"))
         before(Executor, "share_sums", here("point"))  # all gradients are here, and nobody knows that of all others
         before(Executor, "updates", here("updating"))  # all workers have all gradients
+        updates = Executor.updates
+
+        def updated(*arguments: Any) -> Any:
+            yield from updates(*arguments)
+            self._reached("updated", session.current().group.rank)  # as the last message of the update is over
+
+        Executor.updates = updated  # type: ignore[method-assign]
         before(GlooGroup, "share", here("sharing"))  # a bucket's shard is updated, and no other worker has it
         before(sharding, "hand_over", here("handing over"))
         before(sharding, "regroup", here("resharding"), here("resharded"))

@@ -6,6 +6,7 @@ Processes are forked from a server that has imported what they need and run noth
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib.util
 import inspect
 import os
@@ -87,6 +88,24 @@ process group along, and its destructor has been seen to wait for ever for a thr
 Reply = tuple[bool, str, Any]  # ended by itself; traceback, if it raised; result
 
 
+def on_workers(count: int | None = None, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The test runs in so many worker processes, or in as many as its argument `workers` says: `run_workers`' way.
+
+    It fails where it fails in one of them. Its arguments are pickled.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        names = inspect.signature(test).parameters
+
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            run_workers(count or given["workers"], test, *(given[name] for name in names), **options)
+
+        return run
+
+    return decorate
+
+
 def _collect(receivers: list[Connection], timeout_s: float) -> list[Reply]:
     replies: list[Reply] = [(False, "", None)] * len(receivers)
     waiting = dict(zip(receivers, range(len(receivers)), strict=True))
@@ -114,7 +133,7 @@ def _work(
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=stream)
         torch.set_num_threads(1)
         try:
-            result = getattr(load(file), name)(*pickle.loads(payload))
+            result = inspect.unwrap(getattr(load(file), name))(*pickle.loads(payload))
             sender.send(("", pickle.dumps(result)))
         except BaseException:
             sender.send((traceback.format_exc(), b""))

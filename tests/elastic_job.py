@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -109,6 +111,33 @@ def chaos(directory: Path, **arguments: Any) -> list[str]:
     return ["policy._target_=chaos.Chaos", *(override(f"+policy.{name}", value) for name, value in given.items())]
 
 
+def changes(text: str) -> list[dict[str, Any]]:
+    """Phases or gates of "5:2 25:3": by step, how many workers."""
+    return [
+        {"step": int(step), "workers": int(workers)} for step, _, workers in (w.partition(":") for w in text.split())
+    ]
+
+
+_EVENT = re.compile(r"(\d+) ([a-z_ ]+) (\d)(?: by (\w+))?(?: of (\d))?(?: in message (\d+))?")
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """`chaos.Chaos`'s events of "STEP MOMENT RANK [by HOW] [of WORKERS] [in message NUMBER], ..."; how: kill."""
+    found = []
+    for part in filter(None, text.split(", ")):
+        match = _EVENT.fullmatch(part)
+        assert match is not None, part
+        step, moment, rank, how, workers, message = match.groups()
+        found.append({"step": int(step), "moment": moment, "rank": int(rank), "how": how or "kill"})
+        found[-1] |= {"workers": int(workers or 2)} | ({"message": int(message)} if message else {})
+    return found
+
+
+def pids(view: dict[str, Any]) -> list[int]:
+    """The view's processes, by rank."""
+    return [worker["pid"] for worker in view["workers"]]
+
+
 def compose(overrides: Iterable[str]) -> dict[str, Any]:
     """The configuration as the command line makes and checks it, in plain values."""
     given = list(overrides)
@@ -144,11 +173,22 @@ class FileRecorder:
                     getattr(self._directory, kind)(data)
 
 
-def undisturbed_job(directory: Path, training: Iterable[str]) -> Job:
-    """The training to which nothing happens: what other jobs are compared with."""
-    job = run_job(directory / "run", [*training, *chaos(directory)])
-    assert job.error is None, job.told()
-    return job
+_references: dict[tuple[str, ...], Job] = {}
+_FOLDER = tempfile.TemporaryDirectory(prefix="kfuse-references-")
+
+
+def reference(training: Iterable[str], **arguments: Any) -> Job:
+    """The training on one worker to which nothing happens, but for these arguments of `chaos.Chaos`.
+
+    It is what other jobs are compared with, and is made once a session.
+    """
+    key = (*training, repr(arguments))
+    if key not in _references:
+        folder = Path(_FOLDER.name, str(len(_references)))
+        job = run_job(folder / "run", [*training, *chaos(folder, **arguments)])
+        assert job.error is None, job.told()
+        _references[key] = job
+    return _references[key]
 
 
 def run_job(
@@ -167,6 +207,13 @@ def run_job(
 def run_script(directory: Path, elasticity: Elasticity, *script: str, launcher: Launcher | None = None) -> Job:
     """Runs a script, with its arguments, as kfuse-run would, to its end: on forked processes, or by `launcher`."""
     return _run(directory, {}, elasticity, None, launcher, script)
+
+
+def script_job(folder: Path, text: str, workers: int, *words: str) -> Job:
+    """The job of a script with this text on so many workers, of which none is replaced."""
+    script = folder / "script.py"
+    script.write_text(text)
+    return run_script(folder / "run", Elasticity(workers, 1, workers, replace=False, script=True), str(script), *words)
 
 
 def _run(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -71,6 +72,48 @@ def relative(ours: Iterable[Tensor | None], theirs: Iterable[Tensor | None]) -> 
         elif not torch.equal(a, b):
             errors.append(float(((a - b).norm() / b.norm()).detach()))
     return float(torch.tensor(errors).max())  # a NaN if there is one
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    """Tensors, or networks, are the same but for the order of additions."""
+    a, b = ([*each.parameters()] if isinstance(each, nn.Module) else [*each] for each in (ours, theirs))
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def flat(values: Iterable[Tensor]) -> Tensor:
+    return torch.cat([value.detach().double().reshape(-1) for value in values])
+
+
+def all_equal(values: Iterable[Tensor]) -> bool:
+    """Whether all workers have the same bits of these tensors."""
+    mine = flat(values)
+    return all(torch.equal(each, mine) for each in kf.allgather(mine))
+
+
+# -- the parts of a loop ----------------------------------------------------------------------------------------------
+
+
+def backward(net: nn.Module, step: Iterable[Any], loss: Callable[..., Tensor] = F.cross_entropy) -> None:
+    """The backwards of a loader's step, or of a list of micro-batches."""
+    for x, y in step:
+        loss(net(x), y).backward()
+
+
+def update(*opts: Any) -> None:
+    for opt in opts:
+        opt.step()
+    for opt in opts:
+        opt.zero_grad()
+
+
+def bodies(loader: Iterable[Any], net: nn.Module, opt: Any, loss: Any = F.cross_entropy) -> Iterator[Any]:
+    """The plain body of a training loop: yields each step after its update."""
+    for step in loader:
+        for x, y in step:
+            step.loss = loss(net(x), y)
+            step.loss.backward()
+        update(opt)
+        yield step
 
 
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {

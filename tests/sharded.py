@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from problems import update
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -97,8 +98,7 @@ def planned_step(
     for j in ranges[group.rank]:
         with opt.micro_batch(samples=4, last=j == ranges[group.rank][-1]):
             loss(loss_of(model, step, j)).backward()
-    opt.step()
-    opt.zero_grad()
+    update(opt)
 
 
 def values(model: nn.Module) -> list[Tensor]:

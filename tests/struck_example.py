@@ -1,44 +1,28 @@
 """python struck_example.py FOLDER EXAMPLE NAME=NUMBER ...: runs an example as a worker of an elastic job, some of whose
-workers are killed in a backward. FOLDER keeps marks of that, and what the example's `main` has trained.
+workers are killed in a forward. FOLDER keeps marks of that, and what the example's `main` has trained.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from chaos import Chaos
 from distributed import load
+from elastic_job import changes, events
 
 import kfuse as kf
 from kfuse.policies import ComposePolicy
-from kfuse.train import context
 
-KILLS = {6: 1, 14: 0}  # by step, the rank; the lost worker is replaced before the next one is
+KILLS = "6 forward 1, 14 forward 0"  # the lost worker is replaced before the next one is
 
 
 def main(folder: Path, example: str, *settings: str) -> None:
     kf.init(comm_reproducible=True, comm_timeout_s=60)
-    gates = [{"step": step, "workers": 2} for step in KILLS]
-    policy = Chaos(str(folder / "events"), gates=gates, adaptive=False)
+    policy = Chaos(str(folder / "events"), events(KILLS), gates=changes("6:2 14:2"), adaptive=False)
     kf.DataLoader = partial(_beside, kf.DataLoader, policy)  # type: ignore[misc, assignment]
-    backward = torch.Tensor.backward
-
-    def struck(loss: torch.Tensor, *given: Any, **more: Any) -> None:
-        training = context.newest()
-        step = -1 if training is None else training.progress.step
-        mark = folder / f"mark-{step}"
-        if KILLS.get(step) == kf.rank() and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        backward(loss, *given, **more)  # type: ignore[no-untyped-call]
-
-    torch.Tensor.backward = struck  # type: ignore[method-assign, assignment]
     run(example, *settings)
 
 

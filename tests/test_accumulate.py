@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_workers
-from problems import network, problem
+from distributed import on_workers, run_workers
+from problems import assert_close, network, problem, update
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -35,32 +35,26 @@ def expected_moments(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> 
     return moments(sum(float(g @ g) for g in grads), float(mean @ mean), len(grads), len(grads))
 
 
-def beside_torch() -> tuple[list[Any], list[Tensor], list[Tensor]]:
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
+@on_workers()
+def test_accumulate_is_torchs_and_the_division_is_undone_in_the_statistics(workers: int) -> None:
     """kfuse's statistics and parameters, and those of one torch optimizer over all workers' batches."""
     ours, theirs = network(), network()
     opt, plain = kf.Optimizer(torch.optim.SGD(ours.parameters(), lr=0.5)), torch.optim.SGD(theirs.parameters(), lr=0.5)
     opt.accumulate(ACC)
-    figures, shares = [], [share(rank, kf.size()) for rank in range(kf.size())]
+    shares = [share(rank, kf.size()) for rank in range(kf.size())]
     for step in range(0, ACC * STEPS, ACC):
         for x, y in shares[kf.rank()][step : step + ACC]:
             (F.cross_entropy(ours(x), y) / ACC).backward()
         for x, y in [batch for each in shares for batch in each[step : step + ACC]]:
             (F.cross_entropy(theirs(x), y) / (ACC * kf.size())).backward()
-        for each in (opt, plain):
-            each.step()
-            each.zero_grad()
+        update(opt, plain)
         s = opt.stats
-        figures.append((s.unit, s.micro_batches, s.samples, s.grad_variance, s.grad_sq))
-    return figures, [p.detach() for p in ours.parameters()], [p.detach() for p in theirs.parameters()]
-
-
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_accumulate_is_torchs_and_the_division_is_undone_in_the_statistics(workers: int) -> None:
-    batches = [batch for rank in range(workers) for batch in share(rank, workers)[:ACC]]
-    for figures, ours, theirs in run_workers(workers, beside_torch):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-        assert [figure[:3] for figure in figures] == [("micro-batches", workers * ACC, workers * ACC)] * STEPS
-        assert figures[0][3:] == pytest.approx(expected_moments(network(), batches), rel=1e-3)
+        assert (s.unit, s.micro_batches, s.samples) == ("micro-batches", workers * ACC, workers * ACC)
+        if step == 0:
+            first = [batch for each in shares for batch in each[:ACC]]
+            assert (s.grad_variance, s.grad_sq) == pytest.approx(expected_moments(network(), first), rel=1e-3)
+    assert_close(ours, theirs)
 
 
 def test_what_does_not_fit_is_refused_in_one_line() -> None:
@@ -91,8 +85,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         opt.zero_grad()  # drops all of it
         for _ in range(dropped):
             backward()
-    opt.step()
-    opt.zero_grad()
+    update(opt)
     for begin in (lambda: opt.micro_batch(samples=4), lambda: kf.fit(model, (x, y), opt)):
         with pytest.raises(RuntimeError, match=r"opt\.accumulate\(3\) is for bare backwards"):
             begin()

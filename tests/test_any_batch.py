@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_workers
-from problems import network, problem
+from distributed import on_workers
+from problems import network, problem, update
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
@@ -90,15 +90,12 @@ def step_of_rows(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return F.cross_entropy(model(batch["inputs"]), batch["labels"])
 
 
-def fit_rows() -> list[Tensor]:
+@pytest.mark.parametrize("workers", [1, 2])
+@on_workers()
+def test_dictionaries_with_other_values_go_to_a_step_function(workers: int) -> None:
     model = network()
     fit(model, Rows(), step_fn=step_of_rows, heldout=Rows())
-    return [p.detach() for p in model.parameters()]
-
-
-def test_dictionaries_with_other_values_go_to_a_step_function_on_one_worker_and_two() -> None:
-    for params in (fit_rows(), *run_workers(2, fit_rows)):
-        assert_as_plain_torch(params)
+    assert_as_plain_torch(model.parameters())
 
 
 class Structs(Dataset):
@@ -120,8 +117,7 @@ def test_the_loader_yields_the_structure_of_the_data_set(data: Any) -> None:
         for batch in step:
             got = vars(batch) if isinstance(batch, Sample) else batch
             F.cross_entropy(ours(got["image"]), got["label"]).backward()
-        opt.step()
-        opt.zero_grad()
+        update(opt)
     assert_as_plain_torch(ours.parameters())
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import faulty
 import pytest
 import torch
-from elastic_job import Job, assert_same_training, chaos, run_job, undisturbed_job, words
+from elastic_job import assert_same_training, changes, chaos, events, reference, run_job, words
 
 import kfuse as kf
 
@@ -31,31 +32,25 @@ def owner(step: int, workers: int = 3) -> int:
     return step // EVERY % workers
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return undisturbed_job(tmp_path_factory.mktemp("undisturbed"), TRAINING)
-
-
 def assert_replaced(
-    reference: Job,
     folder: Path,
     rank: int,
     step: int,
     moment: str,
     *more: str,
-    also: tuple[dict[str, Any], ...] = (),
+    also: Sequence[dict[str, Any]] = (),
     grows: bool = False,
 ) -> None:
     """The worker of this rank of three, whose gradients are wrong from that moment of the step on, is replaced.
 
     also: further events. grows: a fourth worker is asked for as it happens.
     """
-    wrong = {"step": step, "moment": moment, "rank": rank, "workers": 3, "how": "wrong"}
-    arguments: dict[str, Any] = {"events": [wrong, *also], "gates": [{"step": GATE, "workers": 3 + grows}]}
-    arguments["phases"] = [{"step": step + 5, "workers": 4}] if grows else []  # it is asked for some steps before
+    arguments: dict[str, Any] = {"events": [*events(f"{step} {moment} {rank} by wrong of 3"), *also]}
+    arguments["gates"] = changes(f"{GATE}:{3 + grows}")
+    arguments["phases"] = changes(f"{step + 5}:4" if grows else "")  # it is asked for some steps before
     settings = [*TRAINING, *AUDITED, "workers.count=3", f"workers.max={3 + grows}", *more, *chaos(folder, **arguments)]
     job = run_job(folder / "run", settings)
-    assert_same_training(job, reference)
+    assert_same_training(job, reference(TRAINING))
     mark = json.loads((folder / "events" / "event-0").read_text())
     assert mark["step"] == step, "the fault began in another step"
     [event] = job.of_kind("corruption")
@@ -70,24 +65,21 @@ def assert_replaced(
 
 @pytest.mark.full
 @pytest.mark.jobs
-def test_a_leader_that_computes_wrongly_is_replaced(undisturbed: Job, tmp_path: Path) -> None:
+def test_a_leader_that_computes_wrongly_is_replaced(tmp_path: Path) -> None:
     """Its own gradients are in the sum. With sharded state others have copies of what it had."""
     step = 12
     assert owner(step) == 0
-    assert_replaced(undisturbed, tmp_path, 0, step, "forward", *SHARDED)
+    assert_replaced(tmp_path, 0, step, "forward", *SHARDED)
 
 
 @pytest.mark.full
 @pytest.mark.jobs
-def test_of_two_workers_none_is_named_and_only_a_fault_that_lasts_ends_the_job(
-    undisturbed: Job, tmp_path: Path
-) -> None:
+def test_of_two_workers_none_is_named_and_only_a_fault_that_lasts_ends_the_job(tmp_path: Path) -> None:
     once, lasting = 10, 22
     assert owner(once, 2) == owner(lasting, 2) == 1
-    wrong = {"moment": "reduced", "rank": 0, "workers": 2}
-    events = [{**wrong, "step": once, "how": "wrong_once"}, {**wrong, "step": lasting, "how": "wrong"}]
+    wrong = events(f"{once} reduced 0 by wrong_once, {lasting} reduced 0 by wrong")
     saves = ["workers.count=2", "workers.max=3", "checkpoint.every_steps=1000", "checkpoint.resume=auto", *AUDITED]
-    job = run_job(tmp_path / "run", [*TRAINING, *saves, *chaos(tmp_path, events=events)])
+    job = run_job(tmp_path / "run", [*TRAINING, *saves, *chaos(tmp_path, events=wrong)])
     assert [event["step"] for event in job.of_kind("corruption")] == [once, lasting]
     assert job.of_kind("failure") == [], "a step that is made again is no loss"
     assert re.fullmatch(
@@ -97,38 +89,31 @@ def test_of_two_workers_none_is_named_and_only_a_fault_that_lasts_ends_the_job(
     ), job.told()
     resumed = run_job(tmp_path / "run", [*TRAINING, *saves, *chaos(tmp_path / "resumed")])
     assert [event["step"] for event in resumed.of_kind("resumed")] == [lasting]
-    assert_same_training(resumed, undisturbed)
+    assert_same_training(resumed, reference(TRAINING))
 
 
 @pytest.mark.full
 @pytest.mark.jobs
-def test_a_job_stops_before_the_update_with_a_wrong_gradient(undisturbed: Job, tmp_path: Path) -> None:
+def test_a_job_stops_before_the_update_with_a_wrong_gradient(tmp_path: Path) -> None:
     step, rank = 14, 2
     assert owner(step) == rank - 1
-    events = [{"step": step, "moment": "forward", "rank": rank, "workers": 3, "how": "wrong"}]
-    saves = [
-        *SHARDED,
-        "workers.count=3",
-        "workers.max=3",
-        "checkpoint.every_steps=1000",
-        "checkpoint.resume=auto",
-        *AUDITED[:1],
-    ]
-    saves.append("comm.audit_on_corruption=stop")
-    job = run_job(tmp_path / "run", [*TRAINING, *saves, *chaos(tmp_path, events=events)])
+    saves = [*SHARDED, *words("workers.count=3 workers.max=3 checkpoint.every_steps=1000 checkpoint.resume=auto")]
+    saves += [AUDITED[0], "comm.audit_on_corruption=stop"]
+    wrong = events(f"{step} forward {rank} by wrong of 3")
+    job = run_job(tmp_path / "run", [*TRAINING, *saves, *chaos(tmp_path, events=wrong)])
     named = rf"step {step}: audit: worker {rank} \(rank {rank}, pid \d+, host \S+\) computes wrongly: "
     assert re.match(named, job.error or ""), job.told()
     assert [event["worker"] for event in job.of_kind("corruption")] == [rank]
     assert job.of_kind("failure") == []
     resumed = run_job(tmp_path / "run", [*TRAINING, *saves, *chaos(tmp_path / "resumed")])
     assert [event["step"] for event in resumed.of_kind("resumed")] == [step]
-    assert_same_training(resumed, undisturbed)
+    assert_same_training(resumed, reference(TRAINING))
 
 
 @pytest.mark.long
 @pytest.mark.jobs
 @pytest.mark.parametrize("run", range(20))
-def test_each_worker_is_replaced_at_any_moment(undisturbed: Job, tmp_path: Path, run: int) -> None:
+def test_each_worker_is_replaced_at_any_moment(tmp_path: Path, run: int) -> None:
     """Each rank as the owner and as the one that runs it again, whose own gradients are right or wrong; alone, with
     checkpoints of all steps, as one more is asked for, and with another worker lost in the recovery.
     """
@@ -138,12 +123,12 @@ def test_each_worker_is_replaced_at_any_moment(undisturbed: Job, tmp_path: Path,
         step += EVERY
         as_owner = owner(step) == rank
     moment = "forward" if as_owner or run % 4 < 2 else "reduced"
-    more, also = SHARDED if run % 2 else [], ()
+    more, also = SHARDED if run % 2 else [], events("")
     if run % 5 == 1:
         more = [*more, "checkpoint.every_steps=1"]
     elif run % 5 == 3 and not run % 2:
-        also = ({"step": step, "moment": "recovery", "rank": run // 5 % 2, "how": "kill", "workers": 2},)
-    assert_replaced(undisturbed, tmp_path, rank, step, moment, *more, also=also, grows=run % 5 == 2)
+        also = events(f"{step} recovery {run // 5 % 2}")
+    assert_replaced(tmp_path, rank, step, moment, *more, also=also, grows=run % 5 == 2)
 
 
 class WrongInStep(kf.BasePolicy):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_workers
-from problems import network, problem
+from distributed import on_workers
+from problems import flat, network, problem, update
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -53,8 +53,7 @@ def backward(net: nn.Module, opt: Any, step: int, parts: int) -> None:
 def train(net: nn.Module, opt: Any, steps: range, parts: int = 1) -> None:
     for step in steps:
         backward(net, opt, step, parts)
-        opt.step()
-        opt.zero_grad()
+        update(opt)
 
 
 def masters(net: nn.Module, opt: Any) -> list[Tensor]:
@@ -135,8 +134,7 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     for step in range(2):
         x, y = batch(step)
         F.cross_entropy(F.linear(net[:2](x), net[2].weight).float(), y).backward()
-        opt.step()
-        opt.zero_grad()
+        update(opt)
     assert torch.equal(net[2].bias, unused) and "master" not in opt.state.get(net[2].bias, {})
     train(net, opt, range(2, 4))
     assert_rounded(net, opt)
@@ -178,8 +176,7 @@ def test_a_model_of_both_types(kind: str) -> None:
         for p, q in zip(net.parameters_by_turns(), twin.parameters_by_turns(), strict=True):
             assert p.grad is not None and p.grad.dtype == p.dtype
             q.grad = p.grad.float().clone()
-        opt.step(), other.step()
-        opt.zero_grad(), other.zero_grad()
+        update(opt, other)
     for p, q in zip(net.parameters_by_turns(), twin.parameters_by_turns(), strict=True):
         assert torch.equal(p if p.dtype == F32 else opt.state[p]["master"], q)
 
@@ -318,33 +315,30 @@ def test_fit_casts_the_models_inputs_alone_and_saves_bf16(tmp_path: Path) -> Non
 # -- several workers --------------------------------------------------------------------------------------------------
 
 
-def averaged(every: int) -> list[list[list[float]]]:
-    """Masters before and after the workers' models are averaged."""
+@on_workers(2)
+def test_local_sgd_averages_the_masters() -> None:
+    """Averages of rounded parameters would undo what the masters have gathered below bf16's spacing.
+
+    Masters before and after the workers' models are averaged.
+    """
     kf.init()
     net = network().bfloat16()
     opt = kf.FusedAdamW(net.parameters(), lr=1e-4)
     x, y = problem()
-    for step in range(every):
+    for step in range(3):
         opt.begin(StepPlan(16, (range(1), range(1, 2)), local=8))
         with opt.micro_batch(samples=8):
             part = slice(16 * step + 8 * kf.rank(), 16 * step + 8 * kf.rank() + 8)
             F.cross_entropy(net(x[part].to(BF16)).float(), y[part]).backward()
-        opt.step()
-        opt.zero_grad()
+        update(opt)
     if kf.rank():
         with torch.no_grad():
             net[0].bias[3] = 0.5  # a change of the user's counts too
     before = [m.clone() for m in masters(net, opt)]
+    if kf.rank():
+        before[1][3] = 0.5
+    one, other = kf.allgather(flat(before))
     opt.updates.average_models()
     assert_rounded(net, opt)
-    return [[value.flatten().tolist() for value in values] for values in (before, masters(net, opt))]
-
-
-def test_local_sgd_averages_the_masters() -> None:
-    """Averages of rounded parameters would undo what the masters have gathered below bf16's spacing."""
-    (mine, one), (theirs, other) = run_workers(2, averaged, 3)
-    theirs[1][3] = 0.5
-    assert one == other
-    for a, b, mean in zip(mine, theirs, one, strict=True):
-        assert mean == ((torch.tensor(a) + torch.tensor(b)) / 2).tolist()
-    assert mine != theirs
+    assert not torch.equal(one, other)
+    assert torch.equal(flat(masters(net, opt)), ((one.float() + other.float()) / 2).double())

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from distributed import run_workers
 from elastic_job import read_lines
+from problems import update
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -91,8 +92,7 @@ def test_state_goes_to_torch_and_back_whatever_the_layouts() -> None:
     opt = fused("adamw", net)
     for step in range(2):
         backward(net, step)
-        opt.step()
-        opt.zero_grad()
+        update(opt)
     file = io.BytesIO()
     torch.save(opt.state_dict(), file)
     file.seek(0)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems import update
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
@@ -117,8 +118,7 @@ def test_a_loop_of_the_users_own_is_seeded(monkeypatch: pytest.MonkeyPatch) -> N
         for x, _ in each:
             drawn.append(float(torch.rand(())))
             model(x).mean().backward()
-        opt.step()
-        opt.zero_grad()
+        update(opt)
     generator = torch.Generator()
     expected = [float(torch.rand((), generator=generator.manual_seed(step.random_key(0, n, 0)))) for n in range(2)]
     assert drawn == expected

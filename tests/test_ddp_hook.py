@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from distributed import KEPT, run_workers
+from distributed import KEPT, on_workers, run_workers
 from test_statistics import LOSSES, PROBLEMS, Halves, Problem, draw, gradients_by_hand
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -121,7 +121,9 @@ def test_parameters_have_ddps_bits(workers: int, accumulate: int) -> None:
                 assert getattr(stats, name) == pytest.approx(getattr(plain, name), rel=1e-4), case
 
 
-def steps_of_each_graph() -> list[list[StepStats]]:
+@on_workers(2)
+def test_a_static_graphs_first_step_is_counted_once() -> None:
+    """DDP reduces it after backward."""
     dist.init_process_group("gloo")
     found: list[list[StepStats]] = []
     for static in (False, True):
@@ -136,15 +138,10 @@ def steps_of_each_graph() -> list[list[StepStats]]:
             model.zero_grad()
         monitor.drain()
         found.append(of_this)
-    return found
-
-
-def test_a_static_graphs_first_step_is_counted_once() -> None:
-    """DDP reduces it after backward."""
-    for plain, static in run_workers(2, steps_of_each_graph):
-        assert [(stats.micro_batches, stats.samples) for stats in static] == [(2, 12)] * 3
-        assert [stats.grad_norm for stats in static] == pytest.approx([stats.grad_norm for stats in plain])
-        assert [stats.grad_variance for stats in static] == pytest.approx([stats.grad_variance for stats in plain])
+    plain, others = found
+    assert [(stats.micro_batches, stats.samples) for stats in others] == [(2, 12)] * 3
+    for name in ("grad_norm", "grad_variance"):
+        assert [getattr(s, name) for s in others] == pytest.approx([getattr(s, name) for s in plain])
 
 
 # -- statistics ------------------------------------------------------------------------------------------------------
@@ -507,28 +504,28 @@ class Keeps(nn.Linear):
         return self.weight.sum()
 
 
-def wrong_uses() -> dict[str, Any]:
+@on_workers(2)
+def test_wrong_uses_of_ddp_end_in_one_line() -> None:
     dist.init_process_group("gloo")
-    found: dict[str, Any] = {}
     x = torch.ones(4, 5)
     inner = nn.Linear(5, 2)
     too_early = kf.monitor(inner)  # as a callback that a framework calls before it wraps the model
     model = wrapped(inner)
-    found["wrapped later"] = error(lambda: model(x))
+    assert "call kf.ddp_hook instead" in error(lambda: model(x))
     too_early.close()
-    found["one process"] = error(lambda: kf.monitor(model))
+    assert "use kf.ddp_hook(model)" in error(lambda: kf.monitor(model))
     kf.ddp_hook(model)
-    found["twice"] = error(lambda: kf.ddp_hook(model))
+    assert "can only be called once" in error(lambda: kf.ddp_hook(model))
 
     def joined() -> None:
         with model.join():
             model(x).sum().backward()
 
     with warnings.catch_warnings(action="ignore"):
-        found["join"] = error(joined)
+        assert "join()" in error(joined)
     sparse = wrapped(nn.Embedding(5, 2, sparse=True))
     kf.ddp_hook(sparse)
-    found["sparse"] = error(lambda: sparse(torch.tensor([1])).sum().backward())
+    assert "sparse" in error(lambda: sparse(torch.tensor([1])).sum().backward())
     # The last record travels until the monitor is closed.
     model = wrapped(nn.Linear(5, 2))
     monitor = kf.ddp_hook(model)
@@ -539,14 +536,13 @@ def wrong_uses() -> dict[str, Any]:
     before = len(records)
     monitor.close()
     kf.log_to()
-    found["logged"] = before, len(records)
+    assert (before, len(records)) == ((0, 0) if dist.get_rank() else (2, 3))
     # DDP reduces each backward here, and each is a step with the earlier one's gradient in it: unknown.
     model = wrapped(nn.Linear(5, 2))
     monitor = kf.ddp_hook(model)
     for _ in range(2):
         model(x * (dist.get_rank() + 1)).sum().backward()
-    assert monitor.stats is not None
-    found["no no_sync"] = (monitor.stats.step, monitor.stats.grad_variance)
+    assert monitor.stats is not None and (monitor.stats.step, monitor.stats.grad_variance) == (1, None)
     model = wrapped(nn.Linear(5, 2))
     monitor = kf.ddp_hook(model)
     model(x).sum().backward()
@@ -554,42 +550,27 @@ def wrong_uses() -> dict[str, Any]:
     # The loss does not come from the model's outputs: from the second step on, its parameters tell of a backward.
     model = wrapped(Keeps())
     monitor = kf.ddp_hook(model)
-    for _ in range(2):
+    for step in range(2):
         model(x * (dist.get_rank() + 1))
         model.module.loss.backward()  # type: ignore[union-attr, operator]
         model.zero_grad()
         assert monitor.stats is not None
-        found["kept loss"] = [*found.get("kept loss", ()), (monitor.stats.grad_variance, monitor.why)]
+        # Of the 10 weights: 4 on one worker, 8 on the other.
+        assert monitor.stats.grad_variance == (pytest.approx(80, rel=1e-5) if step else None)
+        assert step or "model's outputs" in str(monitor.why)
     model = wrapped(ReturnsBias(5, 2))
     kf.ddp_hook(model)
     for _ in range(3):
         model(x)[0].sum().backward()
-    found["hooks of an output"] = len(model.module.bias._backward_hooks or ())  # type: ignore[union-attr, arg-type]
+    assert len(model.module.bias._backward_hooks or ()) <= 1  # type: ignore[union-attr, arg-type]
     # Two groups: the model's own counts.
     groups = [dist.new_group([rank]) for rank in range(2)]
     model = wrapped(nn.Linear(5, 2), process_group=groups[dist.get_rank()])
     monitor = kf.ddp_hook(model)
     model(x).sum().backward()
-    assert monitor.stats is not None
-    found["own group"] = (monitor.stats.micro_batches, monitor.stats.grad_norm)
-    found["hooks"] = [len(p._backward_hooks or ()) for p in model.parameters()]  # type: ignore[arg-type]
-    return found
-
-
-def test_wrong_uses_of_ddp_end_in_one_line() -> None:
-    ranks = run_workers(2, wrong_uses)
-    for rank, found in enumerate(ranks):
-        assert "call kf.ddp_hook instead" in found["wrapped later"]
-        assert "use kf.ddp_hook(model)" in found["one process"]
-        assert "can only be called once" in found["twice"]
-        assert "join()" in found["join"] and "sparse" in found["sparse"]
-        assert found["logged"] == ((2, 3) if rank == 0 else (0, 0))
-        assert found["no no_sync"] == (1, None)
-        (unknown, why), (variance, _) = found["kept loss"]
-        assert unknown is None and "model's outputs" in why
-        assert variance == pytest.approx(80, rel=1e-5)  # of the 10 weights: 4 on one worker, 8 on the other
-        assert found["hooks"] == [0, 0] and found["hooks of an output"] <= 1
-        assert found["own group"] == (1, pytest.approx(math.sqrt(2 * 5 * 16 + 2 * 16)))
+    assert monitor.stats is not None and monitor.stats.micro_batches == 1
+    assert monitor.stats.grad_norm == pytest.approx(math.sqrt(2 * 5 * 16 + 2 * 16))
+    assert not any(p._backward_hooks for p in model.parameters())
 
 
 # -- the end of the process ------------------------------------------------------------------------------------------

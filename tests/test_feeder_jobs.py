@@ -17,8 +17,8 @@ from elastic_job import (
     chaos,
     command_line,
     is_alive,
+    reference,
     run_job,
-    undisturbed_job,
     until,
     wait_until,
     words,
@@ -77,12 +77,7 @@ def loaders(pid: int) -> list[int]:
     return [each for each in found if is_alive(each)]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return undisturbed_job(tmp_path_factory.mktemp("undisturbed"), TRAINING)
-
-
-def test_a_worker_and_a_loader_process_are_killed_and_the_job_is_resized(undisturbed: Job, tmp_path: Path) -> None:
+def test_a_worker_and_a_loader_process_are_killed_and_the_job_is_resized(tmp_path: Path) -> None:
     seen: set[int] = set()
 
     async def disturb(supervisor: Supervisor, job: Job) -> None:
@@ -101,7 +96,7 @@ def test_a_worker_and_a_loader_process_are_killed_and_the_job_is_resized(undistu
     phases = [{"step": 12, "workers": 2}, {"step": 50, "workers": 1}, {"step": 60, "workers": 3}]
     policy = chaos(tmp_path, phases=phases, events=events, gates=[{"step": 70, "workers": 3}], pace_s=0.02)
     job = run_job(tmp_path / "run", [*TRAINING, "data.workers=3", *policy], disturb)
-    assert_same_training(job, undisturbed)
+    assert_same_training(job, reference(TRAINING))
     [lost] = job.of_kind("loader_lost")
     assert lost["how"].startswith("was ended by SIGKILL") and lost["worker"] == 0
     assert [view["reason"] for view in job.views][:2] == ["start", "grow"]
@@ -110,7 +105,7 @@ def test_a_worker_and_a_loader_process_are_killed_and_the_job_is_resized(undistu
     assert seen
 
 
-def test_a_lost_workers_loader_processes_do_not_delay_the_others(undisturbed: Job, tmp_path: Path) -> None:
+def test_a_lost_workers_loader_processes_do_not_delay_the_others(tmp_path: Path) -> None:
     """They have its connections open. The others notice its end by those, long before the job's timeouts."""
     held: list[int] = []
 
@@ -124,7 +119,7 @@ def test_a_lost_workers_loader_processes_do_not_delay_the_others(undisturbed: Jo
 
     settings = [*TRAINING, "workers.count=2", "comm.timeout_s=600", "elastic.heartbeat_timeout_s=600"]
     job = run_job(tmp_path / "run", [*settings, "data.workers=3", *chaos(tmp_path, pace_s=0.02)], kill)
-    assert_same_training(job, undisturbed)
+    assert_same_training(job, reference(TRAINING))
     assert len(held) == 3
     [view] = [view for view in job.views if view["reason"] == "failure"]
     assert view["time"] - job.of_kind("failure")[0]["time"] < 60

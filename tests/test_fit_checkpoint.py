@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from distributed import run_workers
 from elastic_job import DEADLINE_S, assert_none_left, environment, read_lines, wait_until
+from problems import update
 from torch import nn
 
 import kfuse as kf
@@ -71,8 +72,7 @@ def with_loader(net: nn.Module, opt: Any, policy: kf.BasePolicy, **arguments: An
         for x, y in step:
             step.loss = F.cross_entropy(net(x), y)
             step.loss.backward()
-        opt.step()
-        opt.zero_grad()
+        update(opt)
 
 
 ARGUMENTS: dict[str, Any] = {"batch_size": 8, "train_epochs": 4, "lr_warmup_steps": 4, "lr_decay": "cosine"}

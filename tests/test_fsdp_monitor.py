@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from distributed import KEPT, run_workers
+from distributed import KEPT, on_workers, run_workers
 from test_ddp_hook import check_formula, check_running, error, measure, of_size
 from test_statistics import Halves, Problem
 from torch import Tensor, nn
@@ -246,71 +246,6 @@ class Loop:
         return stats.step, stats.micro_batches, stats.grad_variance is not None
 
 
-def loops() -> dict[str, Any]:
-    dist.init_process_group("gloo")
-    found: dict[str, Any] = {}
-    # A last backward without sync: its gradient goes into the next step, which is therefore unknown too.
-    loop = Loop()
-    found["last without sync"] = [loop.step(True), loop.step(True, False)]
-    assert "without gradient sync" in str(loop.monitor.why)
-    found["last without sync"].append(loop.step(True))
-    assert "the step before" in str(loop.monitor.why)
-    found["last without sync"].append(loop.step(False, True))
-    # zero_grad without a step: FSDP2 has dropped what was reduced, and nothing else.
-    for kind, to_none in (("none", True), ("zeros", False)):
-        loop = Loop()
-        loop.step(True)
-        loop.backward()
-        loop.backward()
-        loop.optimizer.zero_grad(to_none)
-        found[f"dropped, {kind}"] = [loop.step(True, True), loop.step(True)]
-    # Gradients that were changed between two backwards. torch's foreach functions leave a DTensor's version as it is.
-    loop = Loop()
-    loop.backward()
-    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3, foreach=True)
-    found["clipped"] = [loop.step(True), loop.step(True, True)]
-    # Gradients that were not set to zero, and zeros that were.
-    loop = Loop()
-    loop.backward()
-    loop.optimizer.step()
-    found["left"] = [loop.step(True), loop.step(True)]
-    loop.backward()
-    loop.optimizer.step()
-    loop.model.zero_grad(set_to_none=False)
-    found["left"].append(loop.step(True, True))
-    # A backward that raises. FSDP2 keeps gradients that it had not reduced, until the next backward.
-    first, _, last = loop.model.children()
-    loop.model.forward = lambda x: Raises.apply(first(x)) @ torch.ones(8, 2) + last(torch.ones(4, 8))
-    found["raised"] = [error(lambda: loop.backward(False))]
-    del loop.model.forward
-    loop.model.reset_iter_state()  # type: ignore[operator]
-    found["raised"] += [loop.step(True), loop.step(True)]
-    # A closure with the step's last backward, as Lightning steps.
-    loop.backward()
-    loop.optimizer.step(loop.closure)
-    found["closure"] = loop.figures()
-    loop.optimizer.zero_grad()
-    # Two optimizers, each with some of the parameters; and one of another model.
-    other = nn.Linear(2, 2)
-    other(torch.ones(2)).sum().backward()
-    halves = [torch.optim.SGD(part.parameters(), lr=0.0) for part in (loop.model[0], loop.model[2], other)]  # type: ignore[index]
-    loop.backward()
-    halves[2].step()
-    loop.backward()
-    for optimizer in halves:
-        optimizer.step()
-    found["two optimizers"] = loop.figures()
-    loop.model.zero_grad()
-    # The root's parameters are gathered after an evaluation, as the monitor is made again.
-    loop.monitor.close()
-    with torch.no_grad():
-        loop.loss()
-    loop.monitor = kf.fsdp_monitor(loop.model)
-    found["again"] = loop.step(True)
-    loop.monitor.close()
-    return found
-
-
 class Raises(torch.autograd.Function):
     """The identity, whose backward raises."""
 
@@ -323,39 +258,85 @@ class Raises(torch.autograd.Function):
         raise RuntimeError("by the test")
 
 
+@on_workers(2)
 def test_what_is_not_known_is_unknown() -> None:
+    dist.init_process_group("gloo")
     n = 2
-    for found in run_workers(2, loops):
-        assert found["last without sync"] == [(0, n, True), (1, 2 * n, False), (2, n, False), (3, 2 * n, True)]
-        assert found["dropped, none"] == [(1, 2 * n, True), (2, n, True)]
-        assert found["dropped, zeros"] == [(1, 4 * n, False), (2, n, True)]
-        assert found["clipped"] == [(0, 2 * n, False), (1, 2 * n, True)]
-        assert found["left"] == [(1, n, False), (2, n, True), (4, 2 * n, True)]
-        assert found["raised"] == ["RuntimeError: by the test", (5, n, False), (6, n, True)]
-        assert found["closure"] == (7, 2 * n, True)
-        assert found["two optimizers"] == (8, 2 * n, True)
-        assert found["again"] == (0, n, True)
+    # A last backward without sync: its gradient goes into the next step, which is therefore unknown too.
+    loop = Loop()
+    assert loop.step(True) == (0, n, True) and loop.step(True, False) == (1, 2 * n, False)
+    assert "without gradient sync" in str(loop.monitor.why)
+    assert loop.step(True) == (2, n, False)
+    assert "the step before" in str(loop.monitor.why)
+    assert loop.step(False, True) == (3, 2 * n, True)
+    # zero_grad without a step: FSDP2 has dropped what was reduced, and nothing else.
+    for to_none in (True, False):
+        loop = Loop()
+        loop.step(True)
+        loop.backward()
+        loop.backward()
+        loop.optimizer.zero_grad(to_none)
+        assert loop.step(True, True) == ((1, 2 * n, True) if to_none else (1, 4 * n, False))
+        assert loop.step(True) == (2, n, True)
+    # Gradients that were changed between two backwards. torch's foreach functions leave a DTensor's version as it is.
+    loop = Loop()
+    loop.backward()
+    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3, foreach=True)
+    assert loop.step(True) == (0, 2 * n, False) and loop.step(True, True) == (1, 2 * n, True)
+    # Gradients that were not set to zero, and zeros that were.
+    loop = Loop()
+    loop.backward()
+    loop.optimizer.step()
+    assert loop.step(True) == (1, n, False) and loop.step(True) == (2, n, True)
+    loop.backward()
+    loop.optimizer.step()
+    loop.model.zero_grad(set_to_none=False)
+    assert loop.step(True, True) == (4, 2 * n, True)
+    # A backward that raises. FSDP2 keeps gradients that it had not reduced, until the next backward.
+    first, _, last = loop.model.children()
+    loop.model.forward = lambda x: Raises.apply(first(x)) @ torch.ones(8, 2) + last(torch.ones(4, 8))
+    assert error(lambda: loop.backward(False)) == "RuntimeError: by the test"
+    del loop.model.forward
+    loop.model.reset_iter_state()  # type: ignore[operator]
+    assert loop.step(True) == (5, n, False) and loop.step(True) == (6, n, True)
+    # A closure with the step's last backward, as Lightning steps.
+    loop.backward()
+    loop.optimizer.step(loop.closure)
+    assert loop.figures() == (7, 2 * n, True)
+    loop.optimizer.zero_grad()
+    # Two optimizers, each with some of the parameters; and one of another model.
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    halves = [torch.optim.SGD(part.parameters(), lr=0.0) for part in (loop.model[0], loop.model[2], other)]  # type: ignore[index]
+    loop.backward()
+    halves[2].step()
+    loop.backward()
+    for optimizer in halves:
+        optimizer.step()
+    assert loop.figures() == (8, 2 * n, True)
+    loop.model.zero_grad()
+    # The root's parameters are gathered after an evaluation, as the monitor is made again.
+    loop.monitor.close()
+    with torch.no_grad():
+        loop.loss()
+    loop.monitor = kf.fsdp_monitor(loop.model)
+    assert loop.step(True) == (0, n, True)
+    loop.monitor.close()
 
 
 # -- wrong uses ------------------------------------------------------------------------------------------------------
 
 
-def wrong_uses() -> dict[str, str]:
+@on_workers(2)
+def test_wrong_uses_end_in_one_line() -> None:
     dist.init_process_group("gloo")
-    found = {}
     two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
     model = nn.Linear(6, 2, bias=False)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), two["tensor"]))
-    found["tensor parallel"] = error(lambda: kf.fsdp_monitor(sharded(model, [], mesh=two["data"])))
+    assert "weight is placed as" in error(lambda: kf.fsdp_monitor(sharded(model, [], mesh=two["data"])))
     model = sharded(nn.Linear(5, 2), [])
     kf.fsdp_monitor(model)
     for param in model.parameters():
         optimizer = torch.optim.SGD([param], lr=0.1)
         param.register_post_accumulate_grad_hook(lambda param, optimizer=optimizer: optimizer.step())
-    found["inside backward"] = error(lambda: model(torch.ones(4, 5)).sum().backward())
-    return found
-
-
-def test_wrong_uses_end_in_one_line() -> None:
-    for found in run_workers(2, wrong_uses):
-        assert "weight is placed as" in found["tensor parallel"] and "inside backward" in found["inside backward"]
+    assert "inside backward" in error(lambda: model(torch.ones(4, 5)).sum().backward())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_workers
+from distributed import on_workers, run_workers
 from problems import OPTIMIZERS, Net, relative, samples
 from torch import Tensor, nn
 
@@ -76,14 +76,15 @@ LOOPS = [
 """How each fills the gradients, and the same for one torch optimizer."""
 
 
-def beside_a_twin(steps: int) -> dict[str, float]:
+@on_workers(2)
+def test_gradients_set_by_hand_are_reduced_and_applied() -> None:
     """The largest relative difference to one torch optimizer over all workers' samples."""
-    group, found = kf.init().group, {}
+    group = kf.init().group
     for optimizer, (fused, plain) in OPTIMIZERS.items():
         for fill, fill_alone in LOOPS:
             ours, theirs = Net(), Net()
             opt, reference = fused(ours.parameters()), plain(theirs.parameters())
-            for step in range(steps):
+            for step in range(5):
                 x, y = samples(8 * group.size, seed=step)
                 fill(ours, opt, x.split(8)[group.rank], y.split(8)[group.rank])
                 fill_alone(theirs, reference, x, y)
@@ -91,20 +92,15 @@ def beside_a_twin(steps: int) -> dict[str, float]:
                     each.step()
                     if fill is not zeroed:
                         each.zero_grad()
-            found[f"{optimizer}, {fill.__name__}"] = relative(ours.parameters(), theirs.parameters())
+            assert relative(ours.parameters(), theirs.parameters()) <= 1e-5, f"{optimizer}, {fill.__name__}"
             assert relative(theirs.first.parameters(), Net().first.parameters()) > 1e-3
             assert opt.stats is not None
             assert opt.stats.micro_batches == group.size * (2 if fill is in_a_context else 1)
-    return found
 
 
-def test_gradients_set_by_hand_are_reduced_and_applied() -> None:
-    for found in run_workers(2, beside_a_twin, 5):
-        for name, error in found.items():
-            assert error <= 1e-5, name
-
-
-def after_the_reduction(how: str) -> None:
+@pytest.mark.parametrize("how", ["loader", "context", "bare"])
+@on_workers(2)
+def test_gradients_set_by_hand_after_the_reduction_are_refused(how: str) -> None:
     """Each worker's own gradients, set when nothing can reduce them any more; zeros in place of None are no such."""
     session = kf.init()
     net = Net()
@@ -130,11 +126,6 @@ def after_the_reduction(how: str) -> None:
     net.never.bias.grad = torch.ones(3)
     with pytest.raises(RuntimeError, match=r"the gradient of parameter 8 was set by hand"):
         opt.step()
-
-
-@pytest.mark.parametrize("how", ["loader", "context", "bare"])
-def test_gradients_set_by_hand_after_the_reduction_are_refused(how: str) -> None:
-    run_workers(2, after_the_reduction, how)
 
 
 def test_a_gradient_set_in_a_micro_batch_after_its_backward_is_refused() -> None:

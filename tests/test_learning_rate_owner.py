@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_workers
+from distributed import on_workers
 from elastic_job import command_line, read_lines
-from problems import Seen, network, problem
+from problems import Seen, all_equal, network, problem, update
 from support import Supervised
-from test_kfuse_run import run_script
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
@@ -64,8 +63,7 @@ def test_the_rate_that_is_recorded_is_the_one_used() -> None:
         opt.param_groups[0]["lr"] = rate
         for x, y in step:
             F.cross_entropy(net(x), y).backward()
-        opt.step()
-        opt.zero_grad()
+        update(opt)
     assert [signals.lr for signals in policy.signals] == pytest.approx(rates)
 
 
@@ -81,19 +79,14 @@ def test_kfuse_multiplies_the_schedulers_rate() -> None:
     assert opt.lr_factor == 1.0  # what the user does next is theirs
 
 
-def fit_two_ranks() -> list[float]:
+@on_workers(2)
+def test_all_ranks_have_rank_0s_rate_and_schedule() -> None:
     kf.init()
     net = network()
     opt = make("fused", net, lr=0.1 * (1 + kf.rank()))  # rank 0's rate and schedule are everybody's
     scheduler = StepLR(opt, 2 + kf.rank(), 0.5)
     kf.fit(net, problem(), opt, batch_size=16, train_epochs=2, scheduler=scheduler)
-    return [*opt.learning_rates(), *(float(p.detach().sum()) for p in net.parameters())]
-
-
-def test_all_ranks_have_rank_0s_rate_and_schedule() -> None:
-    first, second = run_workers(2, fit_two_ranks)
-    assert first == second
-    assert first[0] == 0.1 * 0.5**4
+    assert all_equal(net.parameters()) and opt.learning_rates() == [0.1 * 0.5**4]
 
 
 @pytest.mark.parametrize(
@@ -120,41 +113,6 @@ def test_a_scheduler_that_nobody_would_step_is_refused() -> None:
         StepLR(opt if owner is None else opt.inner, 1)
         with pytest.raises(ValueError, match=r"kf\.fit would not step it"):
             kf.fit(net, problem(), opt)
-
-
-SCRIPT = """
-import torch, torch.nn.functional as F
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
-import kfuse as kf
-
-kf.init(comm_check_every=1)
-
-class Grow(kf.BasePolicy):
-    def decide(self, signals):
-        return kf.Decision(workers=2) if signals.step == 5 else None
-
-net = nn.Linear(4, 3)
-opt = kf.FusedSGD(net.parameters(), lr=0.1)
-scheduler = LambdaLR(opt, lambda step: 1 / (1 + step))
-x, y = torch.randn(512, 4), torch.randint(3, (512,))
-settings = {"batch_size": 8, "batch_micro": 4, "train_epochs": 20, "policy": Grow(), "scheduler": scheduler}
-for step in kf.DataLoader((x, y), net, opt, **settings):
-    import time; time.sleep(0.1 if kf.size() == 1 else 0.002)  # two minutes for the second one to come
-    for inputs, targets in step:
-        F.cross_entropy(net(inputs), targets).backward()
-    opt.step()
-    opt.zero_grad()
-"""
-
-
-@pytest.mark.full
-def test_a_worker_that_joins_has_the_schedulers_state(tmp_path: Path) -> None:
-    """And the parameters stay the same on all: the check would end the job."""
-    metrics = run_script(tmp_path, SCRIPT, "--max-workers", "2", workers=1).metrics
-    assert metrics[-1]["workers"] == 2
-    for record in metrics:
-        assert record["lr"] == pytest.approx(0.1 / (1 + record["step"]))
 
 
 def test_a_scheduler_stepped_by_the_body_is_refused_where_workers_may_join() -> None:

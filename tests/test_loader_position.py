@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from problems import Seen, network, problem
+from problems import Seen, network, problem, update
 
 import kfuse as kf
 from kfuse.data import Source
@@ -32,8 +32,7 @@ def train(data: Any, **arguments: Any) -> Iterator[tuple[kf.DataLoader, Any]]:
             F.cross_entropy(net(x), y).backward()
             sizes.append(len(x))
         assert len(sizes) == len(step)
-        opt.step()
-        opt.zero_grad()
+        update(opt)
     yield loop, None
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_workers
+from distributed import on_workers, run_workers
 from elastic_job import read_lines, run_job, words
-from problems import Seen, network, problem
+from problems import Seen, all_equal, network, problem, update
 from torch import nn
 
 import kfuse as kf
@@ -37,8 +37,7 @@ def ask_at(moment: str) -> list[tuple[int, float, int | None]]:
             if index == 0:
                 ask("micro_batch")
         ask("after_backward")
-        opt.step()
-        opt.zero_grad()
+        update(opt)
         topologies.append((opt.engine.topology, opt.engine.tree))
         ask("after_step")
         number += 1
@@ -56,7 +55,8 @@ def test_a_request_at_any_moment_of_a_step_takes_effect(moment: str) -> None:
         assert seen == results[0]
 
 
-def added_group() -> list[float]:
+@on_workers(2)
+def test_a_group_that_is_added_inside_the_loop_is_trained_from_rank_0s_values() -> None:
     """A group is added in the loop, with a rate of its own; on each worker with other values."""
     torch.manual_seed(kf.rank())
     net, extra = nn.Linear(4, 3), nn.Linear(4, 3)
@@ -65,18 +65,12 @@ def added_group() -> list[float]:
     for number, step in enumerate(kf.DataLoader(problem(256), net, opt, batch_size=16, batch_micro=4)):
         for x, y in step:
             F.cross_entropy(net(x) + (extra(x) if number > 4 else 0), y).backward()
-        opt.step()
-        opt.zero_grad()
+        update(opt)
         if number == 4:
             opt.add_param_group({"params": list(extra.parameters()), "lr": 0.5})
     assert not torch.equal(before, extra.weight)
     assert [group["lr"] for group in opt.param_groups] == [0.1, 0.5]
-    return [float(p.detach().sum()) for p in (*net.parameters(), *extra.parameters())]
-
-
-def test_a_group_that_is_added_inside_the_loop_is_trained_from_rank_0s_values() -> None:
-    first, second = run_workers(2, added_group)
-    assert first == second
+    assert all_equal([*net.parameters(), *extra.parameters()])
 
 
 JOB = words("model=mlp model.hidden=[8] data=digits")

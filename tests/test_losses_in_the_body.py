@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 from distributed import run_workers
+from elastic_job import script_job
 from test_kfuse_run import run_script
 
 from kfuse.train.evaluation import params_sha256
@@ -21,7 +22,7 @@ from kfuse.comm.executor import Executor
 
 number = int(os.environ.get("KFUSE_WORKER", -1))
 options, strikes = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-launch, died = Executor.launch, os.path.join(os.getcwd(), "died-")
+launch, died = Executor.launch, os.path.join(sys.argv[3], "died-")
 
 def lost(step):  # a worker is lost in it: the others' backward then takes longer than until they notice
     return any(strike[1] == step for strike in strikes)
@@ -64,7 +65,7 @@ for step in kf.DataLoader((x, y), model, opt, batch_size=24, batch_micro=4, trai
 
 def alone(options: str) -> str:
     names: dict[str, Any] = {}
-    with patch("sys.argv", ["train.py", options, "[]"]):
+    with patch("sys.argv", ["train.py", options, "[]", "."]):
         exec(LOOP, names)
     return params_sha256(names["model"])
 
@@ -84,13 +85,12 @@ def test_a_body_goes_on_where_a_worker_is_lost_during_its_backward(
 ) -> None:
     """Of three workers, then of two. The others have messages to start, and to wait for, in the same backward."""
     given = json.dumps(options)
-    settings = ("--elastic-replace=false", "--observe-progress=false")
-    ended = run_script(tmp_path, LOOP, *settings, workers=3, after=[given, json.dumps(strikes)])
+    job = script_job(tmp_path, LOOP, 3, given, json.dumps(strikes), str(tmp_path))
     assert {path.name for path in tmp_path.glob("died-*")} == {"died-1", "died-2"}
-    assert [event["worker"] for event in ended.of_kind("failure")] == [2, 1], ended.said
-    assert ended.steps == list(range(20)) and not ended.of_kind("went_back")
+    assert [event["worker"] for event in job.of_kind("failure")] == [2, 1], job.told()
+    assert [record["step"] for record in job.metrics] == list(range(20)) and not job.of_kind("went_back")
     if "reproducible" in options:
-        assert run_workers(1, alone, given) == [ended.summary["params_sha256"]]
+        assert run_workers(1, alone, given) == [job.summary["params_sha256"]]
 
 
 LAST = """
@@ -192,5 +192,5 @@ assert lost
 
 def test_a_collective_of_the_users_own_meets_a_lost_worker(tmp_path: Path) -> None:
     """The script has to catch the error, and goes on."""
-    ended = run_script(tmp_path, COLLECTIVE, "--elastic-replace=false", "--observe-progress=false", workers=3)
-    assert ended.steps == list(range(12)) and len(ended.of_kind("failure")) == 1
+    job = script_job(tmp_path, COLLECTIVE, 3)
+    assert job.error is None and len(job.metrics) == 12 and len(job.of_kind("failure")) == 1, job.told()

@@ -1,18 +1,17 @@
-"""kf.FusedMuon: torch.optim.Muon's and AdamW's bits in one process, and the same bits on any number of workers."""
+"""kf.FusedMuon: torch.optim.Muon's and AdamW's bits in one process. On several workers: test_sharded, test_jobs too."""
 
 from __future__ import annotations
 
 import copy
 from itertools import combinations_with_replacement, pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import sharded as s
 import torch
 import torch.nn.functional as F
-from distributed import run_workers
-from elastic_job import assert_same_training, chaos, compose, run_job, undisturbed_job, words
+from distributed import on_workers
+from elastic_job import compose, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import relative
@@ -171,7 +170,10 @@ def in_fp32(matrix: Tensor, coefficients: Any, steps: int, eps: float) -> Tensor
     return x.T if tall else x
 
 
-def fifty_steps(state: str) -> float:
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+@on_workers(2)
+def test_fifty_steps_of_two_workers_are_a_plain_loops(state: str) -> None:
     s.init(state)
     rank, size = kf.rank(), kf.size()
     ours = network()
@@ -180,38 +182,11 @@ def fifty_steps(state: str) -> float:
     opt, plain_ones = kf.FusedMuon(groups(ours), lr=0.02, arithmetic="fp32"), plain(theirs, lr=0.02)
     train(ours, [opt], range(50), slice(rank, None, size))
     train(theirs, plain_ones, range(50))
-    return relative(ours.parameters(), theirs.parameters())
+    assert relative(ours.parameters(), theirs.parameters()) < 1e-4
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
-@pytest.mark.parametrize("state", ["replicated", "sharded"])
-def test_fifty_steps_of_two_workers_are_a_plain_loops(state: str) -> None:
-    for error in run_workers(2, fifty_steps, state):
-        assert error < 1e-4
-
-
-def trained(state: str) -> dict[str, list[Tensor]]:
-    """With a clip, a layer that is used in some steps, and in bf16 with masters; and a step that is left out."""
-    found = {}
-    s.init(state, reproducible=True)
-    for dtype in (torch.float32, torch.bfloat16):
-        net = s.net(dtype)
-        opt = s.optimizer("muon", net, clip_norm=0.5)
-        for step in range(6):
-            s.planned_step(opt, net, step, 6, lambda x, nan=step == 4: x * float("nan") if nan else x)
-        found[str(dtype)] = [*s.values(net), *s.tensors(opt.state_dict()).values()]
-    return found
-
-
-def test_the_same_bits_on_any_number_of_workers() -> None:
-    alone = run_workers(1, trained, "replicated")[0]
-    for workers in (2, 3):
-        for found in run_workers(workers, trained, "replicated"):
-            for name, values in alone.items():
-                assert all(value.isfinite().all() for value in values) and s.same(found[name], values), name
-
-
-def bytes_of_momentum() -> tuple[int, int]:
+@on_workers(4)
+def test_a_worker_has_the_momentum_of_its_own_matrices() -> None:
     s.init("sharded", bucket_mb=25)
     net = nn.Sequential(*(nn.Linear(64, 128, bias=False) for _ in range(8)))
     opt: Any = kf.FusedMuon(list(net.parameters()))
@@ -219,13 +194,8 @@ def bytes_of_momentum() -> tuple[int, int]:
         p.grad = torch.ones_like(p)
     opt.step()
     held = [tensor for state in opt.updates.states for tensor in state.own.tensors.values()]
-    return sum(tensor.nbytes for tensor in held), sum(p.numel() for p in net.parameters())
-
-
-def test_a_worker_has_the_momentum_of_its_own_matrices() -> None:
-    workers = 4
-    for held, numel in run_workers(workers, bytes_of_momentum):
-        assert held == 4 * numel / workers, "bytes"
+    numel = sum(p.numel() for p in net.parameters())
+    assert sum(tensor.nbytes for tensor in held) == 4 * numel / 4, "bytes"
 
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=6)
@@ -306,26 +276,3 @@ def test_the_shell_refuses_what_muon_cannot_train() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             compose([*mlp, wrong])
-
-
-TRAINING = words(
-    "comm=reproducible optimizer=muon model=mlp model.hidden=[24,16] model.dropout=0.1 batch.size=16 batch.micro=4",
-    "comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 train.epochs=null train.steps=60 train.eval_every=25",
-    "optimizer.arithmetic=fp32 workers.max=3",
-)
-
-
-@pytest.mark.full
-@pytest.mark.jobs
-@pytest.mark.parametrize("state", ["replicated", "sharded"])
-def test_losses_and_joins_leave_the_bits(tmp_path: Path, state: str) -> None:
-    reference = undisturbed_job(tmp_path / "alone", TRAINING)
-    moments = {15: "mid_reduction", 25: "sharing", 35: "between_reduction_and_update"}
-    events = [
-        {"step": step, "moment": moment, "rank": number % 2, "how": "kill", "workers": 2}
-        for number, (step, moment) in enumerate(moments.items())
-    ]
-    disturbed = [*TRAINING, f"comm.state={state}", *chaos(tmp_path, events=events), "workers.count=2"]
-    job = run_job(tmp_path / "run", disturbed)
-    assert [failure["how"] for failure in job.of_kind("failure")] == ["was ended by SIGKILL"] * 3, job.told()
-    assert_same_training(job, reference)

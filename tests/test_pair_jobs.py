@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_job import Job, chaos, override, run_job, until, words
-from test_kfuse_run import run_script
+from elastic_job import Job, changes, chaos, events, override, run_job, script_job, until, words
 
 from kfuse.elastic.supervisor import Supervisor
 
@@ -92,8 +91,7 @@ def test_decisions_are_applied_by_all_and_other_modes_come_and_go(tmp_path: Path
 
 
 def test_workers_join_and_leave_at_meetings(tmp_path: Path) -> None:
-    phases = [{"step": s, "workers": n} for s, n in ((5, 2), (35, 3), (65, 1), (95, 2))]
-    gates = [{"step": phase["step"] + 15, "workers": phase["workers"]} for phase in phases]
+    phases, gates = changes("5:2 35:3 65:1 95:2"), changes("20:2 50:3 80:1 110:2")
     policy = chaos(tmp_path, phases=phases, gates=gates, adaptive=False)
     job = run_job(tmp_path / "run", [*TRAINING, *policy, "train.epochs=9", "workers.count=1"])
     assert job.error is None, job.told()
@@ -104,15 +102,11 @@ def test_workers_join_and_leave_at_meetings(tmp_path: Path) -> None:
 
 def test_each_worker_may_be_killed_at_any_moment(tmp_path: Path) -> None:
     """The leader too; in an evaluation, where all are together; between two steps."""
-    moments = ["forward", "between_reduction_and_update", "after_step", "evaluation", "evaluated"]
-    events = [
-        {"step": 6 + 15 * k, "moment": moment, "rank": k % 2, "how": "kill", "workers": 3}
-        for k, moment in enumerate(moments)
-    ]
-    policy = chaos(tmp_path, events=events, adaptive=False)
+    kills = "6 forward 0 of 3, 21 between_reduction_and_update 1 of 3, 36 after_step 0 of 3, 51 evaluation 1 of 3"
+    policy = chaos(tmp_path, events=events(f"{kills}, 66 evaluated 0 of 3"), adaptive=False)
     job = run_job(tmp_path / "run", [*TRAINING, *policy, "train.epochs=8", "train.eval_every=8"])
     assert job.error is None, job.told()
-    assert len(job.of_kind("failure")) == len(events)
+    assert len(job.of_kind("failure")) == 5
     assert_none_twice(job)
     assert job.summary["eval_accuracy"] > 0.85
 
@@ -184,10 +178,10 @@ print("rank", kf.rank(), "ended with the same model", flush=True)
 
 
 def test_a_loop_of_ones_own_with_loader_processes(tmp_path: Path) -> None:
-    ended = run_script(tmp_path, SCRIPT, "--observe-progress=false", workers=2)
-    assert ended.steps == list(range(60))
-    assert [event["sync"] for event in ended.of_kind("decision")] == [["ssgd", "pair"]]
-    assert ended.said.count("ended with the same model") == 2, ended.said
+    job = script_job(tmp_path, SCRIPT, 2)
+    assert [record["step"] for record in job.metrics] == list(range(60)), job.told()
+    assert [event["sync"] for event in job.of_kind("decision")] == [["ssgd", "pair"]]
+    assert sum("ended with the same model" in line for line in job.lines) == 2, job.told()
 
 
 def test_a_worker_that_makes_no_step_is_not_waited_for_without_end(tmp_path: Path) -> None:
@@ -248,3 +242,19 @@ def test_a_collective_between_meetings_is_refused(tmp_path: Path) -> None:
     job = run_job(tmp_path / "run", [*TRAINING, *orders(collective=20), "train.epochs=3"])
     assert job.error is not None and "each worker is at a step of its own" in str(job.error), job.told()
     assert "RuntimeError: comm.sync=pair: each worker is at a step of its own" in "\n".join(job.lines)
+
+
+@pytest.mark.jobs
+def test_apart_all_workers_end_at_one_step(tmp_path: Path) -> None:
+    """Workers of comm.sync=pair have statistics of their own; what they count of the run is the same."""
+    job = run_job(
+        tmp_path / "run",
+        words(
+            *TRAINING,
+            "optimizer=sgd lr.scaling=adascale train.epochs=null train.steps=40",
+            "policy=schedule policy.phases=[{step:10,batch_size:192}]",
+        ),
+    )
+    assert job.error is None, job.told()
+    assert job.summary["exit_reason"] == "steps", job.told()
+    assert job.summary["batch_size"] == 192

@@ -18,6 +18,8 @@ from elastic_job import (
     command_line,
     is_alive,
     parent,
+    pids,
+    reference,
     run_job,
     until,
     words,
@@ -55,14 +57,8 @@ def cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
-def pids(view: dict[str, Any]) -> list[int]:
-    return [worker["pid"] for worker in view["workers"]]
-
-
 def test_actors_and_nodes_come_and_go(cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An actor is killed and replaced; the third worker waits for a node; that node is lost. The same bits."""
-    undisturbed = run_job(tmp_path / "undisturbed", [*TRAINING, *chaos(tmp_path / "alone")])
-    assert undisturbed.error is None, undisturbed.told()
     actors: set[int] = set()
 
     async def events(supervisor: Supervisor, job: Job) -> None:
@@ -86,7 +82,7 @@ def test_actors_and_nodes_come_and_go(cluster: Any, tmp_path: Path, caplog: pyte
     policy = chaos(tmp_path, phases=[{"step": 40, "workers": 3}], gates=gates, pace_s=0.02)
     settings = [*TRAINING, "workers.count=2", "elastic.heartbeat_timeout_s=5", *policy]
     job = run_job(tmp_path / "run", settings, events, launcher=RayLauncher())
-    assert_same_training(job, undisturbed)
+    assert_same_training(job, reference(TRAINING))
     views = job.views
     sizes = [("start", 2), ("failure", 1), ("grow", 2), ("grow", 3), ("failure", 2)]
     assert [(view["reason"], len(view["workers"])) for view in views] == sizes
@@ -103,7 +99,6 @@ def test_the_worker_on_a_drained_node_leaves_and_nothing_is_repeated(cluster: An
     """As the autoscaler drains it, or a pod's preStop hook. Another worker comes where there is room."""
     from ray._raylet import GcsClient
 
-    undisturbed = run_job(tmp_path / "undisturbed", [*TRAINING, *chaos(tmp_path / "alone")])
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
     actors: set[int] = set()
 
@@ -121,7 +116,7 @@ def test_the_worker_on_a_drained_node_leaves_and_nothing_is_repeated(cluster: An
     policy = chaos(tmp_path, gates=[{"step": 12, "workers": 2}, {"step": 85, "workers": 2}], pace_s=0.02)
     settings = [*TRAINING, "workers.count=2", "workers.max=2", *policy]
     job = run_job(tmp_path / "run", settings, events, launcher=RayLauncher())
-    assert_same_training(job, undisturbed)
+    assert_same_training(job, reference(TRAINING))
     assert job.of_kind("failure") == [] and len(job.of_kind("notice")) == 1
     assert not {"failure", "restart"} & {view["reason"] for view in job.views}
     assert_none_left(actors)

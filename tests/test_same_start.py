@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import WorkersFailed, run_workers
+from distributed import WorkersFailed, on_workers, run_workers
 from elastic_job import run_job, words
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import problem
+from problems import all_equal, problem, update
 from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.comm.tail import digest_from_slots, digest_slots
 from kfuse.optim.base import latest_optimizer
 from kfuse.session import current
-from kfuse.train.evaluation import params_sha256
 
 
 def network(rank: int) -> nn.Sequential:
@@ -102,15 +101,13 @@ def diverge(how: str) -> list[int]:
                     net[2].weight.data[1, 1] += 1e-6
                 for inputs, targets in step:
                     F.cross_entropy(net(inputs), targets).backward()
-                opt.step()
-                opt.zero_grad()
+                update(opt)
                 steps += 1
         while steps < 128:
             if steps == 13 and differs:
                 opt.param_groups[0]["lr"] = 0.2
             F.cross_entropy(net(x), y).backward()
-            opt.step()
-            opt.zero_grad()
+            update(opt)
             steps += 1
     except kf.ConsistencyError as error:
         # Parameters of earlier layers follow within a step, so that the first that differs may be one of them.
@@ -150,7 +147,8 @@ def test_an_elastic_job_whose_workers_differ_ends_in_one_line(tmp_path: Path) ->
     assert len(job.views) == 1  # nobody was replaced
 
 
-def unusual_layouts() -> tuple[list[float], list[float]]:
+@on_workers(2)
+def test_expanded_buffers_and_other_memory_formats() -> None:
     """Buffers that repeat their elements, and parameters whose layout changes after the optimizer was made."""
     kf.init()
     torch.manual_seed(kf.rank())
@@ -162,28 +160,9 @@ def unusual_layouts() -> tuple[list[float], list[float]]:
     net.to(memory_format=torch.channels_last)
     for _ in range(2):
         net(torch.ones(2, 3, 8, 8)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        update(opt)
     assert net.counts.tolist() == [0] * 4 and net.scales.tolist() == [[0.0] * 2] * 3
-    return net.weight.flatten().tolist(), net.bias.tolist()
-
-
-def test_expanded_buffers_and_other_memory_formats() -> None:
-    one, other = run_workers(2, unusual_layouts)
-    assert one == other
-
-
-def reproducible_run() -> str:
-    kf.init(comm_reproducible=True, comm_check_every=1)
-    net = network(kf.rank())
-    summary = kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), batch_size=12, batch_micro=4, train_epochs=2)
-    assert summary is not None and summary["params_sha256"] == params_sha256(net)
-    return str(summary["params_sha256"])
-
-
-def test_no_false_alarm_whoever_has_no_micro_batch() -> None:
-    """Three micro-batches, four workers: one has none, and sends no digest. The bits stay those of one worker."""
-    assert len({*run_workers(1, reproducible_run), *run_workers(4, reproducible_run)}) == 1
+    assert all_equal(net.parameters())
 
 
 def start_that_fails(directory: Path) -> None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from distributed import run_workers
-from problems import OPTIMIZERS
+from distributed import on_workers
+from problems import OPTIMIZERS, update
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
@@ -68,11 +68,6 @@ class World:
                 scale(loss * weight).backward()
             losses.append(loss.item())
         return losses
-
-
-def update(opt: Any) -> None:
-    opt.step()
-    opt.zero_grad()
 
 
 def samples(step: int, count: int = 8, rank: int | None = None) -> tuple[Tensor, Tensor]:
@@ -401,7 +396,9 @@ def one_loop_after_another(theirs: Any, ours: Any, seed: int) -> None:
 LOADED = [scheduled_in_a_loader, one_loop_after_another]
 
 
-def with_each_optimizer() -> None:
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
+@on_workers(timeout_s=300.0)
+def test_scripts_train_as_in_plain_torch(workers: int) -> None:
     kf.init()
     if kf.size() > 1:
         dist.init_process_group("gloo")
@@ -415,15 +412,11 @@ def with_each_optimizer() -> None:
             raise AssertionError(f"{script.__name__} {kind}: {error}") from error
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_scripts_train_as_in_plain_torch(workers: int) -> None:
-    run_workers(workers, with_each_optimizer, timeout_s=300.0)
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def gan_whose_discriminators_differ() -> None:
+@on_workers(2)
+def test_gradients_that_are_dropped_are_no_steps_and_do_not_take_the_check_of_the_next() -> None:
     kf.init(comm_check_every=2)
     gan = Gan(0)
     opt_g, opt_d = kf.FusedSGD(gan.g.parameters(), lr=0.1), kf.FusedSGD(gan.d.parameters(), lr=0.1)
@@ -431,7 +424,3 @@ def gan_whose_discriminators_differ() -> None:
         next(gan.d.parameters())[0, 0] += kf.rank()
     with pytest.raises(kf.ConsistencyError, match=r"parameter 0 \(ranks 1 against rank 0"):
         train_gan(gan, opt_g, opt_d, "generator first")
-
-
-def test_gradients_that_are_dropped_are_no_steps_and_do_not_take_the_check_of_the_next() -> None:
-    run_workers(2, gan_whose_discriminators_differ)

@@ -6,14 +6,15 @@ import contextlib
 import copy
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_workers
+from distributed import on_workers, run_workers
+from problems import backward, update
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -68,16 +69,6 @@ def loader(model: nn.Module, opt: Any, **settings: Any) -> kf.DataLoader:
     return kf.DataLoader(dataset(), model, opt, **settings)
 
 
-def backward(model: nn.Module, step: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for x, y in step:
-        F.cross_entropy(model(x), y).backward()
-
-
-def update(opt: Any) -> None:
-    opt.step()
-    opt.zero_grad()
-
-
 # -- several trainings in a process ---------------------------------------------------------------------------------
 
 
@@ -106,7 +97,10 @@ class Grows(kf.BasePolicy):
         return kf.Decision(batch_size=16, lr_scale=0.5)
 
 
-def folds() -> None:
+@pytest.mark.full
+@WORKERS
+@on_workers()
+def test_nothing_leaks_from_one_training_into_the_next(workers: int) -> None:
     verbs: list[Callable[[], None]] = [
         lambda: kf.set_batch_size(16),
         lambda: kf.set_lr(1e-5),
@@ -129,13 +123,10 @@ def folds() -> None:
             assert opt.stats.grad_norm == pytest.approx(norm, rel=1e-4) and opt.lr_factor == 1.0
 
 
-@pytest.mark.full
 @WORKERS
-def test_nothing_leaks_from_one_training_into_the_next(workers: int) -> None:
-    run_workers(workers, folds)
-
-
-def turns(how: str) -> None:
+@pytest.mark.parametrize("how", ["loader", "bare"])
+@on_workers()
+def test_two_models_are_trained_by_turns(how: str, workers: int) -> None:
     """Two loaders, a step of each by turns; or bare loops by turns, of models without dropout."""
 
     def steps(model: nn.Module, opt: Any) -> Iterator[Any]:
@@ -155,12 +146,6 @@ def turns(how: str) -> None:
     for (model, opt), (expected, _) in zip(both, alone, strict=True):
         assert_near(values(model), values(expected))
         assert opt.stats.step == 5
-
-
-@WORKERS
-@pytest.mark.parametrize("how", ["loader", "bare"])
-def test_two_models_are_trained_by_turns(how: str, workers: int) -> None:
-    run_workers(workers, turns, how)
 
 
 def test_clip_norm_holds_for_one_training() -> None:
@@ -222,7 +207,9 @@ def interrupt(how: str, model: nn.Module, opt: Any) -> None:
             break
 
 
-def cells() -> None:
+@WORKERS
+@on_workers()
+def test_a_cell_that_was_interrupted_can_be_run_again(workers: int) -> None:
     model, opt = made("adamw", 0)
     train("loader", model, opt)
     expected = values(model)
@@ -247,11 +234,6 @@ def cells() -> None:
         train(again, model, opt)
         assert torch.equal(torch.rand(2), drawn)
         assert_near(values(model), expected)
-
-
-@WORKERS
-def test_a_cell_that_was_interrupted_can_be_run_again(workers: int) -> None:
-    run_workers(workers, cells)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 import struck_example
 import torch
 import torch.nn.functional as F
-from distributed import load, run_workers
+from distributed import load, on_workers, run_workers
 from elastic_job import run_script
-from problems import relative
+from problems import relative, update
 from torch import nn
 
 import kfuse as kf
@@ -41,8 +41,7 @@ def plain_bptt(module: Any) -> tuple[nn.Module, torch.Tensor]:
             output, state = model.rnn(model.embedding(x), state.detach())
             F.cross_entropy(model.out(output).flatten(0, 1), y.flatten()).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            opt.step()
-            opt.zero_grad()
+            update(opt)
     return model, state.detach()[0]
 
 
@@ -59,15 +58,17 @@ def plain_reinforce(module: Any) -> tuple[nn.Module, torch.Tensor]:
             (walker.loss(module.BATCH // 4) / 4).backward()
             parts.append(walker.baseline.clone())
         walker.baseline.copy_(torch.stack(parts).mean())
-        opt.step()
-        opt.zero_grad()
+        update(opt)
     return walker, walker.baseline
 
 
 TWINS: dict[str, Callable[[Any], tuple[nn.Module, torch.Tensor]]] = {BPTT: plain_bptt, REINFORCE: plain_reinforce}
 
 
-def against_plain(example: str) -> tuple[float, float]:
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("example", [BPTT, pytest.param(REINFORCE, marks=pytest.mark.full)])
+@on_workers()
+def test_it_trains_as_in_plain_torch(example: str, workers: int) -> None:
     """The relative difference of the parameters, and of what goes on from step to step."""
     ours = struck_example.run(example, *SETTINGS[example])
     module = load(example)
@@ -76,14 +77,7 @@ def against_plain(example: str) -> tuple[float, float]:
     theirs, goes_on = TWINS[example](module)
     own = ours.carried.state if example == BPTT else ours.baseline
     assert bool(own.any())
-    return relative(ours.parameters(), theirs.parameters()), relative([own], [goes_on])
-
-
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("example", [BPTT, pytest.param(REINFORCE, marks=pytest.mark.full)])
-def test_it_trains_as_in_plain_torch(example: str, workers: int) -> None:
-    for parameters, goes_on in run_workers(workers, against_plain, example):
-        assert max(parameters, goes_on) < 1e-4
+    assert relative(ours.parameters(), theirs.parameters()) < 1e-4 and relative([own], [goes_on]) < 1e-4
 
 
 def undisturbed(example: str) -> str:
@@ -98,15 +92,16 @@ def test_workers_are_lost_and_join_with_the_same_bits(example: str, tmp_path: Pa
     script = (struck_example.__file__, str(tmp_path), example, *SETTINGS[example])
     job = run_script(tmp_path / "run", Elasticity(2, 1, 2, script=True), *script)
     assert job.error is None, job.told()
-    assert len(list(tmp_path.glob("mark-*"))) == 2 and {"grow", "failure"} <= {view["reason"] for view in job.views}
+    assert len(list(tmp_path.glob("events/event-*"))) == 2
+    assert {"grow", "failure"} <= {view["reason"] for view in job.views}
     [alone] = run_workers(1, undisturbed, example)
     assert alone == job.summary["params_sha256"]
 
 
-def averaged(folder: str) -> tuple[float, list[str], list[str], bool]:
-    """The difference of the weights and of their average from a plain loop's; the accuracies that were printed, and
-    those of the plain loop; whether a run that was resumed from a checkpoint has the same bits.
-    """
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
+@on_workers()
+def test_the_average_of_the_weights_is_the_one_that_is_evaluated_and_resumed(workers: int, tmp_path: Path) -> None:
+    """As in a plain loop."""
     kf.init(comm_reproducible=True)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         ours = struck_example.run(AVERAGE, "EPOCHS=2")
@@ -119,25 +114,18 @@ def averaged(folder: str) -> tuple[float, list[str], list[str], bool]:
         for begin in range(0, len(digits.train), module.BATCH):
             x, y = digits.train.fetch(EpochSampler(len(digits.train), 0).indices(epoch, begin, module.BATCH))
             F.cross_entropy(model(x), y).backward()
-            opt.step()
-            opt.zero_grad()
+            update(opt)
             average.update_parameters(model)
         x, y = digits.heldout.fetch(np.arange(len(digits.heldout)))
         expected.append(f"accuracy of the average: {(average(x).argmax(1) == y).float().mean():.4f}")
-    difference = relative(ours.parameters(), [*model.parameters(), *average.parameters()])
+    assert relative(ours.parameters(), [*model.parameters(), *average.parameters()]) < 1e-4
+    assert printed.getvalue().splitlines() == ([] if kf.rank() else expected)
 
-    kf.DataLoader = partial(kf.DataLoader, checkpoint_dir=folder)  # type: ignore[misc, assignment]
+    kf.DataLoader = partial(kf.DataLoader, checkpoint_dir=tmp_path)  # type: ignore[misc, assignment]
     for epochs in (1, 2):
         resumed = struck_example.run(AVERAGE, f"EPOCHS={epochs}")
-    same = params_sha256(resumed) == params_sha256(ours) and int(resumed[1].n_averaged) == int(ours[1].n_averaged)
-    return difference, printed.getvalue().splitlines(), expected, same
-
-
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_the_average_of_the_weights_is_the_one_that_is_evaluated_and_resumed(workers: int, tmp_path: Path) -> None:
-    for rank, (difference, printed, expected, same) in enumerate(run_workers(workers, averaged, str(tmp_path))):
-        assert difference < 1e-4 and same
-        assert printed == (expected if rank == 0 else [])
+    assert params_sha256(resumed) == params_sha256(ours), "resumed from a checkpoint"
+    assert int(resumed[1].n_averaged) == int(ours[1].n_averaged)
 
 
 # -- what a carried state needs ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
+from problems import update
 from test_fit_checkpoint import ARGUMENTS, Growing, assert_equal, network, problem, with_fit
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -144,8 +145,7 @@ def in_mode(mode: str, keep: str, state: dict[str, Any] | None = None, steps: in
     for step in loader:
         for x, y in step:
             F.cross_entropy(net(x), y).backward()
-        opt.step()
-        opt.zero_grad()
+        update(opt)
         if step.number == 5 and keep == "body":
             kept = loader.state_dict()
         if step.number == 5 and keep == "break":
@@ -183,8 +183,7 @@ def test_wrong_places_are_named() -> None:
             F.cross_entropy(net(x), y).backward()
         with pytest.raises(RuntimeError, match=r"a step is under way: call it after opt.step\(\)"):
             kf.state_dict()
-        opt.step()
-        opt.zero_grad()
+        update(opt)
 
 
 # -- the optimizer's own ----------------------------------------------------------------------------------------------
@@ -196,8 +195,7 @@ def steps_by_hand(net: nn.Module, opt: Any, count: int) -> None:
         for j in range(4):
             with opt.micro_batch(samples=16, last=j == 3):
                 F.cross_entropy(net(x[16 * j : 16 * j + 16]), y[16 * j : 16 * j + 16]).backward()
-        opt.step()
-        opt.zero_grad()
+        update(opt)
 
 
 def running(opt: Any) -> tuple[float | None, ...]:

@@ -24,6 +24,7 @@ import pytest
 import torch
 from distributed import run_workers
 from elastic_job import run_script
+from problems import update
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,8 +83,7 @@ def bare(kind: Callable[..., torch.optim.Optimizer], layers: int) -> Counts:
     def steps(number: int) -> None:
         for _ in range(number):
             model(x).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
+            update(opt)
 
     return count(steps)
 
@@ -177,8 +177,7 @@ def train_large(alive: list[int]) -> tuple[list[Tensor], list[Any]]:
                 for k in used:
                     y = layers[k](y)
                 y.square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        update(opt)
         assert opt.stats is not None
         seen += [opt.stats.grad_norm, opt.stats.mean_grad_variance]
     return [p.detach() for p in layers.parameters()], seen

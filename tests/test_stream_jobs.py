@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from elastic_job import DEADLINE_S, Job, assert_same_steps, chaos, command_line, run_job, wait_until, words
+from elastic_job import (
+    DEADLINE_S,
+    Job,
+    assert_same_steps,
+    changes,
+    chaos,
+    command_line,
+    events,
+    reference,
+    run_job,
+    wait_until,
+    words,
+)
 from torch.utils.data import IterableDataset
 
 from kfuse.data import DataSplit, Source, load_digits
@@ -62,41 +74,32 @@ def assert_numbers_in_order(job: Job) -> None:
     assert [n for entry in job.ledger for n in entry["indices"]] == list(range(job.summary["samples"])), job.told()
 
 
-@pytest.fixture(scope="module", params=["true", "false"], ids=["seekable", "unseekable"])
-def seekable(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+SEEKABLE = pytest.mark.parametrize("seekable", ["true", "false"])
 
 
-@pytest.fixture(scope="module")
-def undisturbed(seekable: str, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def undisturbed(seekable: str) -> Job:
     """On one worker. The batch size follows the noise scale."""
-    directory = tmp_path_factory.mktemp("undisturbed")
-    job = run_job(directory / "run", [*TRAINING, f"+data.seekable={seekable}", *chaos(directory)])
+    job = reference([*TRAINING, f"+data.seekable={seekable}"])
     assert_numbers_in_order(job)
     assert len({record["batch_size"] for record in job.metrics}) > 1
     return job
 
 
-def test_a_loss_and_resizes(undisturbed: Job, seekable: str, tmp_path: Path) -> None:
+@SEEKABLE
+def test_a_loss_and_resizes(seekable: str, tmp_path: Path) -> None:
     """Where the source can seek with two loader processes of each worker, else without."""
     count = 2 if seekable == "true" else 0
-    phases = [{"step": s, "workers": n} for s, n in ((5, 3), (40, 1), (60, 2))]
-    gates = [{"step": 20, "workers": 3}, {"step": 55, "workers": 1}, {"step": 75, "workers": 2}]
-    events = [
-        {"step": 28, "moment": "forward", "rank": 1, "how": "kill", "workers": 3},
-        {"step": 85, "moment": "between_reduction_and_update", "rank": 0, "how": "kill", "workers": 2},
-    ]
-    faults = chaos(tmp_path, phases=phases, gates=gates, events=events)
+    kills = events("28 forward 1 of 3, 85 between_reduction_and_update 0")
+    faults = chaos(tmp_path, phases=changes("5:3 40:1 60:2"), gates=changes("20:3 55:1 75:2"), events=kills)
     job = run_job(tmp_path / "run", [*TRAINING, f"+data.seekable={seekable}", f"data.workers={count}", *faults])
     assert_numbers_in_order(job)
-    assert_same_steps(job, undisturbed)
+    assert_same_steps(job, undisturbed(seekable))
     assert [failure["how"] for failure in job.of_kind("failure")] == ["was ended by SIGKILL"] * 2
     assert {len(view["workers"]) for view in job.views} == {1, 2, 3}
 
 
-def test_a_job_that_was_killed_as_a_whole_resumes_in_the_stream(
-    undisturbed: Job, seekable: str, tmp_path: Path
-) -> None:
+@SEEKABLE
+def test_a_job_that_was_killed_as_a_whole_resumes_in_the_stream(seekable: str, tmp_path: Path) -> None:
     settings = [*TRAINING, f"+data.seekable={seekable}", "workers.count=2", "data.workers=1", *chaos(tmp_path)]
     with command_line(tmp_path / "run", settings) as (process, job):
         wait_until("a checkpoint", lambda: job.metrics and job.metrics[-1]["step"] > 40)
@@ -105,4 +108,4 @@ def test_a_job_that_was_killed_as_a_whole_resumes_in_the_stream(
         assert process.wait(DEADLINE_S) == 0
     assert job.views[-1]["step"] >= 10, "resumed"
     assert_numbers_in_order(job)
-    assert_same_steps(job, undisturbed)
+    assert_same_steps(job, undisturbed(seekable))

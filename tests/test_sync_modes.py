@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterable
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_workers
-from elastic_job import Job, assert_exact, chaos, run_job, words
+from distributed import on_workers, run_workers
+from elastic_job import Job, assert_exact, changes, chaos, events, run_job, words
+from problems import all_equal, flat, update
 from sync_policies import Modes
 from torch import Tensor, nn
 
@@ -33,15 +33,6 @@ def network(seed: int = 3) -> nn.Sequential:
 def data(count: int = 240) -> tuple[Tensor, Tensor]:
     x = torch.randn(count, 5, generator=torch.Generator().manual_seed(0))
     return x, x[:, :2].sin()
-
-
-def flat(values: Iterable[Tensor]) -> Tensor:
-    return torch.cat([value.detach().double().reshape(-1) for value in values])
-
-
-def all_equal(values: list[Tensor]) -> bool:
-    """Whether all workers have the same bits of these tensors."""
-    return all(torch.equal(each, flat(values)) for each in kf.allgather(flat(values)))
 
 
 class Compares(Modes):
@@ -101,12 +92,8 @@ def test_models_and_optimizer_states_meet_at_every_switch(outer: bool) -> None:
         former = mode
 
 
+@on_workers(2)
 def test_the_central_model_is_evaluated_and_is_the_result() -> None:
-    results = run_workers(2, evaluate_centre)
-    assert results[0] == results[1]
-
-
-def evaluate_centre() -> Any:
     """Evaluations leave each worker its own model. The last one is of the model that training ends with."""
     kf.init(comm_sync="sma")
     net, held = network(), data(60)
@@ -119,9 +106,8 @@ def evaluate_centre() -> Any:
     with torch.no_grad():
         assert F.mse_loss(net(held[0]), held[1]).item() == pytest.approx(summary["eval_loss"], rel=1e-5)
     assert all_equal(list(net.state_dict().values()))
-    digests = kf.allgather(torch.tensor([int(summary["params_sha256"][:12], 16)]))
-    assert digests[0] == digests[1]
-    return summary["eval_loss"], [value.double().sum().item() for value in net.state_dict().values()]
+    figures = [summary["eval_loss"], float(int(summary["params_sha256"][:12], 16))]
+    assert all_equal([torch.tensor(figures, dtype=torch.float64)])
 
 
 # Its state
@@ -185,8 +171,7 @@ def test_other_trained_parameters_are_refused_where_their_weights_are_kept(optio
         for number, step in enumerate(kf.DataLoader(data(), net, opt, batch_size=12, batch_micro=6)):
             for x, y in step:
                 F.mse_loss(net(x), y).backward()
-            opt.step()
-            opt.zero_grad()
+            update(opt)
             if number == 3:
                 net[1].requires_grad_(False)
                 net[2].requires_grad_(True)
@@ -239,17 +224,13 @@ def test_workers_that_are_lost_take_nobody_along(
 
     A worker lost in the middle of a synchronisation: all of it happens, or nothing.
     """
-    events = [
-        {"step": 15, "moment": moment, "rank": 1, "how": "kill", "workers": 3},
-        {"step": 40, "moment": "after_step", "rank": 0, "how": "kill", "workers": 3},
-    ]
-    gates, modes = [{"step": at, "workers": 3} for at in (38, 50, 80)], {"4": mode, "66": "ssgd"}
+    kills, modes = events(f"15 {moment} 1 of 3, 40 after_step 0 of 3"), {"4": mode, "66": "ssgd"}
     killed = {"step": step, "rank": 1, "call": call, "after": after}
     settings = [] if mode == "sma" else OUTER
-    job = job_of_modes(tmp_path, settings, modes, events=events, gates=gates, killed=killed)
+    job = job_of_modes(tmp_path, settings, modes, events=kills, gates=changes("38:3 50:3 80:3"), killed=killed)
     assert [view["reason"] for view in job.views].count("failure") == 3
-    changes = [event["sync"] for event in job.of_kind("decision") if "sync" in event]
-    assert changes == [["ssgd", mode], [mode, "ssgd"]]
+    modes_seen = [event["sync"] for event in job.of_kind("decision") if "sync" in event]
+    assert modes_seen == [["ssgd", mode], [mode, "ssgd"]]
     by_step = {record["step"]: record for record in job.metrics}
     assert all(by_step[step]["grad_norm"] is None for step in range(8, 70) if by_step[step]["workers"] > 1)
     assert all(by_step[step]["grad_norm"] is not None for step in range(70, len(by_step)))

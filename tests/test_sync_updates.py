@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from distributed import run_workers
+from distributed import on_workers, run_workers
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -204,7 +204,8 @@ def test_models_follow_the_published_updates(name: str) -> None:
     assert run.modes or set.union(*known) == {False}, "the gradient's norm and the noise scale are unknown"
 
 
-def buffers_and_models() -> list[bytes]:
+@on_workers(2)
+def test_buffers_are_averaged_with_the_models() -> None:
     """Each worker has a model of its own; returns the bits after they were averaged."""
     rank = kf.init().group.rank
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -216,12 +217,6 @@ def buffers_and_models() -> list[bytes]:
     opt.updates.average_models()
     for name, value in net.state_dict().items():
         assert torch.equal(value, torch.full_like(value, 2)), name
-    return [value.numpy().tobytes() for value in net.state_dict().values()]
-
-
-def test_buffers_are_averaged_with_the_models() -> None:
-    first, second = run_workers(2, buffers_and_models)
-    assert first == second
 
 
 def test_local_steps_on_a_gpu_do_not_count_as_not_finite(caplog: pytest.LogCaptureFixture) -> None:

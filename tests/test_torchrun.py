@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from elastic_job import (
     DEADLINE_S,
-    Job,
     assert_none_left,
     assert_same_training,
+    changes,
     chaos,
     command_line,
     environment,
-    run_job,
+    reference,
     wait_until,
     words,
 )
@@ -32,25 +32,15 @@ TRAINING = words(
     "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.eval_every=20",
     "checkpoint.every_steps=10",
 )
+FOUR = changes("5:4")
+"""Workers that nobody starts."""
 
 
-def asking_for_four(directory: Path, pace_s: float = 0.0) -> list[str]:
-    return chaos(directory, phases=[{"step": 5, "workers": 4}], pace_s=pace_s)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """One worker, by the local launcher."""
-    directory = tmp_path_factory.mktemp("undisturbed")
-    job = run_job(directory / "run", [*TRAINING, "workers.max=1", *asking_for_four(directory)])
-    assert job.error is None, job.told()
-    return job
-
-
-def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, tmp_path: Path) -> None:
+def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(tmp_path: Path) -> None:
     """First SIGTERM, as at preemption, then a death: each time it goes on where it was, to the same end."""
+    undisturbed = reference([*TRAINING, "workers.max=1"], phases=FOUR)  # by the local launcher
     settings = [*TRAINING, "launcher=torchrun", "checkpoint.resume=auto"]
-    slowly = [*settings, *asking_for_four(tmp_path, pace_s=0.1)]
+    slowly = [*settings, *chaos(tmp_path, phases=FOUR, pace_s=0.1)]
     with command_line(tmp_path / "run", slowly, TORCHRUN) as (process, job):
         wait_until("15 steps", lambda: len(job.metrics) >= 15)
         process.send_signal(signal.SIGTERM)
@@ -72,7 +62,7 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, t
     assert any(line.startswith("kfuse: error: ") and "lost contact with rank 1" in line for line in job.lines)
     (failure,) = job.of_kind("failure")
     assert "rank 1" in failure["why"]
-    with command_line(tmp_path / "run", [*settings, *asking_for_four(tmp_path)], TORCHRUN) as (process, job):
+    with command_line(tmp_path / "run", [*settings, *chaos(tmp_path, phases=FOUR)], TORCHRUN) as (process, job):
         assert process.wait(DEADLINE_S) == 0
     resumed = [event["step"] for event in job.of_kind("resumed")]
     assert resumed[0] == stopped and resumed[1] >= stopped + 9, "a checkpoint was the last act of what was left"

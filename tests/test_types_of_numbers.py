@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_workers
+from distributed import on_workers, run_workers
 from problems import network, problem
 from torch import Tensor, nn
 
@@ -59,7 +59,11 @@ def test_the_default_type_changes_no_bits_on_two_workers(kind: str, comm: dict[s
     assert all(map(torch.equal, *(first for first, _ in of_each)))
 
 
-def of_float64(comm: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "comm", [{}, {"comm_reproducible": True}, {"comm_dtype": "bf16"}, {"comm_schedule": "tree"}], ids=str
+)
+@on_workers(2)
+def test_float64_parameters_are_trained_in_float64(comm: dict[str, Any]) -> None:
     """Beside torch's own optimizer on the whole batch."""
     kf.init(**comm)
     net = network().double()
@@ -77,13 +81,6 @@ def of_float64(comm: dict[str, Any]) -> None:
         opt.zero_grad()
         plain.zero_grad()
     assert opt.stats is not None and opt.stats.grad_variance is not None
-
-
-@pytest.mark.parametrize(
-    "comm", [{}, {"comm_reproducible": True}, {"comm_dtype": "bf16"}, {"comm_schedule": "tree"}], ids=str
-)
-def test_float64_parameters_are_trained_in_float64(comm: dict[str, Any]) -> None:
-    run_workers(2, of_float64, comm)
 
 
 def test_what_does_not_train_float64_says_so() -> None:

@@ -104,15 +104,6 @@ def test_statistics_are_in_units_of_samples() -> None:
     assert signals[0][4] == pytest.approx(math.sqrt(float(mean @ mean)), rel=1e-5)
 
 
-def bits(reproducible: bool = True) -> tuple[str, list[Any]]:
-    summary, _, signals = fit(options={"comm_reproducible": reproducible}, batch_size=23, train_epochs=2)
-    return summary["params_sha256"], signals
-
-
-def test_reproducible_bits_do_not_depend_on_the_number_of_workers() -> None:
-    assert run_workers(3, bits) == run_workers(1, bits) * 3
-
-
 def test_local_steps_use_the_workers_own_weights() -> None:
     """Equal weights of samples change nothing."""
     plain, weighted = (run_workers(2, fit, weigh, {"comm_sync": "local:4"}) for weigh in (None, "thrice the samples"))

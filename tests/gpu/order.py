@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,24 @@ class _Memory:
     """The last ones: what they are ordered after is left out."""
     kept: set[int] = field(default_factory=set)
     """Streams of record_stream."""
+
+
+class Action(NamedTuple):
+    """An operation, or a message, the `number`-th of its stream, and what has happened before it."""
+
+    stream: int
+    number: int
+    clock: Clock
+    what: str
+    in_kernel: bool
+    """Of kfuse, in its PyTorch form."""
+
+    @property
+    def is_message(self) -> bool:
+        return self.what.startswith("a collective")
+
+    def is_before(self, other: Action) -> bool:
+        return other.clock.get(self.stream, 0) >= self.number
 
 
 class RecordedStream:
@@ -157,13 +175,15 @@ class Order:
     """Uses of memory without an order, and launches on another device."""
     host_waits: list[str]
     """Each wait of the host for the device: what waited, and where."""
+    actions: list[Action]
+    """All that has been enqueued, in the host's order."""
     current: RecordedStream
     """The current stream."""
     lag: int | None
     """The device is so many steps behind the host (`end_step`). None: nothing happens unless the host waits."""
 
     def __init__(self, lag: int | None = None) -> None:
-        self.errors, self.host_waits, self.lag = [], [], lag
+        self.errors, self.host_waits, self.actions, self.lag = [], [], [], lag
         self.streams: list[RecordedStream] = []
         self.host: Clock = {}
         self.step, self._thread = 0, threading.get_ident()
@@ -329,11 +349,19 @@ class Order:
     # -- what is done with it -------------------------------------------------------------------------------------
 
     def transfer(self, source: Tensor, target: Tensor, non_blocking: bool, name: str) -> None:
-        self.enqueue(self.current, [source], [target], f"{name} ({site()[0]})")
+        place, in_kernel = site()
+        self.enqueue(self.current, [source], [target], f"{name} ({place})", in_kernel)
         if not (non_blocking and "pinned" in (self.memory_of(source).kind, self.memory_of(target).kind)):
             self.host_waits_for(self.current.clock, name)
 
-    def enqueue(self, stream: RecordedStream, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str) -> None:
+    def enqueue(
+        self,
+        stream: RecordedStream,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        what: str,
+        in_kernel: bool = False,
+    ) -> None:
         """An operation on a stream, after all that the host has done."""
         self.slept = False
         _join(stream.clock, self.host)
@@ -342,6 +370,7 @@ class Order:
             self._use(tensor, False, stream.number, stream.clock, what)
         for tensor in writes:
             self._use(tensor, True, stream.number, stream.clock, what)
+        self.actions.append(Action(stream.number, stream.clock[stream.number], dict(stream.clock), what, in_kernel))
 
     def by_host(self, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str) -> None:
         self.host[HOST] = self.host.get(HOST, 0) + 1

@@ -110,7 +110,7 @@ class Recorder(Order):
                 self.error(f"{what}: an operand of shape {tuple(tensor.shape)} lies on the host, others on the device")
         numbers = {id(tensor) for tensor in on_host}
         self.by_host(on_host, [], what)
-        self.enqueue(self.current, [t for t in reads if id(t) not in numbers], [*writes, *fresh], what)
+        self.enqueue(self.current, [t for t in reads if id(t) not in numbers], [*writes, *fresh], what, in_kernel)
         mask = name.startswith("index") and any(t.dtype in (torch.bool, torch.uint8) for t in reads[1:])
         if (name in _WAITING or mask) and not in_kernel:
             self.host_waits_for(self.current.clock, name)

@@ -1,19 +1,34 @@
-"""How often the host waits for the device in a step: once where workers may change, else never unless it is asked."""
+"""What the host and a recorded device do at once in a step.
+
+How often the host waits: once where workers may change, else never unless it is asked. So the device decides what a
+host would. Messages travel beside the rest of backward and beside updates; the kernels of a step are counted.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu.order import Action, RecordedDevice, patched
 from gpu.recorder import Recorder
-from gpu.steps import OPTIMIZERS, job
+from gpu.stand_in import StandInProcessGroup
+from gpu.steps import OPTIMIZERS, Job, job
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import kfuse as kf
+from kfuse.comm import tail
 from kfuse.comm.sync.averaging import CentralModel, OuterMomentum
 from kfuse.comm.sync.pair import Pair, Peer, Pull
+from kfuse.kernels.dispatch import Kernel
+from kfuse.optim import consistency
 
 AHEAD = 2  # steps that the host is ahead of the device, whatever it does
 
@@ -161,3 +176,165 @@ def test_fit_with_audits_waits_for_the_comparison_alone() -> None:
     """On one worker, which runs each micro-batch twice. Its loader processes fetch it out of turn."""
     for step, waits in enumerate(train(size=1, reproducible=True, audit_every=2), 1):
         assert len(waits) == (step % 2 == 0) and all("audit.py" in wait for wait in waits), waits
+
+
+# -- what may run at once ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def a_step(layers: int, width: int, make: Any = kf.FusedAdamW, **options: Any) -> Iterator[tuple[Recorder, Any, Any]]:
+    """Context: a chain of layers and its optimizer after two steps: the recorder, a backward, the optimizer."""
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    with job(lambda params: None, lag=AHEAD, **options) as it:
+        opt, x = make(net.parameters()), torch.ones(8, width, device=torch.device("cpu"))
+        for _ in range(2):
+            net(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+            it.recorder.end_step()
+        it.recorder.actions.clear()
+        yield it.recorder, lambda: net(x).square().mean().backward(), opt
+        it.recorder.end_step()
+
+
+def between(found: list[Action], messages: list[Action]) -> Iterator[tuple[Action, list[Action]]]:
+    """Each message but the last, and the operations until the next one starts."""
+    for message, after in pairwise(messages):
+        operations = found[found.index(message) : found.index(after)]
+        yield message, [each for each in operations if not each.is_message]
+
+
+@pytest.mark.parametrize("schedule", ["allreduce", "all_to_all", "reduce_scatter"])
+def test_backward_goes_on_beside_each_message(schedule: str) -> None:
+    with a_step(4, 6, size=3, schedule=schedule) as (recorder, backward, opt):
+        backward()
+        found = list(recorder.actions)
+        opt.step()
+    messages = [action for action in found if action.is_message]
+    beside = [operation for _, operations in between(found, messages) for operation in operations]
+    assert len(messages) >= 8 and sum("mm" in each.what for each in beside) >= 6, "of the 7 matrix products"
+    for message, operations in between(found, messages):
+        assert not any(message.is_before(operation) for operation in operations), "backward waits"
+
+
+def test_a_buckets_parameters_are_shared_beside_the_next_ones_update() -> None:
+    with a_step(4, 130, size=3, schedule="reduce_scatter", state="sharded") as (recorder, backward, opt):
+        backward()
+        recorder.actions.clear()
+        opt.step()
+        found = list(recorder.actions)
+    first = next(place for place, action in enumerate(found) if "optim/layout" in action.what)
+    shares = [action for action in found[first:] if action.is_message]  # one or two for each bucket
+    beside = list(between(found, shares))
+    assert sum(bool(operations) for _, operations in beside) >= len(opt.engine.gradient_buckets) - 1
+    for share, operations in beside:
+        assert not any(share.is_before(operation) for operation in operations), "the next bucket's update waits"
+
+
+@pytest.mark.parametrize("skip_nonfinite", [True, False])
+def test_the_kernels_of_a_step_of_gpt_2s_148_tensors(skip_nonfinite: bool) -> None:
+    """Three kernels a bucket (pack, squares of the mean, update), and 17 for the whole step: of kfuse's own kernels
+    each call is one launch, and so is each other operation that is not the model's.
+    """
+    calls, plain = [0, 0], Kernel.run  # all, and those that are under way
+
+    def run(kernel: Any, given: Any) -> Any:
+        calls[0] += not calls[1]
+        calls[1] += 1
+        try:
+            return plain(kernel, given)
+        finally:
+            calls[1] -= 1
+
+    make = partial(kf.FusedAdamW, skip_nonfinite=skip_nonfinite)
+    with a_step(74, 8, make, size=8, bucket_mb=9 * 64 * 4 / 2**20) as (recorder, backward, opt):
+        with patched(Kernel, "run", lambda kernel, given: run(kernel, given)):
+            backward()
+            opt.step()
+        assert len(opt.engine.gradient_buckets) == 17
+        others = [each for each in recorder.actions if not (each.in_kernel or each.is_message)]
+    operations = [each for each in others if "(gpu/test_host_waits.py" not in each.what]
+    assert {float(state["step"]) for state in opt.state.values()} == {3.0}
+    assert 3 * 17 < calls[0] + len(operations) <= 68
+
+
+# -- what the device decides ------------------------------------------------------------------------------------------
+
+
+SOME = {
+    **{name: make for name, make in OPTIMIZERS.items() if name != "wrapped adamw"},
+    "sgd without momentum": lambda params: kf.FusedSGD(params, lr=0.1),
+    "wrapped amsgrad": lambda params: kf.Optimizer(torch.optim.Adam(params, amsgrad=True, fused=True)),
+}
+
+
+def bare_steps(it: Job) -> None:
+    for _ in range(5):
+        it.bare_step()
+
+
+def steps_that_are_left_out(it: Job) -> None:
+    it.opt.skip_nonfinite = True
+    for k in range(5):
+        it.bare_step(factor=float("inf") if k in (0, 3) else 1.0)
+
+
+def scaled_steps_with_overflows(it: Job) -> None:
+    it.opt.set_clip_norm(0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # type: ignore[attr-defined]
+    for k in range(5):
+        it.scaled_step(scaler, factor=float("inf") if k in (0, 3) else 1.0)
+
+
+def of_another_worker_alone(it: Job) -> None:
+    """Some parameters get gradients from another worker only, which contributes to each element, and to each count."""
+    plain = StandInProcessGroup.allreduce
+
+    def allreduce(group: Any, tensor: Tensor, *op: Any) -> Any:
+        with _disable_current_modes():
+            tensor.add_(0.25)
+        return plain(group, tensor, *op)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StandInProcessGroup, "allreduce", allreduce)
+        bare_steps(it)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "act", [bare_steps, steps_that_are_left_out, scaled_steps_with_overflows, of_another_worker_alone]
+)
+@pytest.mark.parametrize("optimizer", SOME)
+def test_what_is_left_out_on_the_device(optimizer: str, act: Callable[[Job], Any], monkeypatch: Any) -> None:
+    """As where the host decides, but for the last bits: updates of whole buckets and of single parameters round
+    differently on the CPU. A parameter that was never updated may have a state of zeros where the host did not ask.
+    """
+    found = []
+    for asynchronous in (True, False):
+        monkeypatch.setattr(RecordedDevice, "asynchronous", asynchronous)
+        with job(SOME[optimizer], 1 if optimizer == "muon" else 2) as it:  # it brings no other worker's factors
+            act(it)
+            if not asynchronous:
+                it.recorder.errors.clear()  # the CPU's way of reading memory
+        found.append((list(it.model.parameters()), it.opt.state_dict()["state"]))
+    (ours, state), (theirs, expected) = found
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
+    zeros = {key: {name: torch.zeros_like(value) for name, value in of.items()} for key, of in state.items()}
+    torch.testing.assert_close(state, zeros | expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("lag", "reads"), [(0, False), (2, True), (None, False)])
+def test_all_workers_learn_of_a_difference_after_the_same_step(
+    lag: int | None, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far their devices are behind, and whoever reads statistics: what follows is a collective."""
+    digests = itertools.count()
+    monkeypatch.setattr(tail, "digest_from_slots", lambda slots: next(digests))
+    monkeypatch.setattr(consistency, "first_difference", lambda *given: "all")
+    with job(lag=lag) as it:
+        with pytest.raises(kf.ConsistencyError, match="step 0: "):
+            for _ in range(20):
+                it.bare_step()
+                assert not reads or it.opt.stats is not None
+        assert it.opt.engine.step == 9

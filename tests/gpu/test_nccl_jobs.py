@@ -11,7 +11,7 @@ import nccl_double
 import pytest
 import torch
 from distributed import WorkersFailed, run_workers
-from elastic_job import Job, assert_same_training, chaos, run_job, undisturbed_job, words
+from elastic_job import assert_same_training, changes, chaos, events, reference, run_job, words
 from nccl_double import Faults, installed, messages, record, records
 from torch import nn
 
@@ -36,11 +36,6 @@ def ends_with_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return undisturbed_job(tmp_path_factory.mktemp("undisturbed"), TRAINING)
-
-
 def assert_one_order(log: Path) -> None:
     """In each group all ranks have enqueued the same, but for what a lost one, or those that it held up, did not."""
     for ranks in messages(log).values():
@@ -51,13 +46,12 @@ def assert_one_order(log: Path) -> None:
     assert not records(log, "unhandled error") and not records(log, "two threads")
 
 
-def test_workers_join_and_leave_by_shutdown_with_the_same_bits(undisturbed: Job, tmp_path: Path) -> None:
+def test_workers_join_and_leave_by_shutdown_with_the_same_bits(tmp_path: Path) -> None:
     log = tmp_path / "double"
-    phases = [{"step": s, "workers": n} for s, n in ((5, 2), (20, 3), (35, 2))]
-    gates = [{"step": phase["step"] + 10, "workers": phase["workers"]} for phase in phases]
-    settings = [*TRAINING, f"+model.log={log}", *chaos(tmp_path, phases=phases, gates=gates)]
+    planned = chaos(tmp_path, phases=changes("5:2 20:3 35:2"), gates=changes("15:2 30:3 45:2"))
+    settings = [*TRAINING, f"+model.log={log}", *planned]
     job = run_job(tmp_path / "run", settings)
-    assert_same_training(job, undisturbed)
+    assert_same_training(job, reference(TRAINING))
     assert [len(view["workers"]) for view in job.views] == [1, 2, 3, 2]
     assert_one_order(log)
     healthy = [line for line in records(log, "abort") if line["healthy"]]
@@ -67,14 +61,12 @@ def test_workers_join_and_leave_by_shutdown_with_the_same_bits(undisturbed: Job,
     assert not records(log, "bytes lost")
 
 
-def test_a_killed_worker_is_replaced_with_the_same_bits(undisturbed: Job, tmp_path: Path) -> None:
+def test_a_killed_worker_is_replaced_with_the_same_bits(tmp_path: Path) -> None:
     log = tmp_path / "double"
-    phases = [{"step": 3, "workers": 3}]
-    events = [{"step": 25, "moment": "mid_reduction", "how": "kill", "rank": 1, "workers": 3}]
-    gates = [{"step": 22, "workers": 3}]
-    settings = [*TRAINING, f"+model.log={log}"]
-    job = run_job(tmp_path / "run", [*settings, *chaos(tmp_path, phases=phases, gates=gates, events=events)])
-    assert_same_training(job, undisturbed)
+    killed = events("25 mid_reduction 1 of 3")
+    policy = chaos(tmp_path, phases=changes("3:3"), gates=changes("22:3"), events=killed)
+    job = run_job(tmp_path / "run", [*TRAINING, f"+model.log={log}", *policy])
+    assert_same_training(job, reference(TRAINING))
     assert any(view["reason"] not in ("start", "grow", "replace", "shrink") for view in job.views), job.views
     assert_one_order(log)
     assert any(not line["healthy"] for line in records(log, "abort")), "survivors abort the group of the lost worker"

@@ -9,7 +9,7 @@ import nccl_double
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_workers
+from distributed import on_workers, run_workers
 from nccl_double import Faults, installed, messages, records
 from torch import Tensor, nn
 
@@ -241,17 +241,16 @@ def test_a_rank_may_be_later_in_the_first_steps(tmp_path: Path) -> None:
     assert earlier == ["done", "done"] and "waited" in last, "the second step's sums wait for first updates"
 
 
-def host_ahead(log: Path) -> list[str]:
+@pytest.mark.full
+@on_workers(2)
+def test_the_messages_of_first_steps_have_time_also_where_the_host_is_steps_ahead(tmp_path: Path) -> None:
     nccl_double.HOST_IS_STREAM = False
-    return late_in_each_step(log, 1)
+    assert late_in_each_step(tmp_path, 1) == ["done"] * 3
 
 
 @pytest.mark.full
-def test_the_messages_of_first_steps_have_time_also_where_the_host_is_steps_ahead(tmp_path: Path) -> None:
-    assert run_workers(2, host_ahead, tmp_path) == [["done"] * 3] * 2
-
-
-def late_over_gloo() -> str:
+@on_workers(2)
+def test_so_they_have_over_gloo() -> None:
     """With further connections between some of the ranks, which the first sum makes."""
     group = kf.init(comm_schedule="tree", comm_tree="host", comm_timeout_s=1.0).group
     group.hosts = ["a", "b"]
@@ -261,9 +260,3 @@ def late_over_gloo() -> str:
         time.sleep(2.5)
     net(torch.ones(2, 4)).sum().backward()
     opt.step()
-    return "done"
-
-
-@pytest.mark.full
-def test_so_they_have_over_gloo() -> None:
-    assert run_workers(2, late_over_gloo) == ["done"] * 2

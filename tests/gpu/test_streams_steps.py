@@ -1,9 +1,11 @@
-"""Whole steps on a recorded device: all uses of memory are in order, and the host waits no oftener than it must."""
+"""Whole steps, snapshots and transfers of state on a recorded device: every use of memory has its order."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import namedtuple
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ from gpu.steps import OPTIMIZERS, SMALL_BUCKETS, TINY_BUCKETS, Job, job
 from test_support import covering
 
 import kfuse as kf
+from kfuse.checkpoint import Snapshots, snapshot
+from kfuse.comm import chunks
 from kfuse.comm.audit import AuditedGradient
 from kfuse.comm.step import StepPlan
 from kfuse.comm.topology import Links
+from kfuse.train.state import TrainingState
 
 WIDE = 2100  # a width with which every rank has a shard of sharded state
 FUSED = ("adamw", "lamb", "sgd", "muon")
@@ -184,3 +189,66 @@ def fail_in_a_step(it: Job, where: str) -> None:
     it.opt.engine.abort()
     torch.zeros(100, device=torch.device("cpu"))  # what has been dropped is given away
     it.next_group()
+
+
+# -- snapshots and transfers of state ----------------------------------------------------------------------------------
+
+
+def state(it: Job) -> TrainingState:
+    return TrainingState({"model": it.model, "optimizer": it.opt})
+
+
+def snapshots(it: Job) -> None:
+    """Two, each between two steps; the second takes the first one's memory, once that has been read."""
+    taker = Snapshots()
+    for _ in range(2):
+        taken = taker.take(state(it).capture(), "state")
+        it.step()
+        for _, arrived in taken.on_the_way:
+            arrived.synchronize()
+        assert taken.value["optimizer"]["state"]
+
+
+def sends(it: Job) -> None:
+    chunks.share(it.group, 0, state(it).capture, None)
+
+
+def receives(it: Job) -> None:
+    """From rank 1. The double of the process group sends no bytes: the structure is this rank's own."""
+    own = state(it)
+    with as_sent(own):
+        received = chunks.share(it.group, 1, own.capture, own.room_for)
+    own.restore(received)
+
+
+def stands_by(it: Job) -> None:
+    with as_sent(state(it)):
+        assert chunks.share(it.group, 1, dict, None) is None
+
+
+@contextlib.contextmanager
+def as_sent(own: TrainingState) -> Iterator[None]:
+    structure, descriptions, tensors = chunks._take_apart(own.capture())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "_share_bytes", lambda *_: (b"", [each.nbytes for each in descriptions]))
+        patch.setattr(chunks, "decode", lambda *_: (structure, descriptions, [False] * len(tensors)))
+        yield
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_steps_before_and_after_are_ordered(elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small chunks this small model has large tensors, and several chunks of small ones."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 512)
+    with job(size=3, elastic=elastic, batch_norm=True) as it:
+        it.step()
+        for act in (snapshots, sends, receives, stands_by):
+            act(it)
+            it.step()
+
+
+def test_a_checkpoint_makes_the_host_wait_for_nothing() -> None:
+    with job(batch_norm=True) as it:
+        it.step()
+        taker, own = Snapshots(), state(it).capture()
+        assert it.recorder.waits_of(lambda: taker.take(own, "state")) == []
+        assert it.recorder.waits_of(lambda: snapshot(own, "state")) != [], "kf.state_dict is complete"
