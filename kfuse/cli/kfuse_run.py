@@ -30,7 +30,7 @@ from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.observe.sinks import missing
 from kfuse.settings import rules
-from kfuse.settings.tree import ConfigError, JobSettings, Leaf, by_key, did_you_mean, leaves, show
+from kfuse.settings.tree import ConfigError, JobSettings, Leaf, by_key, completed, did_you_mean, leaves, show
 from kfuse.version import __version__
 
 _EPILOG = """\
@@ -195,8 +195,8 @@ def _flag(leaf: Leaf) -> str:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings that the flags give, by name. Raises ConfigError."""
-    settings = {name: leaf.checked(getattr(args, name), shell=True) for name, leaf in leaves(JobSettings).items()}
-    settings["workers_max"] = settings["workers_max"] or settings["workers_count"]
+    given = {name: leaf.checked(getattr(args, name), shell=True) for name, leaf in leaves(JobSettings).items()}
+    settings = completed(given)
     rules.check(by_key(settings), shell=True)
     if why := missing(settings["observe_sinks"]):
         raise ConfigError(f"--observe-sinks: {why}")

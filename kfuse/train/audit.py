@@ -76,7 +76,7 @@ class Audit:
         """save_last: writes a last checkpoint. Raises ValueError where kfuse cannot run a micro-batch again."""
         session, data = training.session, training.data
         assert session.comm.audit_every is not None
-        self._every, self._seed = session.comm.audit_every, training.settings.seed
+        self._every, self._seed = session.comm.audit_every, training.settings["seed"]
         if training.user_loop:
             raise ValueError(
                 f"comm.audit_every={self._every}: must be None with kf.DataLoader, as kfuse cannot run the body of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,7 +18,7 @@ from kfuse.policies import BasePolicy
 from kfuse.policies.signals import Bounds
 from kfuse.session import current
 from kfuse.settings import rules
-from kfuse.settings.tree import BATCH_MAX, SETTINGS, WORKERS_MAX, by_key
+from kfuse.settings.tree import BATCH_MAX, WORKERS_MAX, TrainSettings, by_key
 from kfuse.train.drawing import may_draw
 from kfuse.train.learning_rate import LRSchedule, UserSchedule, has_scheduler
 from kfuse.train.loss import Metric, Objective
@@ -29,86 +29,19 @@ if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints, SavedModel
     from kfuse.train.trainer import Trainer
 
-_OWN = {"batch_min", "workers_balance", "train_clip_norm", "observe_ledger", "lr_base", "workers_bounds", "loading"}
+_SECTIONS = ("seed", "batch", "lr", "train")  # of the settings that a training follows
+# Those of them that workers may have different values of.
+_OWN = ("batch_min", "train_clip_norm", "train_save_model", "lr_base")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """One training's settings, which `kfuse.settings.tree` explains; those that follow from others have values."""
+def of_training(settings: TrainSettings) -> dict[str, Any]:
+    """Returns the settings, by name, that a training follows."""
+    return {name: value for name, value in settings.items() if name.partition("_")[0] in _SECTIONS}
 
-    seed: int
-    batch_size: int
-    batch_micro: int
-    batch_micro_max: int | None
-    batch_min: int
-    batch_max: int
-    workers_balance: bool
-    lr_scaling: str
-    lr_warmup_steps: int
-    lr_decay: str
-    lr_decay_fraction: float
-    train_epochs: int | None
-    train_steps: int | None
-    train_clip_norm: float | None
-    train_precision: str
-    train_eval_every: int | None
-    train_eval_batch: int
-    train_target_accuracy: float | None
-    observe_ledger: bool
-    lr_base: float | None  # the configured rate, which wins over a checkpoint's; None: group["lr"] is the user's
-    workers_bounds: tuple[int, int]  # of what policies may request; the supervisor applies the job's own limits
-    loading: Loading = field(default_factory=Loading)
 
-    @classmethod
-    def of(
-        cls,
-        values: Mapping[str, Any],
-        lr_base: float | None = None,
-        workers_bounds: tuple[int, int] = (1, WORKERS_MAX),
-        worker_init_fn: Callable[[int], object] | None = None,
-    ) -> Settings:
-        """values: by name; the others have their defaults."""
-        given = {name: leaf.default for name, leaf in SETTINGS.items()} | dict(values)
-        size, steps, epochs = given["batch_size"], given["train_steps"], given["train_epochs"]
-        micro = given["batch_micro"] or max(1, size // 4)
-        given |= {
-            "batch_micro": micro,
-            "batch_min": given["batch_min"] or min(micro, size),
-            "batch_max": given["batch_max"] or min(64 * size, BATCH_MAX),
-            "train_epochs": 1 if epochs is None and steps is None else epochs,
-            "lr_base": lr_base,
-            "workers_bounds": workers_bounds,
-            "loading": Loading(given["data_workers"], given["data_prefetch"], worker_init_fn),
-        }
-        return cls(**{each.name: given[each.name] for each in fields(cls)})
-
-    @property
-    def bounds(self) -> Bounds:
-        return Bounds(self.batch_min, self.batch_max, *self.workers_bounds)
-
-    def micro_batch_of(self, batch_size: int, workers: int) -> int:
-        """Returns the samples of each micro-batch in a step of `batch_size` samples; the last one may have fewer.
-
-        A multiple of `batch_micro`, at most `batch_micro_max`. A larger batch than the first one has at least as many
-        micro-batches, so that the statistics stay as good; and as many on each worker, where whole multiples allow it.
-        """
-        unit, most = self.batch_micro, self.batch_micro_max or self.batch_micro
-        count = max(-(-self.batch_size // unit), -(-batch_size // most))
-        count = -(-count // workers) * workers
-        size = -(-batch_size // (count * unit)) * unit
-        if -(-batch_size // size) < count:  # rounded up, too few are left
-            size -= unit
-        return max(size, unit)
-
-    def shared(self) -> dict[str, Any]:
-        """Returns the settings, by name, that must be equal on all workers, as each plans by them."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OWN}
-
-    def schedule(self, samples: int | None) -> LRSchedule:
-        """Returns the learning rate's schedule over this training, of `samples` an epoch; None: a stream."""
-        length = None if self.train_epochs is None or samples is None else self.train_epochs * samples
-        fixed = self.lr_scaling, self.lr_warmup_steps, self.lr_decay, self.batch_size
-        return LRSchedule(*fixed, length, self.train_steps, self.lr_decay_fraction)
+def shared(settings: TrainSettings) -> dict[str, Any]:
+    """Returns the settings, by name, that must be equal on all workers, as each plans by them."""
+    return {name: value for name, value in of_training(settings).items() if name not in _OWN}
 
 
 @dataclass
@@ -118,7 +51,9 @@ class TrainContext:
     model: nn.Module
     data: Dataset | Stream
     opt: DistributedOptimizer  # whose statistics and learning rate are the training's
-    settings: Settings
+    settings: TrainSettings  # completed
+    workers_bounds: tuple[int, int] = (1, WORKERS_MAX)  # the supervisor applies the job's own limits
+    worker_init_fn: Callable[[int], object] | None = None  # called first in each loader process
     policy: BasePolicy = field(default_factory=BasePolicy)
     objective: Objective = field(default_factory=Objective)  # how a batch becomes a loss
     scheduler: UserSchedule | None = None  # torch schedulers that training steps
@@ -133,6 +68,7 @@ class TrainContext:
     exits_are_errors: bool = False  # a SystemExit of the model, the data or the policy is an error: no script means it
     session: Session = field(init=False)
     sampler: EpochSampler | StreamSampler = field(init=False)
+    bounds: Bounds = field(init=False)  # of what policies may request
     schedule: LRSchedule = field(init=False)
     facts: dict[str, Any] = field(init=False)  # what `kfuse.settings.rules` are asked of
     progress: Progress = field(init=False)
@@ -147,14 +83,16 @@ class TrainContext:
         if self.heldout is not None and not len(self.heldout):
             raise ValueError("heldout has no samples: must have at least 1, or be left out")
         if isinstance(self.data, Stream):
-            self.sampler = StreamSampler(settings.seed)
+            self.sampler = StreamSampler(settings["seed"])
         else:
-            self.sampler = EpochSampler(len(self.data), settings.seed, self.data.order)
+            self.sampler = EpochSampler(len(self.data), settings["seed"], self.data.order)
         if scheduler is not None and "epoch" in scheduler.intervals and self.samples_an_epoch is None:
             raise ValueError("scheduler_interval=epoch: must be step with data=stream (a stream has no epochs)")
         if (streams := self._streams()) is not None:  # the batch stays as it is
-            settings = self.settings = replace(settings, batch_min=settings.batch_size, batch_max=settings.batch_size)
-        self.schedule = settings.schedule(self.samples_an_epoch)
+            size = settings["batch_size"]
+            settings = self.settings = {**settings, "batch_min": size, "batch_max": size}
+        self.schedule = LRSchedule.of(settings, self.samples_an_epoch)
+        self.bounds = Bounds(settings["batch_min"] or 1, settings["batch_max"] or BATCH_MAX, *self.workers_bounds)
         self.session = current()
         if self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible:
             _refuse_uneven_embeddings(self.model)
@@ -166,8 +104,8 @@ class TrainContext:
         inner = ", ".join(type(each).__name__ for one in self.opts for each in one.inners or (one,))
         of_loop = "stepped in the loop's body" if any(map(has_scheduler, self.opts)) else None
         self.facts = (
-            by_key({each.name: getattr(settings, each.name) for each in fields(settings)})
-            | rules.run_facts(self.schedule.total, settings.lr_decay, settings.lr_decay_fraction)
+            by_key(of_training(settings))
+            | rules.run_facts(self.schedule.total, settings["lr_decay"], settings["lr_decay_fraction"])
             | by_key(self.session.comm.named())
             | {"job": "elastic" if self.session.elastic else "fixed"}
             | rules.policy_facts(self.policy)
@@ -181,12 +119,12 @@ class TrainContext:
         )
         rules.check(self.facts)
         began_with = {
-            "batch_size": settings.batch_size,
+            "batch_size": settings["batch_size"],
             "optimizer": inner.removeprefix("Fused"),
-            "seed": settings.seed,
+            "seed": settings["seed"],
             "dataset size": self.samples_an_epoch,
         }
-        self.progress = Progress(settings.batch_size, self.session.comm.sync, began_with=began_with)
+        self.progress = Progress(settings["batch_size"], self.session.comm.sync, began_with=began_with)
         self.progress.updates = [0] * len(self.opts) if self.further else []
         self.reporter = Reporter(self.session, settings, self.samples_an_epoch, self.output)
         self.may_draw = may_draw(self)
@@ -235,7 +173,7 @@ class TrainContext:
 
         presented: as of `Statistics.begin_run`.
         """
-        clip_norm, own = self.settings.train_clip_norm, [opt.clip_norm for opt in self.opts]
+        clip_norm, own = self.settings["train_clip_norm"], [opt.clip_norm for opt in self.opts]
         try:
             for opt in self.opts:
                 if clip_norm is not None:
@@ -264,7 +202,8 @@ class TrainContext:
 
     def new_fetcher(self) -> Fetcher:
         """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
-        loading = self.settings.loading
+        settings = self.settings
+        loading = Loading(settings["data_workers"], settings["data_prefetch"], self.worker_init_fn)
         check_loaders(self.data, loading.workers)
         if not loading.workers:
             return Fetcher(self.data, self.sampler)

@@ -281,6 +281,7 @@ class PolicyCalls:
 
     def __init__(self, training: TrainContext, decisions: Decisions) -> None:
         self.policy, self._settings, self._decisions = training.policy, training.settings, decisions
+        self._bounds = training.bounds
         self._session, self._progress, self._reporter = training.session, training.progress, training.reporter
         self._reported: Exception | None = None  # the error that ends training; None: none does
 
@@ -347,16 +348,16 @@ class PolicyCalls:
         at, workers, links = self._progress, self._session.workers, self._session.group.links
         return Signals(
             step=stats.step,
-            micro_batch=self._settings.batch_micro,
+            micro_batch=self._settings["batch_micro"] or 1,
             throughput=tuple(relative_throughput(at.throughput, workers)),
             corrupt_workers=tuple(rank for rank, worker in enumerate(workers) if worker in at.corrupt),
             previous_step_time_s=stats.previous_step_time_s,
             previous_data_wait_s=stats.previous_data_wait_s,
             eval_accuracy=at.accuracy,
-            bounds=self._settings.bounds,
+            bounds=self._bounds,
             link_latencies=None if links is None else links.latencies,
             link_throughputs=None if links is None else links.throughputs,
-            base_batch_size=self._settings.batch_size,
+            base_batch_size=self._settings["batch_size"],
             epoch_samples=at.epoch_samples,
             **{name: getattr(context, name) for name in _SETTINGS},
             **{name: getattr(stats, name) for name in _MEASURED},
@@ -370,7 +371,7 @@ class PolicyCalls:
                 decisions.report_clipped(f"workers {decision.workers}: this job's number of workers is fixed")
             decisions.workers_requested = decision.workers
             decision = replace(decision, workers=None)
-        nearest, notes = decision.clipped(self._settings.bounds)
+        nearest, notes = decision.clipped(self._bounds)
         if nearest.lr_scale is not None and (why := decisions.rate.refusal(nearest.lr_scale)) is not None:
             notes.append(f"lr_scale {nearest.lr_scale} dropped: {why}")
             nearest = replace(nearest, lr_scale=None)

@@ -33,7 +33,7 @@ class Evaluation:
 
 
 def evaluation_is_due(training: TrainContext, epoch_is_over: bool) -> bool:
-    every = training.settings.train_eval_every
+    every = training.settings["train_eval_every"]
     return (training.progress.step + 1) % every == 0 if every else epoch_is_over
 
 
@@ -46,14 +46,14 @@ def evaluate_once(training: TrainContext, synchronisation: Synchronisation, step
     if training.heldout is None or at.evaluated == steps:
         return
     with synchronisation.method.shown():
-        group, precision, at_once = training.session.group, settings.train_precision, settings.train_eval_batch
+        group, precision, at_once = training.session.group, settings["train_precision"], settings["train_eval_batch"]
         result = evaluate(model, training.heldout, training.objective, group, precision, training.metrics, at_once)
         is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
         if training.scheduler is not None:
             training.scheduler.after("evaluation", result.loss)
         if is_best and training.saved_model is not None:
             training.saved_model.save_best(model)
-    target = settings.train_target_accuracy
+    target = settings["train_target_accuracy"]
     if target is not None and result.accuracy is None:
         raise ValueError(f"target_accuracy={target}: the accuracy is unknown: the output has no score for each class")
     training.reporter.event(at.step, "evaluation", **asdict(result))

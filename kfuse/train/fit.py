@@ -13,8 +13,8 @@ from kfuse.data.sources import TrainingData, heldout_data, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.session import current
-from kfuse.settings.tree import LoopSettings, TrainSettings, resolved
-from kfuse.train.context import Settings, TrainContext
+from kfuse.settings.tree import LoopSettings, TrainSettings, completed, resolved
+from kfuse.train.context import TrainContext
 from kfuse.train.learning_rate import Interval, UserSchedule, has_scheduler
 from kfuse.train.loss import LossFunction, Metric, Objective, StepFunction, WeightFunction
 from kfuse.train.output import Output, log_remarks
@@ -235,11 +235,13 @@ def _trainer(
     if session.control_client is not None:  # the supervisor keeps the run directory
         ledger = session.control_client.job.get("observe", {}).get("ledger", False)
         values = {**values, "observe_ledger": ledger or values["observe_ledger"]}
+    settings: Any = completed(resolved(caller, TrainSettings, values))
     training = TrainContext(
         model,
         given.data,
         opts[0],
-        Settings.of(values, worker_init_fn=given.worker_init_fn),
+        settings,
+        worker_init_fn=given.worker_init_fn,
         policy=policy or BasePolicy(),
         scheduler=schedule,
         heldout=heldout,
@@ -273,14 +275,14 @@ def _optimizers(caller: str, given: Any, user_loop: bool) -> Sequence[Distribute
     return opts
 
 
-def _log_remarks(given: TrainingData, used: Settings, settings: Mapping[str, Any]) -> None:
+def _log_remarks(given: TrainingData, used: TrainSettings, settings: Mapping[str, Any]) -> None:
     """Logs what the user must know of the data, and of a micro-batch that was not given."""
     session, remarks = current(), list(given.remarks)
     several = session.elastic or session.group.size > 1
     if "batch_size" in given.of_loader and "batch_size" not in settings and several:
         size = given.of_loader["batch_size"]
         remarks.insert(0, f"batch_size={size} of the DataLoader is taken as the global batch, of all workers together")
-    micro, size = used.batch_micro, used.batch_size
+    micro, size = used["batch_micro"] or 1, used["batch_size"]
     if settings.get("batch_micro") is None and micro < size // session.group.size:
         remarks.insert(
             0,

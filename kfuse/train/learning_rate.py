@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies.signals import FP32_MAX, FP32_MIN, FP32_RANGE
+from kfuse.settings.tree import TrainSettings
 
 if TYPE_CHECKING:
     from kfuse.train.context import TrainContext
@@ -170,6 +171,14 @@ class LRSchedule:
     samples: float | None = None
     steps: float | None = None
     decay_fraction: float = 0.1
+
+    @classmethod
+    def of(cls, settings: TrainSettings, samples: int | None) -> LRSchedule:
+        """Returns the schedule of a training with these settings, of `samples` an epoch; None: a stream."""
+        epochs, first = settings["train_epochs"], settings["batch_size"]
+        length = None if epochs is None or samples is None else epochs * samples
+        fixed = settings["lr_scaling"], settings["lr_warmup_steps"], settings["lr_decay"], first, length
+        return cls(*fixed, settings["train_steps"], settings["lr_decay_fraction"])
 
     @property
     def total(self) -> float | None:

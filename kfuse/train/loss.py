@@ -180,7 +180,7 @@ class Forward:
 
     def __init__(self, training: TrainContext) -> None:
         opt, self._objective = training.opt, training.objective
-        self._model, self._precision = training.model, training.settings.train_precision
+        self._model, self._precision = training.model, training.settings["train_precision"]
         self._device, self._statistics = opt.engine.group.device, opt.statistics
         opt.carry_figures(MOST_FIGURES if self._objective.step_fn is not None else 0)
 

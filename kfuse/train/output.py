@@ -23,13 +23,12 @@ from kfuse.observe.sinks import missing
 from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
 from kfuse.session import current
 from kfuse.settings import rules
-from kfuse.settings.tree import ConfigError, by_key
+from kfuse.settings.tree import ConfigError, TrainSettings, by_key
 from kfuse.statistics.figures import METRICS, StepContext
 from kfuse.statistics.step_stats import StepStats
 
 if TYPE_CHECKING:
     from kfuse.observe.recorder import Display, Recorder
-    from kfuse.train.context import Settings
     from kfuse.train.step import StepSamples
 
 _LOG = logging.getLogger("kfuse")
@@ -220,7 +219,7 @@ class Reporter:
     """Every worker calls it in the same way; only rank 0's records are sent."""
 
     def __init__(
-        self, session: Session, settings: Settings, samples_an_epoch: int | None, output: Output | None = None
+        self, session: Session, settings: TrainSettings, samples_an_epoch: int | None, output: Output | None = None
     ) -> None:
         """samples_an_epoch: None for a stream. output: of a script, whose own files and display get the records too."""
         self._session, self._settings, self._samples_an_epoch = session, settings, samples_an_epoch
@@ -266,10 +265,10 @@ class Reporter:
         checkpoints.
         """
         self._told = {}
-        epochs, steps = self._settings.train_epochs, self._settings.train_steps
+        epochs, steps = self._settings["train_epochs"], self._settings["train_steps"]
         total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
         about = {"samples": total, "steps": steps, "step": step, "training": self._session.training}
-        about["ledger"] = self._settings.observe_ledger
+        about["ledger"] = self._settings["observe_ledger"]
         self._send("start", {**about, "restarts": restarts})
 
     def view(self, step: int, view: View, regroup_s: float, transfer_s: float) -> None:

@@ -26,7 +26,7 @@ from kfuse.optim import ConsistencyError
 from kfuse.optim.consistency import parameter_layout
 from kfuse.optim.updates import ShardsLost, begun_update, has_begun, resume_update
 from kfuse.settings.tree import ConfigError
-from kfuse.train.context import TrainContext
+from kfuse.train.context import TrainContext, shared
 from kfuse.train.decisions import Decisions, PolicyCalls
 from kfuse.train.progress import STOP_REASONS, Stage
 from kfuse.train.state import LARGE, STAYS, TrainingState
@@ -53,11 +53,11 @@ class Recovery:
         session, opt = training.session, training.opt
         self._session, self._opt, self._progress, self._reporter = session, opt, training.progress, training.reporter
         self._decisions, self._calls, self._state, self._record_update = decisions, calls, state, record_update
-        self._checkpoints, self._lr_is_configured = training.checkpoints, training.settings.lr_base is not None
+        self._checkpoints, self._lr_is_configured = training.checkpoints, "lr_base" in training.settings
         self._opts = training.opts
         params = (p for each in self._opts for group in each.param_groups for p in group["params"])
         # What must be equal on all workers, by name: each computes its share of a step from it.
-        self._arguments = training.settings.shared() | {
+        self._arguments = shared(training.settings) | {
             "samples of data": training.samples_an_epoch,
             "comm.audit_every": session.comm.audit_every,
             "comm.audit_on_corruption": session.comm.audit_on_corruption,

@@ -26,6 +26,7 @@ from kfuse.comm import devices
 from kfuse.comm.group import CommError
 from kfuse.data.dataset import tensors
 from kfuse.data.fetching import Fetcher, Task, TaskPlan, micro_batch_sizes, random_key, seed_host, worker_range
+from kfuse.settings.tree import TrainSettings
 from kfuse.statistics.figures import StepContext
 from kfuse.statistics.step_stats import StepStats
 
@@ -90,7 +91,7 @@ class Step:
         self.data_wait_s = 0.0  # seconds spent waiting for data so far
         self.data_bytes = 0  # bytes of the tensors in the batches so far; torch does not tell them of sparse ones
         self.error: Exception | None = None  # the exception that ended the step's body early
-        self._fetcher, self._opt, self._seed = fetcher, training.opt, training.settings.seed
+        self._fetcher, self._opt, self._seed = fetcher, training.opt, training.settings["seed"]
         self._several_backwards, self._may_draw = training.several_backwards, training.may_draw
         self._passes = passes
         self._fetched = set[int]()  # micro-batches that were fetched, by number: an earlier pass has used them
@@ -261,7 +262,7 @@ def take_measured(training: TrainContext, stats: StepStats, context: StepContext
     at.mean_grad_sq, at.mean_grad_variance, at.loss = stats.mean_grad_sq, stats.mean_grad_variance, stats.loss
     if session.group.size == 1 and not session.elastic:
         return
-    unit = training.settings.batch_micro
+    unit = training.settings["batch_micro"] or 1
     seconds = [each * (unit / (context.micro_batch or unit)) for each in stats.seconds]
     at.throughput = measured(at.throughput, workers, seconds)
     now = session.workers
@@ -270,6 +271,21 @@ def take_measured(training: TrainContext, stats: StepStats, context: StepContext
         if ratio is not None and ratio < SLOW and worker not in at.stragglers:
             training.reporter.event(at.step, "straggler", worker=worker, rank=rank, throughput=ratio)
     at.stragglers = stragglers(now, relative, at.stragglers)
+
+
+def micro_batch_of(settings: TrainSettings, batch_size: int, workers: int) -> int:
+    """Returns the samples of each micro-batch in a step of `batch_size` samples; the last one may have fewer.
+
+    A multiple of `batch_micro`, at most `batch_micro_max`. A larger batch than the first one has at least as many
+    micro-batches, so that the statistics stay as good; and as many on each worker, where whole multiples allow it.
+    """
+    unit = settings["batch_micro"] or 1
+    count = max(-(-settings["batch_size"] // unit), -(-batch_size // (settings["batch_micro_max"] or unit)))
+    count = -(-count // workers) * workers
+    size = -(-batch_size // (count * unit)) * unit
+    if -(-batch_size // size) < count:  # rounded up, too few are left
+        size -= unit
+    return max(size, unit)
 
 
 class Sampling:
@@ -282,19 +298,19 @@ class Sampling:
     def of_next_step(self) -> StepSamples:
         at = self._progress
         workers = 1 if self._reproducible else self._session.group.size
-        micro_batch = self._settings.micro_batch_of(at.batch_size, workers)
+        micro_batch = micro_batch_of(self._settings, at.batch_size, workers)
         return self._samples(at.epoch, at.cursor, at.batch_size, micro_batch)
 
     def of_finished_step(self, stats: StepStats, context: StepContext) -> StepSamples:
         count = round(stats.samples) if context.share is None else context.batch_size
-        micro_batch = context.micro_batch or self._settings.batch_micro
+        micro_batch = context.micro_batch or self._settings["batch_micro"] or 1
         return self._samples(context.epoch, context.cursor, count, micro_batch)
 
     def _samples(self, epoch: int, cursor: int, count: int, micro_batch: int) -> StepSamples:
         indices, workers = self._sampler.indices(epoch, cursor, count), self._session.workers
         relative = relative_throughput(self._progress.throughput, workers)
         # Apart, each worker knows its own speed only: unequal shares would leave samples out.
-        balanced = self._settings.workers_balance and not self._progress.is_apart
+        balanced = self._settings["workers_balance"] and not self._progress.is_apart
         weights = shares(relative) if balanced else None
         return StepSamples(epoch, cursor, indices, micro_batch, len(workers), weights, self._reproducible)
 

@@ -30,7 +30,7 @@ class SyncMethod:
         workers the leader's state of all else than the model and the optimizer.
         """
         self._session, self._opt, self._progress = training.session, training.opt, training.progress
-        self._decisions, self._seed, self._agree = decisions, training.settings.seed, agree
+        self._decisions, self._seed, self._agree = decisions, training.settings["seed"], agree
 
     def before_step(self) -> None:
         """Before forward: may start messages. Called again where the step is repeated after a worker was lost."""

@@ -201,7 +201,7 @@ class Trainer:
             self.opt.begin(plan)
         else:
             self._passes.new_body(plan)
-        epochs = self.settings.train_epochs
+        epochs = self.settings["train_epochs"]
         self._fetcher.expect(samples.task_plan(rank, at.batch_size, self.samples_an_epoch, epochs))
         self._newest = Step(samples, self._fetcher, self._training, self._passes)
         return self._newest
@@ -325,7 +325,7 @@ class Trainer:
             context = self.progress.contexts.pop(stats.step)
             take_measured(self._training, stats, context)
             if self._presents:
-                used = self._sampling.of_finished_step(stats, context) if self.settings.observe_ledger else None
+                used = self._sampling.of_finished_step(stats, context) if self.settings["observe_ledger"] else None
                 signals = self.calls.signals(stats, context)
                 self._reporter.step(stats, context, signals, used)
                 self.calls.decide("decide", signals)

@@ -28,11 +28,10 @@ from kfuse.observe.recorder import Display, Recorder, figure
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.settings import instantiate
 from kfuse.settings.instantiate import CLASS_GROUPS, describe, fits, one_line
-from kfuse.settings.tree import AT_SHELL, ConfigError, did_you_mean, flat, show
+from kfuse.settings.tree import AT_SHELL, ConfigError, completed, did_you_mean, flat, show
 from kfuse.tools.cbs.estimate import CriticalBatch, Plan, Trace, calibration, measure
 from kfuse.tools.run_files import config_path, read_config, read_metrics
-from kfuse.train.context import Settings
-from kfuse.train.learning_rate import gain
+from kfuse.train.learning_rate import LRSchedule, gain
 
 USAGE = """\
 kfuse cbs run=RUN_DIR [key=value ...]
@@ -241,7 +240,8 @@ class Start:
         if self._length is None:
             raise ConfigError(f"run={run.path}: must train on data of a length: a stream has one order only")
         lr = config["lr"]
-        schedule = Settings.of(flat(config)).schedule(self._length)
+        settings: Any = completed(flat(config))
+        schedule = LRSchedule.of(settings, self._length)
         done = schedule.done(at["schedule"] if lr["scaling"] == "adascale" else self.step, at["samples"])
         means = at["mean_grad_sq"], at["mean_grad_variance"]
         factor = schedule.shape(at["schedule"], done) * schedule.gain(self.batch_size, *means) * at["lr_scale"]

@@ -17,10 +17,10 @@ from kfuse.data.sources import TrainingData, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies.signals import BasePolicy, Decision, Signals
 from kfuse.session import current
-from kfuse.settings.tree import ConfigError, TrainSettings, resolved
+from kfuse.settings.tree import ConfigError, TrainSettings, completed, resolved
 from kfuse.statistics.step_stats import Statistics
 from kfuse.tools.cbs.estimate import FACTORS, CriticalBatch, Plan, Trace, measure
-from kfuse.train.context import Settings, TrainContext
+from kfuse.train.context import TrainContext
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
 from kfuse.train.trainer import Trainer
 
@@ -79,13 +79,15 @@ def critical_batch(
         def branch(k: float, repetition: int) -> Trace:
             restore()
             recording, own = _Recording(plan.batch(k)), of_branch(k, repetition)
-            Trainer(TrainContext(model, given.data, opt, own, policy=recording, objective=objective)).run()
+            more: dict[str, Any] = {"policy": recording, "objective": objective}
+            training = TrainContext(model, given.data, opt, own, worker_init_fn=given.worker_init_fn, **more)
+            Trainer(training).run()
             return recording.trace
 
         return measure(branch, plan)
 
 
-def _settings(plan: Plan, given: TrainingData, values: Mapping[str, Any]) -> Callable[[float, int], Settings]:
+def _settings(plan: Plan, given: TrainingData, values: Mapping[str, Any]) -> Callable[[float, int], Any]:
     """Returns what makes the settings of branch k and repetition. Raises ConfigError where there can be none."""
     if isinstance(given.data, Stream):
         raise ConfigError("data: must have a length: a stream has one order only, and branches are repeated in others")
@@ -97,10 +99,10 @@ def _settings(plan: Plan, given: TrainingData, values: Mapping[str, Any]) -> Cal
     if micro > smallest:
         raise ConfigError(f"batch_micro={micro}: must be at most {smallest}, the smallest batch")
 
-    def of_branch(k: float, repetition: int) -> Settings:
+    def of_branch(k: float, repetition: int) -> dict[str, Any]:
         own = {"batch_micro": micro, "batch_max": max(plan.batch_size, plan.batch(k)), "train_steps": steps[k]}
         own["seed"] = values["seed"] + repetition
-        return Settings.of({**values, **own}, worker_init_fn=given.worker_init_fn)
+        return completed({**values, **own})
 
     return of_branch
 
