@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.train.output import Reporter
+from kfuse.train.reporter import Reporter
 
 
 def problem(count: int = 64) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from kfuse.elastic.job import Elasticity, Job, Records
 from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
-from kfuse.train.output import Reporter
+from kfuse.train.reporter import Reporter
 
 
 class Kept:

@@ -17,7 +17,8 @@ from kfuse.session import current
 from kfuse.settings import instantiate
 from kfuse.settings.instantiate import class_arguments
 from kfuse.settings.tree import WORKERS_MAX, completed, flat
-from kfuse.train.context import TrainContext
+from kfuse.train.arguments import TrainArguments
+from kfuse.train.assemble import assemble
 from kfuse.train.loss import cast_parameters
 from kfuse.train.output import log_remarks
 from kfuse.train.trainer import Trainer
@@ -56,10 +57,10 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     checkpoints = {name: config["checkpoint"][name] for name in ("every_steps", "keep", "resume")}
     given = training_data(split.train)
     log_remarks(given.remarks)
-    training = TrainContext(
+    arguments = TrainArguments(
         model,
         given.data,
-        _optimizer(config, model),
+        (_optimizer(config, model),),
         settings,
         bounds,
         policy=instantiate.build(config["policy"]),
@@ -68,7 +69,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         heldout=heldout_data(split.heldout),
         exits_are_errors=True,
     )
-    return Trainer(training)
+    return assemble(arguments)
 
 
 def _optimizer(config: dict[str, Any], model: torch.nn.Module) -> DistributedOptimizer:

@@ -14,7 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from kfuse.data.dataset import TensorData
 
 if TYPE_CHECKING:
-    from kfuse.train.context import TrainContext
+    from kfuse.train.arguments import TrainArguments
 
 _KINDS = (
     "activation batchnorm channelshuffle container conv distance flatten fold instancenorm linear loss normalization "
@@ -26,7 +26,7 @@ _OWN = {("kfuse.models", "ConvNet"), ("kfuse.models", "MLP"), ("kfuse.models", "
 _OWN |= {("kfuse.nn", "LayerNorm"), ("kfuse.nn", "RMSNorm")}
 
 
-def may_draw(training: TrainContext) -> bool:
+def may_draw(training: TrainArguments) -> bool:
     """Whether anything may draw in a step's fetch, forward, backward and update, or read the generators between steps.
 
     Evaluations and audits do not count: they seed for themselves, and restore the generators.

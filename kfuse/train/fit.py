@@ -14,7 +14,8 @@ from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.settings.tree import LoopSettings, TrainSettings, completed, resolved
-from kfuse.train.context import TrainContext
+from kfuse.train.arguments import TrainArguments
+from kfuse.train.assemble import assemble
 from kfuse.train.learning_rate import Interval, UserSchedule, has_scheduler
 from kfuse.train.loss import LossFunction, Metric, Objective, StepFunction, WeightFunction
 from kfuse.train.output import Output, log_remarks
@@ -87,7 +88,7 @@ def fit(
         policy=None if hook is None else hook.policy,
         objective=Objective(loss_fn, step_fn, weight_fn),
         heldout=None if heldout is None else heldout_data(heldout, collate_fn),
-        metrics=metrics,
+        metrics=metrics or {},
     )
     _log_remarks(given, trainer.settings, settings)
     with output.recorded():
@@ -212,7 +213,7 @@ def _trainer(
     heldout: Dataset | None = None,
     **more: Any,
 ) -> tuple[Trainer, Output]:
-    """Returns a script's training, and its files and display. values: the settings. more: fields of `TrainContext`.
+    """Returns a script's training, and its files and display. values: the settings. more: fields of `TrainArguments`.
 
     Raises TypeError for an optimizer that is not kfuse's and a model that is no nn.Module, or is wrapped; ValueError
     for a scheduler left out.
@@ -236,10 +237,10 @@ def _trainer(
         ledger = session.control_client.job.get("observe", {}).get("ledger", False)
         values = {**values, "observe_ledger": ledger or values["observe_ledger"]}
     settings: Any = completed(resolved(caller, TrainSettings, values))
-    training = TrainContext(
+    arguments = TrainArguments(
         model,
         given.data,
-        opts[0],
+        tuple(opts),
         settings,
         worker_init_fn=given.worker_init_fn,
         policy=policy or BasePolicy(),
@@ -248,10 +249,9 @@ def _trainer(
         checkpoints=output.checkpoints,
         saved_model=output.saved_model,
         output=output,
-        further=tuple(opts[1:]),
         **more,
     )
-    return Trainer(training), output
+    return assemble(arguments), output
 
 
 def _optimizers(caller: str, given: Any, user_loop: bool) -> Sequence[DistributedOptimizer]:

@@ -6,16 +6,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kfuse.settings.tree import ConfigError, TrainSettings
 from kfuse.statistics.figures import StepContext
 
-if TYPE_CHECKING:
-    from kfuse.train.step import Throughput
-
 # Why training is told to stop, by the number in a decision; "": it is not; "stopped": by the training itself.
 STOP_REASONS = ("", "interrupted", "terminated", "stopped")
+
+Throughput = dict[int, tuple[float, int]]  # worker: (mean micro-batches of the first size a second, steps measured)
 
 
 class Stage(IntEnum):
@@ -52,7 +51,7 @@ class Progress:
     schedule: float = 0.0  # progress of the learning-rate schedule, in steps of the base batch size
     mean_grad_sq: float | None = None
     mean_grad_variance: float | None = None
-    throughput: Throughput = field(default_factory=dict)  # by worker number: see `kfuse.train.step.Throughput`
+    throughput: Throughput = field(default_factory=dict)  # by worker number
     stragglers: tuple[int, ...] = ()  # numbers of the workers that were reported as stragglers
     corrupt: tuple[int, ...] = ()  # numbers of the workers that audits have found to compute wrong gradients
     accuracy: float | None = None

@@ -20,9 +20,9 @@ from kfuse.session import current
 from kfuse.settings.tree import ConfigError, TrainSettings, completed, resolved
 from kfuse.statistics.step_stats import Statistics
 from kfuse.tools.cbs.estimate import FACTORS, CriticalBatch, Plan, Trace, measure
-from kfuse.train.context import TrainContext
+from kfuse.train.arguments import TrainArguments
+from kfuse.train.assemble import assemble
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
-from kfuse.train.trainer import Trainer
 
 _LOADING = [name for name in TrainSettings.__annotations__ if name.startswith("data_")]
 _TAKEN = ("batch_size", "batch_micro", "seed", "lr_scaling", "train_clip_norm", "train_precision", *_LOADING)
@@ -79,9 +79,8 @@ def critical_batch(
         def branch(k: float, repetition: int) -> Trace:
             restore()
             recording, own = _Recording(plan.batch(k)), of_branch(k, repetition)
-            more: dict[str, Any] = {"policy": recording, "objective": objective}
-            training = TrainContext(model, given.data, opt, own, worker_init_fn=given.worker_init_fn, **more)
-            Trainer(training).run()
+            more: dict[str, Any] = {"policy": recording, "objective": objective, "worker_init_fn": given.worker_init_fn}
+            assemble(TrainArguments(model, given.data, (opt,), own, **more)).run()
             return recording.trace
 
         return measure(branch, plan)
