@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from kfuse.cli.first import FirstWorker
+from kfuse.cli.output import to_its_end
 from kfuse.elastic.job import Elasticity, JobFailed
 from kfuse.elastic.launchers import Launcher, TorchrunLauncher
-from kfuse.elastic.protocol import NOT_TRAINED, STOP_STATUS
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.logs import set_up_logging
 from kfuse.observe.recorder import Display, Recorder
@@ -70,27 +69,3 @@ def supervise(
     interrupted: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
     return to_its_end(recorder, lambda: run_loop(work()), JobFailed)
-
-
-def to_its_end(
-    recorder: Recorder, work: Callable[[], str | None], failures: type[Exception] | tuple[type[Exception], ...]
-) -> int:
-    """Does the work, which returns why training ended, and records its end. Returns the exit status.
-
-    failures: which errors of the work are told in one line.
-    """
-    why: str | None = "failed"
-    failure = ""
-    try:
-        why = work()
-    except failures as error:
-        failure = str(error)
-        recorder.failed(failure)
-    finally:
-        recorder.close(why)
-    if failure:
-        print(f"kfuse: error: {failure}; the run directory is {recorder.directory.path}", file=sys.stderr)
-        return 1
-    if why == NOT_TRAINED:
-        print("kfuse: the script has ended without using kf.fit or kf.DataLoader: nothing was trained", file=sys.stderr)
-    return STOP_STATUS.get(why or "", 0)
