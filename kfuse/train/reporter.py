@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from kfuse.elastic.protocol import View
 from kfuse.membership import Session
-from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
+from kfuse.policies.signals import Signals
 from kfuse.settings.tree import TrainSettings
 from kfuse.statistics.figures import METRICS, StepContext
 from kfuse.statistics.step_stats import StepStats
@@ -33,18 +33,14 @@ class Reporter:
         self._keeper = output or session
         # The newest records, which a lost leader or supervisor may not have written: see `resend`.
         self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
-        self._told: dict[str, Any] = {}  # signals beside the columns, as records have told them; empty: tell all
-        self._told_before: dict[str, Any] = {}  # as `_told`, by the records that are older than the `recent` ones
 
     def state_dict(self) -> dict[str, Any]:
         # One text: in a new view all workers wait while a safe unpickler, in Python, reads what is in it one by one.
-        return {"recent": json.dumps(list(self.recent)), "told_before": self._told_before}
+        return {"recent": json.dumps(list(self.recent))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.recent.clear()
         self.recent.extend(json.loads(state["recent"]))
-        self._told_before = dict(state["told_before"])
-        self._told = {}  # here other steps were told
 
     def _send(self, kind: str, data: dict[str, Any]) -> None:
         if self._session.group.rank == 0:
@@ -57,7 +53,7 @@ class Reporter:
     def event(self, step: int, kind: str, **fields: Any) -> None:
         """A line of events.jsonl: something that happened at this step."""
         data = {"step": step, "kind": kind, **fields}
-        self._remember([("event", data)])
+        self.recent.append([("event", data)])
         self._send("event", data)
 
     def of_any_worker(self, event: dict[str, Any]) -> None:
@@ -71,7 +67,6 @@ class Reporter:
         policy sees with the present workers and bounds. restarts: started anew, it would go on from its own
         checkpoints.
         """
-        self._told = {}
         epochs, steps = self._settings["train_epochs"], self._settings["train_steps"]
         total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
         about = {"samples": total, "steps": steps, "step": step, "training": self._session.training}
@@ -86,17 +81,15 @@ class Reporter:
         self._send("event", data)
 
     def step(self, stats: StepStats, context: StepContext, signals: Signals, samples: StepSamples | None) -> None:
-        """A finished step's figures. samples: those it used, if a ledger was asked for.
-
-        signals: what a policy sees of the step; what the columns lack of it is recorded where it has changed.
+        """A finished step's figures. signals: what a policy sees of it. samples: those it used, if a ledger was asked
+        for.
         """
         if not self._keeper.is_recorded:
             return
         figures = {name: getattr(context if name in _OF_CONTEXT else stats, name) for name in METRICS}
         if stats.figures:
             figures["figures"] = stats.figures
-        if changed := self._changed(signals):
-            figures["signals"] = changed
+        figures["signals"] = signals.beside_columns()
         records = [("metrics", figures)]
         if stats.skipped:
             self.event(stats.step, "skipped", why="a gradient was not finite")
@@ -106,29 +99,12 @@ class Reporter:
             for j in range(len(samples.sizes)) if mine is None else mine:
                 entry = {"step": stats.step, "micro_batch": j, **whose, "indices": samples.of(j).tolist()}
                 records.append(("ledger", entry))
-        self._remember(records)
+        self.recent.append(records)
         for kind, data in records:
             if kind == "ledger" and mine is not None:  # no other worker knows them
                 self._keeper.report(kind, data)
             else:
                 self._send(kind, data)
-
-    def _changed(self, signals: Signals) -> dict[str, Any]:
-        """The signals beside the columns that differ from those of the last record, in plain values."""
-        changed = {}
-        for name in OTHER_SIGNALS:
-            value = getattr(signals, name)
-            if name not in self._told or value != self._told[name]:
-                self._told[name] = value
-                changed[name] = asdict(value) if isinstance(value, Bounds) else value
-        return changed
-
-    def _remember(self, records: list[tuple[str, dict[str, Any]]]) -> None:
-        """Keeps records for the next leader, in place of the oldest."""
-        if len(self.recent) == _RECENT_STEPS:
-            for _, data in self.recent.popleft():
-                self._told_before |= data.get("signals", {})
-        self.recent.append(records)
 
     def forget_events(self) -> None:
         """Drops the events that came with a checkpoint: they are recorded, unless a supervisor was killed before."""
@@ -137,11 +113,8 @@ class Reporter:
 
     def resend(self) -> None:
         """Sends the newest records again: a lost leader may not have sent them. The supervisor drops those it has."""
-        told: dict[str, Any] | None = self._told_before  # for the first record: nothing may be written before it
         for records in self.recent:
             for kind, data in records:
-                if kind == "metrics" and told is not None:
-                    data, told = data | {"signals": told | data.get("signals", {})}, None
                 self._send(kind, data)
 
     def summary(self, summary: dict[str, Any]) -> None:
