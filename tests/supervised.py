@@ -194,7 +194,7 @@ class Stage:
         """Boots these workers, which then are in a view, and have made a first step."""
         await self.boot(*numbers)
         await self.join(*numbers)
-        start = {"step": 0, "training": 1, "restarts": False}
+        start = {"step": 0, "restarts": False}
         await self.says(numbers[0], "record", kind="start", data=start)
         await self.steps(numbers[0], 0)
 

@@ -16,7 +16,7 @@ from kfuse.elastic.supervisor import Elasticity
 TWO = Elasticity(2, 1, 3)
 SCRIPTS = Elasticity(2, 1, 2, script=True)
 TRACEBACK = ("Traceback (most recent call last):", '  File "a.py", line 1', "TypeError: bad")
-BEGINS = {"step": 0, "training": 1, "restarts": False}
+BEGINS = {"step": 0, "restarts": False}
 
 
 def job(elasticity: Elasticity, error: str | None = None, **events: int) -> Callable[..., Callable[..., None]]:
@@ -398,7 +398,7 @@ async def test_scripts_that_all_end_early_end_the_job_well(stage: Stage, trains:
     if trains:
         await stage.train(0, 1)
         for number in (0, 1):
-            await stage.says(number, "loop_ended", training=1, failed_at=None)
+            await stage.says(number, "loop_ended", failed_at=None)
     for worker in stage.workers:
         worker.end(0)
     await stage.ended()
@@ -410,7 +410,7 @@ async def test_scripts_that_all_end_early_end_the_job_well(stage: Stage, trains:
 async def test_where_one_worker_leaves_the_loop_the_others_go_on(stage: Stage, ends: bool) -> None:
     """It ends, or does something else first."""
     await stage.train(0, 1)
-    await stage.says(1, "loop_ended", training=1, failed_at=None)
+    await stage.says(1, "loop_ended", failed_at=None)
     if ends:
         stage.workers[1].end(0)
     await stage.settle(1.2)
@@ -427,7 +427,7 @@ async def test_one_that_is_to_leave_goes_on_where_the_only_other_has_left_its_lo
     await stage.train(0, 1)
     await stage.supervisor.views.resize(1)
     assert stage.workers[1].view == [0]
-    await stage.says(0, "loop_ended", training=1, failed_at=None)
+    await stage.says(0, "loop_ended", failed_at=None)
     await stage.settle(1.2)
     assert stage.workers[1].view == [1]
     await stage.join(1)
@@ -442,7 +442,7 @@ async def test_one_that_is_to_join_does_not_train_alone_where_the_only_one_has_l
     await stage.says(0, "resize", workers=2)
     await stage.boot(1)
     assert stage.workers[1].view == [0, 1]
-    await stage.says(0, "loop_ended", training=1, failed_at=None)
+    await stage.says(0, "loop_ended", failed_at=None)
     await stage.settle(1.2)
     assert stage.workers[1].view == [0, 1]
     stage.workers[0].end(1, *TRACEBACK)
@@ -459,7 +459,7 @@ async def test_one_whose_error_ended_its_loop_long_before_its_process_is_replace
     An error in the body of a script's own loop is not known to be one before the process has ended.
     """
     await stage.train(0, 1)
-    await stage.says(1, "loop_ended", training=1, failed_at=failed_at)
+    await stage.says(1, "loop_ended", failed_at=failed_at)
     await stage.says(0, "broken", generation=1, why="rank 1 does not answer")
     await stage.settle()
     assert stage.workers[0].view == [0] and not stage.events("quit")

@@ -183,27 +183,20 @@ class Checkpoints:
 class SavedModel:
     """Writes the model of one training, on rank 0. What goes wrong with a file is an event, never an exception."""
 
-    def __init__(self, directory: Path, session: Session, numbered: bool = False, report: Record | None = None) -> None:
+    def __init__(self, directory: Path, session: Session, report: Record | None = None) -> None:
         """directory: where the files go; made if need be.
 
-        numbered: the directory is the whole job's, so a process's second training writes to its folder 2, and so on.
         report: gets events, as ("event", fields); None: `session.report`.
         """
-        self._directory, self._session, self._numbered = directory, session, numbered
-        self._report = report or session.report
+        self._directory, self._session, self._report = directory, session, report or session.report
         self._thread: threading.Thread | None = None
-
-    @property
-    def directory(self) -> Path:
-        number = self._session.training
-        return self._directory / str(number) if self._numbered and number > 1 else self._directory
 
     def save_best(self, model: nn.Module) -> None:
         """Writes best.pt in the background, from a copy. Waits for the one before, if it is still being written."""
         if self._session.group.rank != 0:
             return
         self.close()
-        path = self.directory / _BEST
+        path = self._directory / _BEST
         if (weights := self._attempt(path, model_weights, model)) is not None:
             self._thread = threading.Thread(target=self._attempt, args=(path, _write, path, weights), name=_BEST)
             self._thread.start()
@@ -217,7 +210,7 @@ class SavedModel:
         if self._session.group.rank != 0:
             return {}
         self.close()
-        directory = self.directory
+        directory = self._directory
         paths = {"model": directory / _MODEL}
         if importlib.util.find_spec("safetensors"):
             paths["model_safetensors"] = directory / _SAFE

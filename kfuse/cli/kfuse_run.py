@@ -70,11 +70,11 @@ def main(argv: list[str] | None = None) -> int:
             return _refuse(str(error))
         except OSError as error:
             return _refuse(f"{where}: cannot be written: {error.strerror or error}")
-        return leave(_run(args, directory, None if run is None else run.trainings))
+        return leave(_run(args, directory, None if run is None else run.has_steps))
 
 
-def _run(args: argparse.Namespace, directory: RunDirectory, trainings: int | None) -> int:
-    """trainings: of the run in the directory that goes on, those of which steps are recorded; None: there is no run."""
+def _run(args: argparse.Namespace, directory: RunDirectory, has_steps: bool | None) -> int:
+    """has_steps: whether some are recorded of the run in the directory, which goes on; None: there is no run."""
     settings = args.settings
     recorder = Recorder(directory, Display(progress=settings["observe_progress"] is not False))
     set_up_logging(settings["observe_log_level"], "supervisor", recorder.line)
@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace, directory: RunDirectory, trainings: int | Non
         most = settings["workers_max"]
         launcher = HostsLauncher(command, host, port, args.token, args.slots, most, grace_s, signals)
     told = {"log_level": settings["observe_log_level"], "ledger": settings["observe_ledger"]}
-    job = {"run_dir": str(directory.path.absolute()), "trainings": trainings, "observe": told}
+    job = {"run_dir": str(directory.path.absolute()), "has_steps": has_steps, "observe": told}
     return supervise(launcher, job, recorder, Elasticity.of(settings, script=True))
 
 

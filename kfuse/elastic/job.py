@@ -42,7 +42,7 @@ class Elasticity:
     notice_signals: list[str] = field(default_factory=lambda: [*SETTINGS["elastic_notice_signals"].default])  # names
     # If all workers are lost: start new ones, which resume from the last checkpoint. A script says so as it begins.
     restart: bool = False
-    # Workers run a user's script. It may end before a training does or go on after it, and may train more than once.
+    # Workers run a user's script. It may end before training does, or go on after it.
     script: bool = False
 
     @classmethod
@@ -62,9 +62,9 @@ class Job:
         self.elasticity = elasticity
         self.wanted = elasticity.count  # how many workers the job is to have
         self.view = View(0, (), ("", 0), "")  # the newest one, proposed or active; this one before the first
-        self.training = 0  # which training is under way, from 1; 0 before the first one
-        self.trained = False  # the summary of that training has arrived
-        self.done = False  # that training is over: its summary has arrived, or all scripts have left it
+        self.begun = False  # training has begun
+        self.trained = False  # its summary has arrived
+        self.done = False  # it is over: its summary has arrived, or all scripts have left it
         self.stopping: str | None = None  # why the job was asked to stop
         self.late_failure: JobFailed | None = None  # a script that failed when its training was over
         self.over = asyncio.Event()
@@ -102,12 +102,12 @@ class Job:
         """How a job that did not fail has ended: the stop reason, NOT_TRAINED, LOOP_LEFT; None: by training's end."""
         if self.stopping or self.trained:
             return self.stopping
-        return LOOP_LEFT if self.training else NOT_TRAINED
+        return LOOP_LEFT if self.begun else NOT_TRAINED
 
     @property
-    def takes_newcomers(self) -> bool:
-        """Whether a new worker can join: it would run a script from its start, so only during the first training."""
-        return self.training <= 1 and not (self.done or self.over.is_set())
+    def is_over(self) -> bool:
+        """Whether it is too late for a new worker."""
+        return self.done or self.over.is_set()
 
 
 class Recorder(Protocol):
@@ -125,9 +125,9 @@ class Records:
 
     def __init__(self, recorder: Recorder, job: Job) -> None:
         self._recorder, self._job = recorder, job
-        self.furthest = -1  # the furthest step of the training under way that was reported
+        self.furthest = -1  # the furthest step that was reported
         self._step = 0  # the newest one: training may have gone back
-        self.progress = 0  # grows with each new step, and with each training that starts
+        self.progress = 0  # grows with each new step
         self._events: deque[dict[str, Any]] = deque(maxlen=_KNOWN_EVENTS)
         self._changed = threading.Condition()
         self._waiting: list[Record] = []
@@ -167,12 +167,6 @@ class Records:
 
     def line(self, text: str) -> None:
         self.add("line", {"text": text})
-
-    def begin_training(self) -> None:
-        """Another training starts: its steps count from 0 again, and its events may be equal to the last one's."""
-        self._events.clear()
-        self.furthest, self._step = -1, 0
-        self.progress += 1
 
     async def close(self) -> None:
         """Returns when all records have been passed on; says so where it takes long."""

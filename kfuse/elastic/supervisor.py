@@ -107,7 +107,7 @@ class Supervisor:
         """The job has failed, and workers with the training's state are left: one of them writes a last checkpoint."""
         job, workers = self.job, [each for each in self.processes.members() if each.joined and not each.why]
         able = [worker for worker in workers if not self.views.out_of_loop(worker)]
-        if not able or not job.training or job.done:
+        if not able or not job.begun or job.done:
             return
         for worker in workers:
             worker.send("failed", why=why, saves=worker is able[0])
@@ -127,7 +127,7 @@ class Supervisor:
             for worker in self.processes.alive():
                 if getattr(worker.process, "noticed", False):
                     await self._take_notice(worker)
-            if self.processes.awaits_gpu and job.takes_newcomers and not job.stopping:
+            if self.processes.awaits_gpu and not (job.is_over or job.stopping):
                 await self.views.add_up_to(min(self.processes.awaits_gpu, job.wanted))
 
     def _limit_to_gpus(self) -> None:
@@ -272,7 +272,6 @@ class Supervisor:
             case "left":  # as a planned view said
                 self.views.left(worker)
             case "broken":  # it has lost contact with another one
-                worker.ended_loop = min(worker.ended_loop, self.job.training - 1)  # it is in one, perhaps the next
                 worker.lost_contact_in = message["generation"]
                 loop, contact_lost = asyncio.get_running_loop(), self.failures.contact_lost
                 loop.call_later(_BROKEN_GRACE_S, contact_lost, worker, message["generation"], message["why"])
@@ -285,7 +284,7 @@ class Supervisor:
                     self.records.line(line)
                 self.job.end(JobFailed(message["why"]))
             case "loop_ended":
-                worker.ended_loop, worker.failed_at = message["training"], message["failed_at"]
+                worker.ended_loop, worker.failed_at = True, message["failed_at"]
                 if not self.job.done:
                     asyncio.get_running_loop().call_later(_LEFT_S, self.failures.loop_ended, worker)
             case "resize":
@@ -311,7 +310,7 @@ class Supervisor:
                 worker.said_goodbye = True
 
     def _take_record(self, kind: str, data: dict[str, Any]) -> None:
-        if kind == "start" and not self._begin(data["training"], data["restarts"]):
+        if kind == "start" and not self._begin(data["restarts"]):
             return
         self.records.add(kind, data)
         if kind == "summary":
@@ -322,29 +321,16 @@ class Supervisor:
                 else:  # still booting, or waiting for the others to come to its view: too late for this job
                     worker.kill()
 
-    def _begin(self, training: int, restarts: bool) -> bool:
-        """A training starts: the first one, the same anew, or a script's next one. False if it must not.
+    def _begin(self, restarts: bool) -> bool:
+        """Training starts, or starts anew. False if it must not.
 
-        restarts: a script's training can go on from its own checkpoints if all workers are lost. New workers run the
-        script from its start, so that holds for its first training only.
+        restarts: a script's training can go on from its own checkpoints if all workers are lost.
         """
         job = self.job
-        if training <= job.training:
-            if self.records.furthest < 0 or job.elasticity.restart:
-                return True
+        if job.begun and self.records.furthest >= 0 and not job.elasticity.restart:
             job.end(JobFailed("the workers that had the training's state are lost"))
             return False
-        again, job.training = job.training > 0, training
-        if job.elasticity.script:
-            job.elasticity = replace(job.elasticity, restart=restarts and not again)
-        if again:
-            job.trained = job.done = False
-            self.records.begin_training()
-            for worker in self.processes.alive():
-                if not worker.joined:  # it would run the script from its start, and train the first one
-                    worker.kill()
-            job.wanted = len(self.processes.members())
-            if job.wanted < job.view.size:  # it took in newcomers too late
-                self.views.recover()
-            self.views.propose()  # without those that were given notice since the training before
+        if job.elasticity.script and not job.begun:
+            job.elasticity = replace(job.elasticity, restart=restarts)
+        job.begun = True
         return True

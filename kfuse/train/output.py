@@ -40,7 +40,6 @@ class Output:
         rules.check(by_key(settings))
         given = settings["checkpoint_dir"], settings["run_dir"]
         folder, directory = (None if path is None else Path(path).expanduser().absolute() for path in given)
-        numbered = session.elastic and directory is not None
         if session.control_client is not None and directory is not None:
             session.report("event", {"step": None, "kind": "note", "note": _KEPT_ELSEWHERE.format(directory)})
             directory = Path(session.control_client.job["run_dir"])
@@ -77,7 +76,7 @@ class Output:
         where = directory or folder
         self.saved_model: SavedModel | None = None
         if where is not None and settings["train_save_model"] is not False:
-            self.saved_model = SavedModel(where, session, numbered, self.report)
+            self.saved_model = SavedModel(where, session, self.report)
 
     def _resume(self, asked: str | None, folder: Path | None) -> str:
         """Where this training begins: see `checkpoint_resume`. Raises ConfigError.
@@ -86,9 +85,8 @@ class Output:
         """
         client, default = self._session.control_client, "never" if folder is None else "auto"
         if client is not None:  # the supervisor has looked at the run directory, but does not know the checkpoints
-            trainings = client.job.get("trainings")
-            recorded = trainings is not None and self._session.training < trainings
-            if recorded and asked in (None, "never"):
+            has_steps = client.job.get("has_steps")  # of the run that it holds; None: it holds none
+            if has_steps and asked in (None, "never"):
                 from kfuse.observe.earlier import has_checkpoint
 
                 if asked == "never" or not has_checkpoint(folder):
@@ -96,7 +94,7 @@ class Output:
                     why = f"the run directory holds a run, and {none}: must be a new one"
                     self._session.give_up(why)
                     raise ConfigError(why)
-            return asked or ("never" if trainings is None else default)
+            return asked or ("never" if has_steps is None else default)
         if self._directory is None:
             return asked or "never"
         from kfuse.observe.earlier import choose_resume

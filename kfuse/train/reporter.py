@@ -69,7 +69,7 @@ class Reporter:
         """
         epochs, steps = self._settings["train_epochs"], self._settings["train_steps"]
         total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
-        about = {"samples": total, "steps": steps, "step": step, "training": self._session.training}
+        about = {"samples": total, "steps": steps, "step": step}
         about["ledger"] = self._settings["observe_ledger"]
         self._send("start", {**about, "restarts": restarts})
 
