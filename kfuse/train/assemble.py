@@ -20,7 +20,6 @@ from kfuse.settings import rules
 from kfuse.settings.tree import BATCH_MAX, by_key
 from kfuse.train.arguments import TrainArguments
 from kfuse.train.decisions import Decisions, PolicyCalls
-from kfuse.train.drawing import may_draw
 from kfuse.train.evaluation import Evaluations
 from kfuse.train.learning_rate import LearningRate, LRSchedule, has_scheduler
 from kfuse.train.loss import Forward
@@ -92,7 +91,7 @@ def assemble(given: TrainArguments) -> Trainer:
     fetcher = _fetcher(given, session, sampler, progress, reporter)
     evaluations = Evaluations(given, session, progress, reporter, synchronisation)
     running = forward, decisions, calls, synchronisation, recovery, evaluations, passes, audit
-    trainer = Trainer(given, session, progress, reporter, sampling, fetcher, *running, may_draw(given))
+    trainer = Trainer(given, session, progress, reporter, sampling, fetcher, *running)
     return trainer
 
 

@@ -26,7 +26,7 @@ from kfuse.comm import devices
 from kfuse.comm.group import CommError
 from kfuse.data import EpochSampler, StreamSampler
 from kfuse.data.dataset import tensors
-from kfuse.data.fetching import Fetcher, Task, TaskPlan, micro_batch_sizes, random_key, seed_host, worker_range
+from kfuse.data.fetching import Fetcher, Task, TaskPlan, micro_batch_sizes, random_key, worker_range
 from kfuse.membership import Session
 from kfuse.settings.tree import TrainSettings
 from kfuse.statistics.figures import StepContext
@@ -88,7 +88,6 @@ class Step:
         session: Session,
         fetcher: Fetcher,
         given: TrainArguments,
-        may_draw: bool,
         passes: Passes | None,
     ) -> None:
         """number: steps completed before this one. passes: where several optimizers step in the body."""
@@ -101,7 +100,7 @@ class Step:
         self.data_bytes = 0  # bytes of the tensors in the batches so far; torch does not tell them of sparse ones
         self.error: Exception | None = None  # the exception that ended the step's body early
         self._fetcher, self._opt, self._objective, self._passes = fetcher, given.opt, given.objective, passes
-        self._seed, self._several_backwards, self._may_draw = given.settings["seed"], given.several_backwards, may_draw
+        self._seed, self._several_backwards = given.settings["seed"], given.several_backwards
         self._fetched = set[int]()  # micro-batches that were fetched, by number: an earlier pass has used them
         self.began = time.perf_counter()
 
@@ -133,8 +132,7 @@ class Step:
         batch = self._fetcher.to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
         self.data_bytes += sum([each.nbytes for each in tensors(batch) if not each.is_sparse])
-        if self._may_draw:
-            seed_forward(device, random_key(self._seed, self.number, j))
+        seed_forward(device, random_key(self._seed, self.number, j))
         self.loss, self.figures = None, ()
         with opt.micro_batch(
             samples, j == self.mine[-1], weight=weight, several_backwards=self._several_backwards
@@ -191,8 +189,10 @@ class Step:
 
 
 def seed_forward(device: torch.device, key: int) -> None:
-    """Seeds the global generators of torch (CPU and `device`), numpy and random: a forward draws from them."""
-    seed_host(key)
+    """Seeds the global generators of torch, on the CPU and `device`: a forward draws from them. Those of numpy and of
+    Python are seeded where samples are read: there they are used, and seeding them takes as long as a small forward.
+    """
+    torch.default_generator.manual_seed(key)
     devices.of(device).seed(key)
 
 

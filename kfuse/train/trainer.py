@@ -60,7 +60,6 @@ class Trainer:
     evaluations: Evaluations
     passes: Passes | None  # where there are several optimizers
     audit: Audit | None
-    may_draw: bool  # if not, no forward is seeded
     over: bool = False  # training has ended, and the supervisor, if there is one, has the summary
     result: dict[str, Any] | None = None  # the summary, once training is over
     _newest: Step | None = None
@@ -230,8 +229,7 @@ class Trainer:
             self.passes.new_body(plan)
         epochs = self.settings["train_epochs"]
         self.fetcher.expect(samples.task_plan(rank, at.batch_size, self.samples_an_epoch, epochs))
-        how = self.session, self.fetcher, self.given, self.may_draw, self.passes
-        self._newest = Step(at.step, samples, *how)
+        self._newest = Step(at.step, samples, self.session, self.fetcher, self.given, self.passes)
         return self._newest
 
     def _fisher(self) -> Tensor | None:
