@@ -24,6 +24,7 @@ from kfuse.checkpoint import snapshot
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest, load_plain, one_line, steps_in
 from kfuse.membership import Record, Session
 from kfuse.observe import write_whole
+from kfuse.optim.refuse import uncompiled
 
 _log = logging.getLogger("kfuse")
 
@@ -242,12 +243,6 @@ def model_weights(model: nn.Module) -> dict[str, Any]:
     # Variables are kept, so that a tied parameter is one object.
     copy: dict[str, Any] = snapshot(uncompiled(model).state_dict(keep_vars=True), "model")
     return copy
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """Returns what `torch.compile(model)` wraps, whose parameters' names have no prefix; any other model itself."""
-    inner = getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else model
 
 
 def load_weights(model: nn.Module, path: str, assign: bool = False) -> None:

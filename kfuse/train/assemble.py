@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from kfuse.checkpoint.manager import uncompiled
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher, Loading
 from kfuse.data.sources import check_loaders
 from kfuse.membership import Session
 from kfuse.optim import carried_states, refuse_parameters_outside, refuse_partial_state
+from kfuse.optim.refuse import uncompiled
 from kfuse.policies.signals import Bounds
 from kfuse.session import current
 from kfuse.settings import rules

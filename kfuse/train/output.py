@@ -13,15 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfuse.checkpoint.manager import Checkpoints, SavedModel
 from kfuse.elastic.protocol import LOOP_LEFT
 from kfuse.membership import Session
-from kfuse.observe.sinks import missing
 from kfuse.session import current
 from kfuse.settings import rules
 from kfuse.settings.tree import ConfigError, by_key
 
 if TYPE_CHECKING:
+    from kfuse.checkpoint.manager import Checkpoints, SavedModel
     from kfuse.observe.recorder import Display, Recorder
 
 _LOG = logging.getLogger("kfuse")
@@ -51,8 +50,11 @@ class Output:
         resume = self._resume(settings["checkpoint_resume"], folder)
         self._kept = settings["observe_sinks"], settings["observe_ledger"]
         self._settings = by_key(settings)
-        if self._directory is not None and (why := missing(settings["observe_sinks"])):
-            raise ConfigError(f"observe_sinks: {why}")
+        if self._directory is not None:
+            from kfuse.observe.sinks import missing
+
+            if why := missing(settings["observe_sinks"]):
+                raise ConfigError(f"observe_sinks: {why}")
         if (keeps or session.elastic) and folder is not None:  # any worker of an elastic job may have to write
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -62,6 +64,8 @@ class Output:
                 raise ConfigError(why) from error
         self.checkpoints: Checkpoints | None = None
         if folder is not None or resume != "never":
+            from kfuse.checkpoint.manager import Checkpoints
+
             every = settings["checkpoint_every_steps"]
             self.checkpoints = Checkpoints(
                 folder,
@@ -76,6 +80,8 @@ class Output:
         where = directory or folder
         self.saved_model: SavedModel | None = None
         if where is not None and settings["train_save_model"] is not False:
+            from kfuse.checkpoint.manager import SavedModel
+
             self.saved_model = SavedModel(where, session, self.report)
 
     def _resume(self, asked: str | None, folder: Path | None) -> str:

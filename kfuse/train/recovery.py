@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfuse.checkpoint import snapshot
 from kfuse.comm import chunks
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.elastic.protocol import ControlError
@@ -184,6 +183,8 @@ class Recovery:
 
     def snapshot(self, in_body: bool) -> dict[str, Any]:
         """As `Trainer.state_dict`. in_body: it is called in a step's body, after the update."""
+        from kfuse.checkpoint import snapshot  # few trainings need it
+
         if self._ended is not None:
             return {**snapshot(self.state.capture(only=STAYS), "the training state"), **self._ended}
         stage = self.progress.stage
@@ -199,6 +200,8 @@ class Recovery:
 
     def keep_ended(self) -> None:
         """Training ends with the present state, which `snapshot` returns from now on, with the model as it is then."""
+        from kfuse.checkpoint import snapshot
+
         self._ended = snapshot(self.state.capture(without=STAYS), "the training state")
 
     def begin_from(self, state: Mapping[str, Any]) -> None:
