@@ -24,7 +24,7 @@ from machine import parser_of
 
 import kfuse as kf
 from kfuse.comm.group import Group
-from kfuse.elastic.supervisor import Elasticity
+from kfuse.settings.tree import JobSettings, resolved
 
 GROW_AT, KILL_AT = 5, 20
 INIT_KILL_S = {"cpu": 0.0, "cuda": 0.05}
@@ -68,11 +68,12 @@ def _run(device: str, limit_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
     expected: str | None = None
     for name, job in JOBS.items():
         started = time.monotonic()
-        elasticity = Elasticity(job.at_first, 1, job.most, replace=False, script=True)
+        workers = {"workers_count": job.at_first, "workers_max": job.most, "elastic_replace": False}
+        settings = resolved("a job", JobSettings, workers)
         with scratch() as folder:
             arguments = ["--device", device, "--work", job.what, str(Path(folder, "killed"))]
             try:
-                recorder = supervise(Path(__file__).name, arguments, elasticity, limit_s, folder)
+                recorder = supervise(Path(__file__).name, arguments, settings, limit_s, folder)
             except RuntimeError as error:
                 print(error)
                 yield name, {"verdict": f"failed: {last_line(error)}"}

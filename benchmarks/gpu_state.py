@@ -29,7 +29,7 @@ from torch import nn
 from workers import leave, messages_of, set_torchrun_variables
 
 import kfuse as kf
-from kfuse.elastic.supervisor import Elasticity
+from kfuse.settings.tree import JobSettings, resolved
 
 WANTED, ON_ONE_GPU, ON_CPU = 1e9, 2.5e8, 5e6
 """Parameters. Where two workers share a GPU their messages go through sockets, at about 1 GB/s."""
@@ -124,8 +124,8 @@ def _growth(device: str, count: int, limit_s: float) -> dict[str, Any]:
     with scratch() as folder:
         log = Path(folder, "log")
         arguments = ["--device", device, "--work", str(count), str(log)]
-        elasticity = Elasticity(1, 1, 2, script=True)
-        recorder = supervise(Path(__file__).name, arguments, elasticity, limit_s, folder)
+        settings = resolved("a job", JobSettings, {"workers_max": 2})
+        recorder = supervise(Path(__file__).name, arguments, settings, limit_s, folder)
         workers = [json.loads(line) for line in log.read_text().splitlines()]
     grown = [event for event in recorder.events if event["kind"] == "view" and len(event["workers"]) == 2]
     if not grown:

@@ -20,7 +20,7 @@ from machine import write
 
 import kfuse as kf
 from kfuse.elastic.launchers import LocalLauncher
-from kfuse.elastic.supervisor import Elasticity, Supervisor
+from kfuse.elastic.supervisor import Supervisor
 
 ABSENT = 3
 """Exit status of a part that cannot run here. Its last line says why."""
@@ -108,7 +108,7 @@ class _Launcher(LocalLauncher):
     gpus = 0
 
 
-def supervise(script: str, arguments: Sequence[str], elasticity: Elasticity, limit_s: float, folder: str) -> Recorder:
+def supervise(script: str, arguments: Sequence[str], settings: Any, limit_s: float, folder: str) -> Recorder:
     """Runs an elastic job whose workers run `script ARGUMENTS` to its end.
 
     Raises RuntimeError, with the last lines of the workers' output, if it fails or takes longer than `limit_s`.
@@ -118,7 +118,7 @@ def supervise(script: str, arguments: Sequence[str], elasticity: Elasticity, lim
     async def run() -> None:
         command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
         launcher = _Launcher(command, parent_end_signal=signal.SIGKILL)
-        supervisor = Supervisor(launcher, {"run_dir": folder}, recorder, elasticity)
+        supervisor = Supervisor(launcher, {"run_dir": folder}, recorder, settings, script=True)
         await asyncio.wait_for(supervisor.run(), limit_s)
 
     try:

@@ -22,7 +22,7 @@ from warm import WarmLauncher
 
 from kfuse.cli.check import prepare, validate
 from kfuse.elastic.launchers import Launcher
-from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
+from kfuse.elastic.supervisor import JobFailed, Supervisor
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.settings.tree import flat
 
@@ -160,11 +160,11 @@ def run_job(
     Fails, with all that was seen, if the job does not end in time or leaves a process behind.
     """
     config = compose(["observe.ledger=true", "workers.threads=1", *overrides])
-    elasticity = Elasticity.of(flat(config), config["checkpoint"]["every_steps"] is not None)
-    return _run(directory, config, elasticity, during, launcher)
+    limits = {"settings": flat(config), "restart": config["checkpoint"]["every_steps"] is not None}
+    return _run(directory, config, limits, during, launcher)
 
 
-def run_script(directory: Path, elasticity: Elasticity, *script: str) -> Job:
+def run_script(directory: Path, elasticity: dict[str, Any], *script: str) -> Job:
     """Runs a script, with its arguments, as kfuse-run would, on forked processes, to its end."""
     return _run(directory, {}, elasticity, None, None, script)
 
@@ -172,14 +172,14 @@ def run_script(directory: Path, elasticity: Elasticity, *script: str) -> Job:
 def _run(
     directory: Path,
     config: dict[str, Any],
-    elasticity: Elasticity,
+    elasticity: dict[str, Any],
     during: During | None,
     launcher: Launcher | None,
     script: Sequence[str] = (),
 ) -> Job:
     job, warm = Job(directory), WarmLauncher(directory.with_suffix(".log"), script=script)
     settings = {**config, "run_dir": str(directory)}
-    supervisor = Supervisor(launcher or warm, settings, FileRecorder(job), elasticity)
+    supervisor = Supervisor(launcher or warm, settings, FileRecorder(job), **elasticity)
 
     async def go() -> None:
         loop = asyncio.get_running_loop()

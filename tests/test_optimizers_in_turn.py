@@ -10,13 +10,13 @@ import pytest
 import torch
 from distributed import run_workers
 from elastic_job import run_script
+from limits import limits
 from problems import relative
 from test_fit_checkpoint import Growing, Interrupted, assert_equal
 from torch import nn
 
 import kfuse as kf
 from kfuse.cli.check import ConfigError
-from kfuse.elastic.job import Elasticity
 from kfuse.session import reset
 from kfuse.train.evaluation import params_sha256
 
@@ -48,7 +48,7 @@ def undisturbed() -> str:
 
 @pytest.mark.full
 def test_workers_are_lost_in_either_pass_with_the_same_bits(tmp_path: Path) -> None:
-    elasticity = Elasticity(2, 1, 3, script=True)
+    elasticity = limits(2, 1, 3, script=True)
     job = run_script(tmp_path / "run", elasticity, gan_loop.__file__, str(tmp_path))
     assert job.error is None, job.told()
     for step, *_ in (*gan_loop.KILLS, *gan_loop.BREAKS):

@@ -12,9 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 from elastic_job import read_lines
+from limits import limits
 from rich.console import Console
 
-from kfuse.elastic.job import Elasticity, Job, Records
+from kfuse.elastic.job import Job, Records
 from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.train.reporter import Reporter
@@ -39,7 +40,7 @@ def metrics(*steps: int) -> list[tuple[str, dict[str, Any]]]:
 
 def run(report: Callable[[Records, Job], Awaitable[None]], recorder: Any) -> None:
     async def go() -> None:
-        job = Job(Elasticity(1, 1, 1))
+        job = Job(**limits(1, 1, 1))
         records = Records(recorder, job)
         records.open()
         await report(records, job)

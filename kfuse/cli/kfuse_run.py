@@ -19,7 +19,6 @@ from kfuse.cli.output import leave, survive_closed_output
 from kfuse.cli.run import supervise
 from kfuse.comm import devices
 from kfuse.cores import cores
-from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, join
 from kfuse.elastic.protocol import STOP_STATUS
@@ -88,7 +87,7 @@ def _run(args: argparse.Namespace, directory: RunDirectory, has_steps: bool | No
         launcher = HostsLauncher(command, host, port, args.token, args.slots, most, grace_s, signals)
     told = {"log_level": settings["observe_log_level"], "ledger": settings["observe_ledger"]}
     job = {"run_dir": str(directory.path.absolute()), "has_steps": has_steps, "observe": told}
-    return supervise(launcher, job, recorder, Elasticity.of(settings, script=True))
+    return supervise(launcher, job, recorder, settings, script=True)
 
 
 def _refuse(message: str, status: int = 2) -> int:

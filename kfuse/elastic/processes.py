@@ -247,7 +247,7 @@ class Processes:
 
         late_s: seconds since the last call in which this process was stopped, and the workers perhaps too.
         """
-        elasticity, now = self._job.elasticity, asyncio.get_running_loop().time()
+        settings, now = self._job.settings, asyncio.get_running_loop().time()
         for worker in self.alive():
             worker.last_message_at += late_s
             if not worker.process.running:
@@ -258,9 +258,9 @@ class Processes:
                     self._records.event("waiting", worker=worker.number, note=note)
             slow = worker.state is State.BOOTING or worker.said_goodbye  # imports, or the interpreter's end
             silent = now - worker.last_message_at
-            if silent > (elasticity.boot_timeout_s if slow else elasticity.heartbeat_timeout_s):
+            if silent > settings["elastic_boot_timeout_s" if slow else "elastic_heartbeat_timeout_s"]:
                 why = f"sent no heartbeat for {silent:.0f} s"
-                if not worker.connections and elasticity.script:
+                if not worker.connections and self._job.script:
                     why = f"did not call kf.init, kf.fit or kf.DataLoader within {silent:.0f} s"
                 self.end(worker, why)
 

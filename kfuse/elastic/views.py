@@ -42,7 +42,7 @@ class Views:
         if workers == self._asked:
             return
         self._asked = workers
-        job, low, high = self._job, self._job.elasticity.min, self._job.elasticity.max
+        job, low, high = self._job, self._job.least, self._job.most
         allowed = min(max(workers, low), high)
         if allowed != workers:
             self._clipped(workers, allowed, f"must be {low} to {high}")
@@ -70,12 +70,12 @@ class Views:
 
     async def refill(self) -> None:
         """Starts others in the place of those that are lost or about to be, as `elastic.replace` says."""
-        job, limits = self._job, self._job.elasticity
+        job = self._job
         if not job.is_over:
             # Those that have left their loop, while the others go on, are decided on as they end.
             wanted = job.wanted - sum(map(self.out_of_loop, self._processes.leavers()))
-            all_of_them = limits.replace or not self._processes.members()
-            await self.add_up_to(wanted if all_of_them else min(wanted, limits.min))
+            all_of_them = job.settings["elastic_replace"] or not self._processes.members()
+            await self.add_up_to(wanted if all_of_them else min(wanted, job.least))
         self.propose()
 
     async def start_another(self) -> None:

@@ -21,7 +21,6 @@ from rich.table import Table
 
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, steps_in
 from kfuse.cli.run import supervise
-from kfuse.elastic.job import Elasticity
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.observe import write_whole
 from kfuse.observe.recorder import Display, Recorder, figure
@@ -306,8 +305,8 @@ class Start:
             display = Display(progress=False, console=Console(file=log, width=120))
             recorder = Recorder(RunDirectory(folder, sinks=()), display)
             launcher = instantiate.build(config["launcher"])
-            elasticity = Elasticity.of(flat(config), restart=False)
-            status = supervise(launcher, {**config, "run_dir": str(folder.absolute())}, recorder, elasticity)
+            settings: Any = flat(config)
+            status = supervise(launcher, {**config, "run_dir": str(folder.absolute())}, recorder, settings)
         if status in STOP_STATUS.values():
             raise KeyboardInterrupt
         if status:
