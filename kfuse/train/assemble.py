@@ -33,7 +33,9 @@ from kfuse.train.trainer import Trainer
 
 
 def assemble(given: TrainArguments) -> Trainer:
-    """Raises ConfigError, TypeError or ValueError for arguments and a job that do not go together."""
+    """Returns the trainer of these arguments. Raises ConfigError, TypeError or ValueError where they do not go together
+    with each other or with the job.
+    """
     session, opts, opt, seed = current(), given.opts, given.opt, given.settings["seed"]
     for name, metric in given.metrics.items():
         if not callable(metric):

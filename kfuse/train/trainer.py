@@ -86,9 +86,8 @@ class Trainer:
                 with self._exits():
                     for j in step.mine:
                         with step.micro_batch(j) as batch:
-                            loss, step.figures = self.forward(batch)
-                            step.loss = loss
-                            loss.backward()  # type: ignore[no-untyped-call]
+                            step.loss, step.figures = self.forward(batch)
+                            step.loss.backward()  # type: ignore[no-untyped-call]
                     if self.audit is not None:
                         self.audit.compare(step)
                     self.opt.step()
