@@ -56,11 +56,11 @@ def test_records_keep_their_order_and_events_come_once() -> None:
         for kind, data in [*metrics(0, 1, 2), ("event", event), ("event", dict(event)), *metrics(2, 3)]:
             records.add(kind, data)
         records.line("said")
-        assert (records.furthest, records.progress) == (3, 4), "step 2 was reported before"
+        assert records.furthest == 3, "step 2 was reported before"
         for kind, data in metrics(1):  # training goes back
             records.add(kind, data)
         records.event("clipped")
-        assert (records.furthest, records.progress) == (3, 4)
+        assert records.furthest == 3
 
     run(report, kept)
     said = [("line", {"text": "said"}), *metrics(1), ("event", {"step": 1, "kind": "clipped"})]

@@ -33,7 +33,7 @@ class Failures:
         self.cuts = Cuts(job, processes, records)
         self._since_step = _Streak()  # since the last new step
         self._since_boot = _Streak()  # of newcomers, since the last one that has booted
-        self._progress = 0  # `Records.progress` when the last lost worker was counted
+        self._furthest = -1  # `Records.furthest` when the last lost worker was counted
         self._recovering: asyncio.Task[None] | None = None  # forms the view without lost workers, and starts others
 
     def booted(self, worker: Worker) -> None:
@@ -138,8 +138,8 @@ class Failures:
 
     def _forget_before_progress(self) -> None:
         """Resets the counts if a step was completed since: with progress in between, lost workers are no crash loop."""
-        if self._records.progress > self._progress:
-            self._progress, self._since_step = self._records.progress, _Streak()
+        if self._records.furthest > self._furthest:
+            self._furthest, self._since_step = self._records.furthest, _Streak()
 
     def _training_is_left(self) -> None:
         """Its workers have ended or left its loop: those that were to join it have none of its state, and end too."""

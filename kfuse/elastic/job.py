@@ -103,7 +103,6 @@ class Records:
         self._recorder, self._job = recorder, job
         self.furthest = -1  # the furthest step that was reported
         self._step = 0  # the newest one: training may have gone back
-        self.progress = 0  # grows with each new step
         self._events: deque[dict[str, Any]] = deque(maxlen=_KNOWN_EVENTS)
         self._changed = threading.Condition()
         self._waiting: list[Record] = []
@@ -124,9 +123,7 @@ class Records:
             self._events.append(data)
         elif kind == "metrics":
             self._step = data["step"]
-            if self._step > self.furthest:
-                self.furthest = self._step
-                self.progress += 1
+            self.furthest = max(self.furthest, self._step)
         with self._changed:
             if len(self._waiting) >= _MOST_WAITING and kind in OF_STEPS:
                 self._dropped.add(data["step"])
