@@ -156,7 +156,6 @@ class Trainer:
             self.decisions.rate.set()
             yield
         finally:
-            self.synchronisation.close()
             for opt, its_own in zip(opts, own, strict=True):
                 opt.reducer.loop_handles_lost_workers = False
                 opt.engine.bare_backwards = opt.reducer.has_pass = True
@@ -164,6 +163,7 @@ class Trainer:
                 opt.lr_factor = 1.0
                 if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile
                     opt.clip_norm = its_own
+            self.synchronisation.close()
 
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
