@@ -142,7 +142,7 @@ class Worker:
             self.say("joined", generation=message.generation)
             if message.leader == self._number and not self._leads:
                 self._leads = True
-                start = {"step": 0, "training": 1, "restarts": False}
+                start = {"step": 0, "restarts": False}
                 self.say("record", kind="start", data=start)
                 self._make_step()
         elif message.kind == "stop" and self._leads:

@@ -38,7 +38,8 @@ from report import parser_of, progress_bar, table, warn_if_busy, write
 
 from kfuse.elastic import protocol
 from kfuse.elastic.processes import Worker
-from kfuse.elastic.supervisor import Elasticity, Supervisor
+from kfuse.elastic.supervisor import Supervisor
+from kfuse.settings.tree import SETTINGS, JobSettings, resolved
 
 PROCESSES = 4  # that the workers are connections of
 STEADY_S, SPREAD_S = 5.0, 1.0
@@ -127,8 +128,9 @@ class Measured:
 
     def __init__(self, workers: int, directory: Path) -> None:
         self._count, self._clients, self._recorder = workers, Clients(), Recorder(directory)
-        limits = Elasticity(workers, 1, 2 * workers, replace=False)
-        self._supervisor = Supervisor(self._clients, {}, self._recorder, limits)
+        limits = {"workers_count": workers, "workers_max": 2 * workers, "elastic_replace": False}
+        settings: Any = resolved("the benchmark", JobSettings, limits)
+        self._supervisor = Supervisor(self._clients, {}, self._recorder, settings)
         self._joined, self._supervisor.views.joined = self._supervisor.views.joined, self._count_joined  # type: ignore[method-assign]
         self._generation = self._number = 0
         self._agreed = asyncio.Event()
@@ -256,7 +258,7 @@ def main() -> None:
             progress.advance(task)
     results = {size: middle(rounds) for size, rounds in found.items()}
     show(results)
-    about = {"heartbeat_s": protocol.HEARTBEAT_S, "silence_s": Elasticity(1, 1, 1).heartbeat_timeout_s}
+    about = {"heartbeat_s": protocol.HEARTBEAT_S, "silence_s": SETTINGS["elastic_heartbeat_timeout_s"].default}
     figures = {"sizes": results, "rounds": found}
     write(args.json, ["torch", "orjson"], benchmark="control_plane", settings=about, **figures)
 

@@ -31,11 +31,11 @@ from torch import nn
 from workers import leave, messages_of, set_torchrun_variables
 
 import kfuse as kf
-from kfuse.elastic.supervisor import Elasticity
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from elastic_job import run_script
+from limits import limits
 
 WANTED, ON_ONE_GPU, ON_CPU = 1e9, 2.5e8, 5e6
 """Parameters. Where two workers share a GPU their messages go through sockets, at about 1 GB/s."""
@@ -131,9 +131,8 @@ def _growth(device: str, count: int) -> dict[str, Any]:
     with scratch() as folder:
         log = Path(folder, "log")
         worker = [sys.executable, __file__, "--device", device, "--work", str(count), str(log)]
-        limits = Elasticity(1, 1, 2, script=True)
         with contextlib.redirect_stdout(io.StringIO()) as said:  # it tells all that it has seen
-            job = run_script(Path(folder, "run"), limits, launcher=PlacedLauncher(device, worker))
+            job = run_script(Path(folder, "run"), limits(1, 1, 2, script=True), launcher=PlacedLauncher(device, worker))
         if job.error is not None:
             raise RuntimeError(f"{said.getvalue()}\n{job.error}")
         workers = [json.loads(line) for line in log.read_text().splitlines()]

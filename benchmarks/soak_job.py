@@ -27,7 +27,8 @@ from joining import Agents
 from warm import CONTEXT, WarmLauncher
 
 from kfuse.elastic.processes import State, Worker
-from kfuse.elastic.supervisor import Elasticity, Supervisor
+from kfuse.elastic.supervisor import Supervisor
+from kfuse.settings.tree import JobSettings, resolved
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "soak_worker.py")
@@ -277,9 +278,11 @@ async def run(plan: Plan, directory: Path, workers: int = START, disturb: bool =
         hosts = [Host(**host) for host in json.loads((directory / "hosts.json").read_text())]
         agents = Agents(directory, [sys.executable, *script], GRACE_S, hosts)
     launcher: Any = WarmLauncher(directory / "workers.log", script=script) if agents is None else agents.launcher
-    limits = Elasticity(workers, 1, MOST, heartbeat_timeout_s=5, max_failures=12, grace_s=GRACE_S, script=True)
+    limits = {"workers_count": workers, "workers_max": MOST, "elastic_heartbeat_timeout_s": 5}
+    limits |= {"elastic_max_failures": 12, "elastic_grace_s": GRACE_S}
+    settings: Any = resolved("the soak", JobSettings, limits)
     job = {"run_dir": str(directory / "disk" / "run"), "observe": {"log_level": "warning", "ledger": True}}
-    supervisor = Supervisor(launcher, job, recorder, limits)
+    supervisor = Supervisor(launcher, job, recorder, settings, script=True)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, supervisor.stop, "terminated")
     soak = Soak(plan, directory, supervisor, recorder, agents) if disturb else None

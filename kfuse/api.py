@@ -226,13 +226,19 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     It must have the same model, optimizer, policy and scheduler. Where it resumes from a checkpoint, that one counts.
     Raises RuntimeError once training has begun, TypeError for what is no state, ValueError for another program's.
     """
-    from kfuse.train import context
+    from kfuse.train.trainer import Trainer
 
-    context.load_state_dict(state)
+    if not isinstance(state, Mapping):
+        raise TypeError(f"kf.load_state_dict takes what kf.state_dict returned, not {type(state).__name__}")
+    trainer = _running()
+    if trainer is None:
+        Trainer.next_state = state
+    else:
+        trainer.load_state_dict(state)
 
 
 def _running() -> Trainer | None:
-    from kfuse.train.context import newest  # only where there is, or may be, a training loop
+    from kfuse.train.trainer import newest  # only where there is, or may be, a training loop
 
     return newest()
 

@@ -54,8 +54,7 @@ class Session:
         self.left = False  # a view was formed without this worker, which therefore ends
         self._generation = 0  # of the active view, or of the one being entered
         self.apart = False  # each worker is at a step of its own (pair averaging): no collective can be made
-        self.training = 0  # which training of this process is under way, from 1
-        self.in_training = False
+        self.has_trained = self.in_training = False  # a training has begun in this process; one is under way
         self.run_dir: TextIO | None = None  # holds its lock, so that no other run uses it while this process may write
 
     @property
@@ -272,23 +271,19 @@ class Session:
             time.sleep(_ENDED_S)  # what this process would print, as others would, is said by the supervisor
 
     def begin_training(self) -> None:
-        """A training starts. Raises RuntimeError if another one is under way in an elastic job."""
-        if self.elastic and self.in_training:
-            why = "in a job whose workers may change, let one end before the next begins"
-            raise RuntimeError(f"another kf.fit or kf.DataLoader of this process is under way: {why}")
-        view = self.client.view(self._generation, recovers=True) if self.elastic and self.training else None
-        if view is not None and view.rank_of(self.client.worker) is None:
+        """A training starts. Raises RuntimeError for a second one in an elastic job."""
+        if self.elastic and self.has_trained:
             raise RuntimeError(
-                "this worker has left a training that the others go on with: it cannot begin another one"
+                "under kfuse-run a script trains once, as a worker that joins runs it from its start: train all epochs "
+                "in one kf.fit or kf.DataLoader, or run a script for each training"
             )
-        self.training += 1
-        self.in_training = True
+        self.has_trained = self.in_training = True
 
     def end_training(self, failed_at: int | None) -> None:
         """Tells the supervisor that this worker's training loop has ended, at this step if by an error."""
         self.in_training = False
         if not sys.is_finalizing():
-            self.send("loop_ended", training=self.training, failed_at=failed_at)
+            self.send("loop_ended", failed_at=failed_at)
 
     @property
     def is_recorded(self) -> bool:

@@ -19,12 +19,13 @@ from typing import Any
 from unittest.mock import patch
 
 import hydra
+from limits import limits
 from omegaconf import OmegaConf
 from warm import WarmLauncher
 
 from kfuse.cli.check import prepare, validate
 from kfuse.elastic.launchers import Launcher
-from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
+from kfuse.elastic.supervisor import JobFailed, Supervisor
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.settings.tree import flat
 
@@ -200,33 +201,36 @@ def run_job(
     Fails, with all that was seen, if the job does not end in time or leaves a process behind.
     """
     config = compose(["observe.ledger=true", "workers.threads=1", *overrides])
-    elasticity = Elasticity.of(flat(config), config["checkpoint"]["every_steps"] is not None)
-    return _run(directory, config, elasticity, during, launcher)
+    given = {"settings": flat(config), "restart": config["checkpoint"]["every_steps"] is not None}
+    return _run(directory, config, given, during, launcher)
 
 
-def run_script(directory: Path, elasticity: Elasticity, *script: str, launcher: Launcher | None = None) -> Job:
-    """Runs a script, with its arguments, as kfuse-run would, to its end: on forked processes, or by `launcher`."""
-    return _run(directory, {}, elasticity, None, launcher, script)
+def run_script(directory: Path, given: dict[str, Any], *script: str, launcher: Launcher | None = None) -> Job:
+    """Runs a script, with its arguments, as kfuse-run would, to its end: on forked processes, or by `launcher`.
+
+    given: see `limits`.
+    """
+    return _run(directory, {}, given, None, launcher, script)
 
 
 def script_job(folder: Path, text: str, workers: int, *words: str) -> Job:
     """The job of a script with this text on so many workers, of which none is replaced."""
     script = folder / "script.py"
     script.write_text(text)
-    return run_script(folder / "run", Elasticity(workers, 1, workers, replace=False, script=True), str(script), *words)
+    return run_script(folder / "run", limits(workers, 1, workers, replace=False, script=True), str(script), *words)
 
 
 def _run(
     directory: Path,
     config: dict[str, Any],
-    elasticity: Elasticity,
+    elasticity: dict[str, Any],
     during: During | None,
     launcher: Launcher | None,
     script: Sequence[str] = (),
 ) -> Job:
     job, warm = Job(directory), WarmLauncher(directory.with_suffix(".log"), script=script)
     settings = {**config, "run_dir": str(directory)}
-    supervisor = Supervisor(launcher or warm, settings, FileRecorder(job), elasticity)
+    supervisor = Supervisor(launcher or warm, settings, FileRecorder(job), **elasticity)
 
     async def go() -> None:
         loop = asyncio.get_running_loop()

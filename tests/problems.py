@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.train.output import Reporter
+from kfuse.train.reporter import Reporter
 
 
 def problem(count: int = 64) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kfuse.elastic import protocol
 from kfuse.elastic.job import JobFailed
-from kfuse.elastic.supervisor import Elasticity, Supervisor
+from kfuse.elastic.supervisor import Supervisor
 
 
 class _Skipping(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
@@ -104,13 +104,13 @@ class _AtOnce(list[Any]):
 class Stage:
     """One job: its supervisor, the stand-ins that it has started, and what was recorded."""
 
-    def __init__(self, elasticity: Elasticity, starts_fail: bool, gpus: int) -> None:
+    def __init__(self, elasticity: dict[str, Any], starts_fail: bool, gpus: int) -> None:
         self.gpus = gpus
         self.given: list[str | None] = []
         """The GPU that each worker was given."""
         self.workers: list[StandIn] = []
         self.records: list[tuple[str, dict[str, Any]]] = []
-        self.supervisor = Supervisor(self, {}, self, elasticity)
+        self.supervisor = Supervisor(self, {}, self, **elasticity)
         self.supervisor.records._waiting = _AtOnce(self.keep)
         self.job: asyncio.Task[str | None]
         self.starts_fail, self.has_room = starts_fail, True
@@ -194,7 +194,7 @@ class Stage:
         """Boots these workers, which then are in a view, and have made a first step."""
         await self.boot(*numbers)
         await self.join(*numbers)
-        start = {"step": 0, "training": 1, "restarts": False}
+        start = {"step": 0, "restarts": False}
         await self.says(numbers[0], "record", kind="start", data=start)
         await self.steps(numbers[0], 0)
 
@@ -217,7 +217,7 @@ class Stage:
 
 
 def play(
-    elasticity: Elasticity, script: Callable[[Stage], Awaitable[None]], starts_fail: bool = False, gpus: int = 0
+    elasticity: dict[str, Any], script: Callable[[Stage], Awaitable[None]], starts_fail: bool = False, gpus: int = 0
 ) -> tuple[Stage, str | None]:
     """Runs a job in which `script` acts for the workers: (what was seen, the error that ended it)."""
 

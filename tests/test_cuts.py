@@ -9,12 +9,12 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import limits
 from supervised import Stage
 from test_supervisor import job
 
 from kfuse.elastic.cuts import Pair, to_leave
 from kfuse.elastic.reach import unreached
-from kfuse.elastic.supervisor import Elasticity
 
 
 def lies_between(*sides: Sequence[int]) -> list[Pair]:
@@ -56,7 +56,7 @@ def test_whom_a_worker_reaches() -> None:
         assert unreached({6: ("255.255.255.255", 9)}, 10) == [6]  # refused at once
 
 
-@job(Elasticity(3, 1, 3, max_failures=2), cut=1, failure=1)
+@job(limits(3, 1, 3, max_failures=2), cut=1, failure=1)
 async def test_the_others_go_on_without_one_that_they_do_not_reach(stage: Stage) -> None:
     """Only where contact is lost again. The one that goes is lost like any other, and is replaced."""
     await stage.train(0, 1, 2)
@@ -78,7 +78,7 @@ async def test_the_others_go_on_without_one_that_they_do_not_reach(stage: Stage)
     await stage.end_well(0, 2, 3)
 
 
-@job(Elasticity(3, 1, 3, replace=False), cut=0, failure=1)
+@job(limits(3, 1, 3, replace=False), cut=0, failure=1)
 async def test_one_that_hangs_while_its_heartbeats_go_on_is_ended(stage: Stage) -> None:
     """All reach its process, and it comes to no view. Those that wait for it time out one after the other."""
     await stage.train(0, 1, 2)
@@ -97,7 +97,7 @@ async def test_one_that_hangs_while_its_heartbeats_go_on_is_ended(stage: Stage) 
     await stage.end_well(0, 2)
 
 
-@job(Elasticity(4, 1, 4, replace=False), cut=1, failure=2)
+@job(limits(4, 1, 4, replace=False), cut=1, failure=2)
 async def test_a_whole_side_goes_at_once(stage: Stage) -> None:
     await stage.train(0, 1, 2, 3)
     for generation in (1, 2):
@@ -109,7 +109,7 @@ async def test_a_whole_side_goes_at_once(stage: Stage) -> None:
     await stage.end_well(0, 1)
 
 
-@job(Elasticity(2, 1, 3), cut=0)
+@job(limits(2, 1, 3), cut=0)
 async def test_until_the_answers_are_there_no_planned_view_is_formed(stage: Stage) -> None:
     """Workers that have lost contact wait for one that recovers."""
     await stage.train(0, 1)
@@ -128,7 +128,7 @@ async def test_until_the_answers_are_there_no_planned_view_is_formed(stage: Stag
     await stage.end_well(0, 1, 2)
 
 
-@job(Elasticity(2, 1, 2), cut=2)
+@job(limits(2, 1, 2), cut=2)
 async def test_a_new_worker_on_that_host_joins_once_it_reaches_the_others(stage: Stage) -> None:
     await stage.train(0, 1)
     for generation in (1, 2):
@@ -151,7 +151,7 @@ async def test_a_new_worker_on_that_host_joins_once_it_reaches_the_others(stage:
     await stage.end_well(0, 2)
 
 
-@job(Elasticity(3, 1, 3, replace=False), cut=0, failure=1)
+@job(limits(3, 1, 3, replace=False), cut=0, failure=1)
 async def test_one_that_ends_meanwhile_answers_the_question(stage: Stage) -> None:
     """No answer comes from it, and the others form a view without it: nobody has to go."""
     await stage.train(0, 1, 2)

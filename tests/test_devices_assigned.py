@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 from elastic_job import run_job
+from limits import limits
 from supervised import Stage, play
 
 import kfuse as kf
@@ -19,7 +20,6 @@ from kfuse.cli import kfuse_run
 from kfuse.comm import devices
 from kfuse.comm.devices import Device, DeviceError
 from kfuse.elastic import protocol
-from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.settings.tree import ConfigError
 
@@ -95,7 +95,7 @@ def test_a_lost_workers_gpu_is_its_successors_and_no_more_workers_than_gpus_are_
         assert stage.given == ["0", "1", "0"]
         await stage.end_well(1, 2)
 
-    stage, error = play(Elasticity(2, 1, 3), script, gpus=2)
+    stage, error = play(limits(2, 1, 3), script, gpus=2)
     assert error is None and stage.events("clipped")[0]["note"].startswith("at most 3 workers clipped to 2")
 
 
@@ -110,7 +110,7 @@ def test_a_replacement_has_another_gpu_or_is_not_started(gpus: int, given: list[
         assert stage.given == given
         await stage.end_well(0, 1)
 
-    _, error = play(Elasticity(2, 1, 2), script, gpus=gpus)
+    _, error = play(limits(2, 1, 2), script, gpus=gpus)
     assert error is None
 
 
@@ -128,7 +128,7 @@ def test_a_new_worker_waits_for_the_gpu_of_one_on_its_way_out() -> None:
         assert stage.given == ["0", "1", "1"]
         await stage.end_well(0)
 
-    assert play(Elasticity(2, 1, 2), script, gpus=2)[1] is None
+    assert play(limits(2, 1, 2), script, gpus=2)[1] is None
 
 
 def test_without_replacements_only_the_fewest_wait_for_a_gpu() -> None:
@@ -149,7 +149,7 @@ def test_without_replacements_only_the_fewest_wait_for_a_gpu() -> None:
         await stage.join(0, 3)
         await stage.end_well(0, 3)
 
-    assert play(Elasticity(3, 2, 3, replace=False), script, gpus=3)[1] is None
+    assert play(limits(3, 2, 3, replace=False), script, gpus=3)[1] is None
 
 
 @pytest.mark.parametrize("others", [True, False], ids=["others train", "all are stuck"])
@@ -171,7 +171,7 @@ def test_a_killed_worker_whose_process_hangs_keeps_its_gpu(others: bool) -> None
         assert stage.given == later
         await stage.end_well(*((1, 2) if others else (2, 3)))
 
-    assert play(Elasticity(2, 1, 2, restart=True), script, gpus=2)[1] is None
+    assert play(limits(2, 1, 2, restart=True), script, gpus=2)[1] is None
 
 
 def test_torchrun_gives_each_worker_a_gpu_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,10 +77,7 @@ def test_checkpoints_of_an_unknown_run_are_gone_on_from_if_that_is_asked(tmp_pat
     assert choose_resume(tmp_path / "new", folder, "auto", "new") == "auto"
 
 
-def test_the_newest_of_several_trainings_decides(tmp_path: Path) -> None:
-    put(tmp_path / "run", "epochs", steps=9, checkpoint=True)
-    put(tmp_path / "run" / "2", steps=9)
-    assert choose_resume(tmp_path / "run", tmp_path / "run" / "checkpoints", None, "run") == "auto"
+def test_a_folder_that_is_not_there_holds_no_run(tmp_path: Path) -> None:
     assert choose_resume(tmp_path / "other", None, None, "run") == "never"
 
 

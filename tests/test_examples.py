@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from distributed import KEPT, load, run_workers
 from elastic_job import run_script
+from limits import limits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 import kfuse as kf
 from kfuse.data import EpochSampler
-from kfuse.elastic.job import Elasticity
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PORTED, ELASTIC = ("llama", "resnet"), ("kungfu_batch_size", "noise_scale_policy")
@@ -119,7 +119,7 @@ def test_nanogpts_loop_takes_three_lines_or_eight() -> None:
 def test_nanogpts_windows_are_the_same_on_any_workers(arguments: dict[str, str], tmp_path: Path) -> None:
     norms = []
     for count in (1, 2):
-        elasticity = Elasticity(count, count, count, script=True)
+        elasticity = limits(count, count, count, script=True)
         job = run_script(tmp_path / str(count), elasticity, str(EXAMPLES / "nanogpt.py"), arguments["llama"])
         assert job.error is None, job.told()
         norms.append([record["grad_norm"] for record in job.metrics])
@@ -162,7 +162,7 @@ of so few steps is not known in every training."""
 def test_kungfus_policies_add_workers(name: str, tmp_path: Path) -> None:
     """To the end of training; the second one's batch grows with them."""
     (tmp_path / "slowly.py").write_text(SLOWLY)
-    elasticity = Elasticity(1, 1, 3, script=True)
+    elasticity = limits(1, 1, 3, script=True)
     job = run_script(tmp_path / "run", elasticity, str(tmp_path / "slowly.py"), str(EXAMPLES / f"{name}.py"))
     assert job.error is None, job.told()
     workers, batches = ([record[key] for record in job.metrics] for key in ("workers", "batch_size"))

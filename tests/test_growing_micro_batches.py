@@ -12,11 +12,13 @@ from problems import network, problem
 import kfuse as kf
 from kfuse.data.fetching import micro_batch_sizes
 from kfuse.policies import SchedulePolicy
-from kfuse.train.context import Settings
+from kfuse.settings.tree import TrainSettings, completed, resolved
+from kfuse.train.step import micro_batch_of
 
 
-def settings(batch_size: int, micro_batch: int, most: int | None) -> Settings:
-    return Settings.of({"batch_size": batch_size, "batch_micro": micro_batch, "batch_micro_max": most})
+def settings(batch_size: int, micro_batch: int, most: int | None) -> Any:
+    given = {"batch_size": batch_size, "batch_micro": micro_batch, "batch_micro_max": most}
+    return completed(resolved("kf.fit", TrainSettings, given))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ def settings(batch_size: int, micro_batch: int, most: int | None) -> Settings:
     ],
 )
 def test_by_hand(batch_size: int, workers: int, sizes: list[int]) -> None:
-    size = settings(32, 8, 32).micro_batch_of(batch_size, workers)
+    size = micro_batch_of(settings(32, 8, 32), batch_size, workers)
     assert micro_batch_sizes(batch_size, size) == sizes
 
 
@@ -44,12 +46,12 @@ def test_bounds(data: st.DataObject) -> None:
     first = data.draw(st.integers(unit, 64 * unit), "first batch size")
     most = unit * data.draw(st.integers(1, 64), "max_micro_batch / micro_batch")
     batch_size, workers = data.draw(st.integers(1, 4096), "batch size"), data.draw(st.integers(1, 9), "workers")
-    size = settings(first, unit, most).micro_batch_of(batch_size, workers)
+    size = micro_batch_of(settings(first, unit, most), batch_size, workers)
     count = len(micro_batch_sizes(batch_size, size))
     assert unit <= size <= most and size % unit == 0
     at_base = len(micro_batch_sizes(batch_size, unit))
     assert count >= min(at_base, max(-(-first // unit), workers))
-    assert settings(first, unit, None).micro_batch_of(batch_size, workers) == unit
+    assert micro_batch_of(settings(first, unit, None), batch_size, workers) == unit
 
 
 PHASES = [{"step": 4, "batch_size": 64}, {"step": 9, "batch_size": 200}, {"step": 14, "batch_size": 48}]

@@ -184,20 +184,13 @@ def test_what_a_joining_worker_would_not_have_is_refused(script: str, why: str, 
 
 
 @pytest.mark.full
-def test_each_training_of_a_script_has_its_own_records(tmp_path: Path) -> None:
-    """One that ends, one that is left, and another: with a newcomer in the first, none in the later ones."""
+def test_a_script_trains_once(tmp_path: Path) -> None:
+    """What was trained first is kept, and one line says what to do."""
     fit = "model, opt = make()\nkf.fit(model, (x, y), opt, batch_size=16, train_epochs=2, run_dir='mine')\n"
-    text = PRELUDE + fit + "loop(5, lambda step: kf.resize(3))\nloop()"
-    run_dir = run_script(tmp_path, text, "--max-workers", "3").directory
-    trainings = [Ended(place) for place in (run_dir, run_dir / "2", run_dir / "3")]
-    found = [(each.summary["exit_reason"], each.summary["steps"]) for each in trainings]
-    assert found == [("epochs", 8), ("loop_left", 5), ("epochs", 20)]
-    for each in trainings:
-        assert each.steps == list(range(each.summary["steps"]))
-        assert {len(view["workers"]) for view in each.of_kind("view")} == {2}
-    assert [*tmp_path.rglob("model.pt")] == [run_dir / "model.pt"], "the job's run directory is that of its trainings"
-    notes = [event["note"] for event in trainings[1].of_kind("clipped")]
-    assert notes == ["workers 3 clipped to 2: a new worker would run the script from its first training"]
+    ended = run_script(tmp_path, PRELUDE + fit + "loop()", status=1)
+    assert (ended.summary["exit_reason"], ended.summary["steps"]) == ("epochs", 8)
+    assert "after training had ended: RuntimeError: under kfuse-run a script trains once" in ended.said
+    assert [*tmp_path.rglob("model.pt")] == [ended.directory / "model.pt"], "it is the job's directory"
 
 
 @pytest.mark.full

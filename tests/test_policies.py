@@ -18,8 +18,7 @@ from policy_signals import BOUNDS, signals
 
 import kfuse as kf
 from kfuse.policies import BasePolicy, GNSPolicy, SchedulePolicy
-from kfuse.policies.signals import ConfiguredPolicy, Decision
-from kfuse.tools.replay.steps import signals_of
+from kfuse.policies.signals import ConfiguredPolicy, Decision, Signals
 from kfuse.train.progress import Progress
 
 # Decision and Bounds
@@ -184,8 +183,7 @@ def test_schedule_phases_are_exact_in_a_training(phases: Any, tmp_path: Path) ->
     kf.fit(model, data, opt, hook, batch_size=8, batch_micro=4, run_dir=tmp_path / "run", **length)
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["batch_size"] for line in lines] == sizes
-    seen = signals_of(lines)
-    assert {each.epoch_samples for each in seen} == {1000}
+    assert {Signals.of_record(line).epoch_samples for line in lines} == {1000}
 
 
 def test_how_long_an_epoch_is_is_told_where_all_so_far_were_as_long() -> None:

@@ -12,12 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 from elastic_job import read_lines
+from limits import limits
 from rich.console import Console
 
-from kfuse.elastic.job import Elasticity, Job, Records
+from kfuse.elastic.job import Job, Records
 from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
-from kfuse.train.output import Reporter
+from kfuse.train.reporter import Reporter
 
 
 class Kept:
@@ -39,7 +40,7 @@ def metrics(*steps: int) -> list[tuple[str, dict[str, Any]]]:
 
 def run(report: Callable[[Records, Job], Awaitable[None]], recorder: Any) -> None:
     async def go() -> None:
-        job = Job(Elasticity(1, 1, 1))
+        job = Job(**limits(1, 1, 1))
         records = Records(recorder, job)
         records.open()
         await report(records, job)
@@ -55,16 +56,14 @@ def test_records_keep_their_order_and_events_come_once() -> None:
         for kind, data in [*metrics(0, 1, 2), ("event", event), ("event", dict(event)), *metrics(2, 3)]:
             records.add(kind, data)
         records.line("said")
-        assert (records.furthest, records.progress) == (3, 4), "step 2 was reported before"
+        assert records.furthest == 3, "step 2 was reported before"
         for kind, data in metrics(1):  # training goes back
             records.add(kind, data)
         records.event("clipped")
-        assert (records.furthest, records.progress) == (3, 4)
-        records.begin_training()
-        records.add("event", dict(event))  # the next training's
+        assert records.furthest == 3
 
     run(report, kept)
-    said = [("line", {"text": "said"}), *metrics(1), ("event", {"step": 1, "kind": "clipped"}), ("event", event)]
+    said = [("line", {"text": "said"}), *metrics(1), ("event", {"step": 1, "kind": "clipped"})]
     assert kept.records == [*metrics(0, 1, 2), ("event", event), *metrics(2, 3), *said]
 
 
@@ -115,34 +114,25 @@ def quiet(folder: Path) -> Recorder:
     return Recorder(RunDirectory(folder, sinks=()), Display(False, Console(quiet=True)))
 
 
-def start(training: int, at: int = 0) -> tuple[str, dict[str, Any]]:
-    return "start", {"samples": None, "steps": None, "step": at, "training": training}
+def start(at: int = 0) -> tuple[str, dict[str, Any]]:
+    return "start", {"samples": None, "steps": None, "step": at}
 
 
 def step(index: int) -> tuple[str, dict[str, Any]]:
     return "metrics", {"step": index, "epoch": 0, "samples": 1, "lr": 0.1, "batch_size": 1, "workers": 1}
 
 
-def test_a_training_that_begins_in_the_middle_of_a_batch_loses_nothing_of_the_one_before(tmp_path: Path) -> None:
-    recorder, first = quiet(tmp_path), [step(index) for index in range(3)]
-    recorder.keep([start(1), *first, start(2), *first[:1]])
-    recorder.close(None)
-    assert "lines_lost" not in json.loads((tmp_path / "2" / "summary.json").read_text())
-    assert [len(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("", "2")] == [3, 1]
-    assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "loop_left"
-
-
 def test_a_gap_in_the_steps_is_said_in_an_event_and_in_the_summary(tmp_path: Path) -> None:
     """The leader was lost, with more steps that had not reached the supervisor than the next one sends again."""
     recorder, records = quiet(tmp_path), [step(index) for index in (4, 5, 9, 8, 9, 10, 13)]
     known = ("event", {"step": 12, "kind": "records_lost", "steps": [11, 12], "lines": 5, "why": "said already"})
-    recorder.keep([start(1, at=4), *records[:-1], known, *records[-1:]])
+    recorder.keep([start(at=4), *records[:-1], known, *records[-1:]])
     recorder.close(None)
     found = [(event["kind"], event["steps"]) for event in read_lines(tmp_path / "events.jsonl")]
     assert found == [("records_lost", [6, 8]), ("records_lost", [11, 12])]
     assert json.loads((tmp_path / "summary.json").read_text())["lines_lost"] == 8
     recorder = quiet(tmp_path)  # another process, to which the leader sends the newest steps of before again
-    recorder.keep([start(1, at=17), step(12), step(13), step(15), step(16), step(17)])
+    recorder.keep([start(at=17), step(12), step(13), step(15), step(16), step(17)])
     recorder.close(None)
     assert [event["steps"] for event in read_lines(tmp_path / "events.jsonl")][2:] == [[14, 14]]
 
@@ -150,20 +140,6 @@ def test_a_gap_in_the_steps_is_said_in_an_event_and_in_the_summary(tmp_path: Pat
 def test_what_is_missing_is_counted_over_all_processes_of_a_run(tmp_path: Path) -> None:
     for steps in ([3, 4], [10]):
         recorder = quiet(tmp_path)
-        recorder.keep([start(1), ("event", {"step": 4, "kind": "left_out", "workers": [*steps], "steps": steps})])
+        recorder.keep([start(), ("event", {"step": 4, "kind": "left_out", "workers": [*steps], "steps": steps})])
         recorder.close(None)
     assert json.loads((tmp_path / "summary.json").read_text())["steps_left_out"] == 17
-
-
-def test_a_training_that_begins_while_the_disk_is_full_is_kept(tmp_path: Path) -> None:
-    told: list[str] = []
-    recorder = quiet(tmp_path)
-    recorder.directory.warn = told.append
-    recorder.keep([start(1)])
-    with open("/dev/full", "ab", buffering=0) as full:
-        recorder.directory._metrics._file = full
-        recorder.keep([step(0)])
-        recorder.keep([start(2), step(0)])
-    recorder.close(None)
-    assert len(read_lines(tmp_path / "2" / "metrics.jsonl")) == 1
-    assert "1 lines could not be written" in told[-1] and len(told) == 2

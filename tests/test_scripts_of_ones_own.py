@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from distributed import load, on_workers, run_workers
 from elastic_job import run_script
+from limits import limits
 from problems import relative, update
 from torch import nn
 
 import kfuse as kf
 from kfuse.data import EpochSampler, load_digits
-from kfuse.elastic.job import Elasticity
 from kfuse.train.evaluation import params_sha256
 from kfuse.train.step import random_key, seed_forward
 
@@ -90,7 +90,7 @@ def undisturbed(example: str) -> str:
 def test_workers_are_lost_and_join_with_the_same_bits(example: str, tmp_path: Path) -> None:
     """One of the lost workers had the state of half of the streams. The weights and their average are compared."""
     script = (struck_example.__file__, str(tmp_path), example, *SETTINGS[example])
-    job = run_script(tmp_path / "run", Elasticity(2, 1, 2, script=True), *script)
+    job = run_script(tmp_path / "run", limits(2, 1, 2, script=True), *script)
     assert job.error is None, job.told()
     assert len(list(tmp_path.glob("events/event-*"))) == 2
     assert {"grow", "failure"} <= {view["reason"] for view in job.views}

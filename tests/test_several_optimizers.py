@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from distributed import on_workers, run_workers
 from elastic_job import run_script
+from limits import limits
 from problems import all_equal, relative, update
 from support import Supervised
 from test_fit_checkpoint import Growing, Interrupted, assert_equal, problem, with_fit, with_loader
@@ -28,7 +29,6 @@ from kfuse import session
 from kfuse.cli.check import ConfigError
 from kfuse.comm.group import Group
 from kfuse.comm.settings import CommOptions
-from kfuse.elastic.job import Elasticity
 from kfuse.elastic.protocol import Member, View
 from kfuse.session import reset
 from kfuse.train.evaluation import params_sha256
@@ -147,7 +147,7 @@ schedulers = [LambdaLR(muon, lambda step: 0.5), LambdaLR(adamw, lambda step: 1 /
 def test_a_worker_that_joins_has_all_states_and_schedules(optimizers: str, tmp_path: Path) -> None:
     """The parameters stay the same on both: the check would end the job."""
     (tmp_path / "script.py").write_text(SCRIPT.replace("OPTIMIZERS", optimizers))
-    job = run_script(tmp_path / "run", Elasticity(1, 1, 2, script=True), str(tmp_path / "script.py"))
+    job = run_script(tmp_path / "run", limits(1, 1, 2, script=True), str(tmp_path / "script.py"))
     assert job.error is None and job.metrics[-1]["workers"] == 2, job.told()
     for record in job.metrics:
         assert record["lr"] == pytest.approx(0.002 / (1 + record["step"]))
@@ -259,7 +259,7 @@ def undisturbed() -> str:
 
 @pytest.mark.full
 def test_workers_are_lost_in_either_pass_with_the_same_bits(tmp_path: Path) -> None:
-    job = run_script(tmp_path / "run", Elasticity(2, 1, 3, script=True), gan_loop.__file__, str(tmp_path))
+    job = run_script(tmp_path / "run", limits(2, 1, 3, script=True), gan_loop.__file__, str(tmp_path))
     assert job.error is None, job.told()
     for step, *_ in (*gan_loop.KILLS, *gan_loop.BREAKS):
         assert (tmp_path / f"mark-{step}").exists(), "the fault has struck"

@@ -24,6 +24,7 @@ import pytest
 import torch
 from distributed import run_workers
 from elastic_job import run_script
+from limits import limits
 from problems import update
 from rich.console import Console
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from kfuse.comm.gloo import GlooPending
 from kfuse.comm.group import Group
 from kfuse.elastic import protocol
 from kfuse.elastic.processes import Worker
-from kfuse.elastic.supervisor import Elasticity, Supervisor
+from kfuse.elastic.supervisor import Supervisor
 from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.statistics.noise_scale import NoiseScale
@@ -278,7 +279,7 @@ def train_in_a_job(folder: str) -> None:
 
 def test_a_step_of_an_elastic_job(tmp_path: Path) -> None:
     """Two workers under a supervisor, which records each step."""
-    job = run_script(tmp_path / "run", Elasticity(2, 1, 2, script=True), __file__, str(tmp_path))
+    job = run_script(tmp_path / "run", limits(2, 1, 2, script=True), __file__, str(tmp_path))
     assert job.error is None, job.told()
     leader, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert leader["calls"] <= 510 and leader["calls"] - other["calls"] <= 20
@@ -298,7 +299,7 @@ def test_the_supervisors_calls_for_a_steps_metrics(tmp_path: Path) -> None:
 
     async def keep(steps: int) -> None:
         recorder = Recorder(RunDirectory(tmp_path / str(steps)), Display(False, Console(quiet=True)))
-        supervisor = Supervisor(Mock(gpus=0), {}, recorder, Elasticity(1, 1, 1))
+        supervisor = Supervisor(Mock(gpus=0), {}, recorder, **limits(1, 1, 1))
         supervisor.processes.workers[0] = Worker(0, Mock(), connections=[Mock()])
         reader = asyncio.StreamReader()
         reader.feed_data(b"".join(sent[:steps]))

@@ -8,18 +8,18 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from limits import limits
 from supervised import Stage, play
 
 from kfuse.elastic import protocol
-from kfuse.elastic.supervisor import Elasticity
 
-TWO = Elasticity(2, 1, 3)
-SCRIPTS = Elasticity(2, 1, 2, script=True)
+TWO = limits(2, 1, 3)
+SCRIPTS = limits(2, 1, 2, script=True)
 TRACEBACK = ("Traceback (most recent call last):", '  File "a.py", line 1', "TypeError: bad")
-BEGINS = {"step": 0, "training": 1, "restarts": False}
+BEGINS = {"step": 0, "restarts": False}
 
 
-def job(elasticity: Elasticity, error: str | None = None, **events: int) -> Callable[..., Callable[..., None]]:
+def job(elasticity: dict[str, Any], error: str | None = None, **events: int) -> Callable[..., Callable[..., None]]:
     """A test: the script acts for the workers. The job ends with this error, after so many events of these kinds.
 
     A script's arguments after the stage are the test's; `error` among them is the job's.
@@ -73,7 +73,7 @@ async def test_a_silent_worker_is_killed_and_replaced(stage: Stage, silent_s: in
 
 @pytest.mark.parametrize("seconds", [0.03, 2.0])
 @pytest.mark.parametrize("reasons", [("terminated",) * 3, ("interrupted",) * 2, ("interrupted", "terminated")])
-@job(Elasticity(1, 1, 1))
+@job(limits(1, 1, 1))
 async def test_the_same_signal_within_a_second_counts_once(
     stage: Stage, reasons: tuple[str, ...], seconds: float
 ) -> None:
@@ -113,7 +113,7 @@ async def test_all_lost_without_checkpoints_is_one_clear_line(stage: Stage) -> N
     await stage.lose(0, 1)
 
 
-@job(Elasticity(1, 1, 2), "the workers that had the training's state are lost")
+@job(limits(1, 1, 2), "the workers that had the training's state are lost")
 async def test_newcomers_alone_have_nothing_to_go_on_with(stage: Stage) -> None:
     """The only worker with the state is lost as it hands it over, and there are no checkpoints."""
     await stage.train(0)
@@ -125,7 +125,7 @@ async def test_newcomers_alone_have_nothing_to_go_on_with(stage: Stage) -> None:
     await stage.says(1, "record", kind="start", data=BEGINS)
 
 
-@job(Elasticity(1, 1, 3, restart=True))
+@job(limits(1, 1, 3, restart=True))
 async def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(stage: Stage) -> None:
     await stage.train(0)
     await stage.supervisor.views.resize(3)
@@ -137,7 +137,7 @@ async def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(stage
     await stage.end_well(1)
 
 
-@job(Elasticity(3, 1, 3, restart=True), failure=4)
+@job(limits(3, 1, 3, restart=True), failure=4)
 async def test_a_worker_that_dies_as_the_job_starts_anew_is_replaced(stage: Stage) -> None:
     await stage.train(0, 1, 2)
     await stage.lose(0, 1, 2)
@@ -151,7 +151,7 @@ async def test_a_worker_that_dies_as_the_job_starts_anew_is_replaced(stage: Stag
 # -- crash loops ------------------------------------------------------------------------------------------------------
 
 
-@job(Elasticity(4, 1, 4, max_failures=3), failure=3)
+@job(limits(4, 1, 4, max_failures=3), failure=3)
 async def test_workers_lost_together_are_one_loss(stage: Stage) -> None:
     """As with the host they were on: counted one by one, these three would end the job."""
     await stage.train(0, 1, 2, 3)
@@ -164,7 +164,7 @@ async def test_workers_lost_together_are_one_loss(stage: Stage) -> None:
     await stage.end_well(0, 4, 5, 6)
 
 
-@job(Elasticity(40, 1, 40, replace=False, max_failures=2), failure=20)
+@job(limits(40, 1, 40, replace=False, max_failures=2), failure=20)
 async def test_losses_at_one_moment_make_one_view_that_is_encoded_once(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +186,7 @@ async def test_losses_at_one_moment_make_one_view_that_is_encoded_once(
     await stage.end_well(0, *range(21, 40))
 
 
-@job(Elasticity(3, 1, 4, replace=False), failure=1)
+@job(limits(3, 1, 4, replace=False), failure=1)
 async def test_no_planned_view_is_proposed_to_workers_that_have_lost_one(stage: Stage) -> None:
     """A newcomer is ready between a loss and the view without the lost worker."""
     await stage.train(0, 1, 2)
@@ -204,7 +204,7 @@ async def test_no_planned_view_is_proposed_to_workers_that_have_lost_one(stage: 
 
 
 @pytest.mark.parametrize("error", [None, "3 workers were lost in a row, the last one was ended by SIGKILL"])
-@job(Elasticity(2, 1, 2, max_failures=3))
+@job(limits(2, 1, 2, max_failures=3))
 async def test_losses_without_a_step_in_between_end_the_job(stage: Stage, error: str | None) -> None:
     await stage.train(0, 1)
     for number in (1, 2):
@@ -226,7 +226,7 @@ async def test_losses_without_a_step_in_between_end_the_job(stage: Stage, error:
         assert stage.workers[0].killed
 
 
-@job(Elasticity(2, 1, 2, max_failures=2), "workers lose contact again and again: a message was late")
+@job(limits(2, 1, 2, max_failures=2), "workers lose contact again and again: a message was late")
 async def test_workers_that_lose_contact_without_progress_end_the_job(stage: Stage) -> None:
     """They reach each other's hosts, so none has to go. Each is told of the end, and the first one saves its state."""
     await stage.train(0, 1)
@@ -243,7 +243,7 @@ async def test_workers_that_lose_contact_without_progress_end_the_job(stage: Sta
 
 
 @pytest.mark.parametrize("booted", [True, False])
-@job(Elasticity(1, 1, 2), failure=0)
+@job(limits(1, 1, 2), failure=0)
 async def test_a_newcomer_that_comes_too_late_is_sent_away(stage: Stage, booted: bool) -> None:
     """The others never come to its view, and their end is its end. No failure is reported."""
     await stage.train(0)
@@ -255,7 +255,7 @@ async def test_a_newcomer_that_comes_too_late_is_sent_away(stage: Stage, booted:
     assert stage.workers[1].killed and len(stage.events("ready")) == booted
 
 
-@job(Elasticity(3, 1, 3, replace=False), failure=1)
+@job(limits(3, 1, 3, replace=False), failure=1)
 async def test_a_replacement_that_is_asked_for_starts_one_worker(stage: Stage) -> None:
     await stage.train(0, 1, 2)
     await stage.lose(2)
@@ -266,7 +266,7 @@ async def test_a_replacement_that_is_asked_for_starts_one_worker(stage: Stage) -
     stage.workers[3].end(0)
 
 
-@job(Elasticity(2, 1, 2, restart=True), failure=2)
+@job(limits(2, 1, 2, restart=True), failure=2)
 async def test_a_restart_goes_on_with_those_that_have_found_room(stage: Stage) -> None:
     await stage.train(0, 1)
     stage.has_room = False
@@ -292,7 +292,7 @@ async def test_a_replacement_that_dies_as_it_boots_is_tried_again(stage: Stage) 
     await stage.end_well(0, 3)
 
 
-@job(Elasticity(1, 1, 2, max_failures=3), failure=3, quit=1)
+@job(limits(1, 1, 2, max_failures=3), failure=3, quit=1)
 async def test_newcomers_that_cannot_boot_do_not_end_the_training(stage: Stage) -> None:
     await stage.train(0)
     await stage.supervisor.views.resize(2)
@@ -302,7 +302,7 @@ async def test_newcomers_that_cannot_boot_do_not_end_the_training(stage: Stage) 
     await stage.end_well(0)
 
 
-@job(Elasticity(1, 1, 3), clipped=1)
+@job(limits(1, 1, 3), clipped=1)
 async def test_where_a_worker_cannot_be_started_the_others_go_on(stage: Stage) -> None:
     await stage.train(0)
     stage.starts_fail = True
@@ -316,7 +316,7 @@ def test_where_no_worker_can_be_started_the_job_ends_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("generation", [1, 2])
-@job(Elasticity(3, 1, 4))
+@job(limits(3, 1, 4))
 async def test_a_worker_that_is_to_leave_is_in_the_view_that_recovers(stage: Stage, generation: int) -> None:
     """It has lost contact itself, in the view before or on its way out of it. Then it leaves all the same."""
     await stage.train(0, 1, 2)
@@ -330,7 +330,7 @@ async def test_a_worker_that_is_to_leave_is_in_the_view_that_recovers(stage: Sta
     await stage.end_well(0, 1, 2)
 
 
-@job(Elasticity(3, 1, 4))
+@job(limits(3, 1, 4))
 async def test_one_that_has_left_is_in_no_view(stage: Stage) -> None:
     """Also where its word of it comes after a view that recovers was formed with it."""
     await stage.train(0, 1, 2)
@@ -343,7 +343,7 @@ async def test_one_that_has_left_is_in_no_view(stage: Stage) -> None:
     await stage.end_well(1, 2)
 
 
-@job(Elasticity(1, 1, 2))
+@job(limits(1, 1, 2))
 async def test_the_only_worker_stays_until_its_replacement_has_its_state(stage: Stage) -> None:
     await stage.train(0)
     await stage.supervisor.views.replace(0)
@@ -362,7 +362,7 @@ async def test_the_others_go_on_without_a_script_that_ends_before_it_joins(stage
     await stage.end_well(0)
 
 
-@job(Elasticity(2, 1, 2), waiting=1)
+@job(limits(2, 1, 2), waiting=1)
 async def test_a_worker_that_waits_for_a_slot_is_named_once(stage: Stage) -> None:
     await stage.train(0, 1)
     stage.has_room = False
@@ -398,7 +398,7 @@ async def test_scripts_that_all_end_early_end_the_job_well(stage: Stage, trains:
     if trains:
         await stage.train(0, 1)
         for number in (0, 1):
-            await stage.says(number, "loop_ended", training=1, failed_at=None)
+            await stage.says(number, "loop_ended", failed_at=None)
     for worker in stage.workers:
         worker.end(0)
     await stage.ended()
@@ -410,7 +410,7 @@ async def test_scripts_that_all_end_early_end_the_job_well(stage: Stage, trains:
 async def test_where_one_worker_leaves_the_loop_the_others_go_on(stage: Stage, ends: bool) -> None:
     """It ends, or does something else first."""
     await stage.train(0, 1)
-    await stage.says(1, "loop_ended", training=1, failed_at=None)
+    await stage.says(1, "loop_ended", failed_at=None)
     if ends:
         stage.workers[1].end(0)
     await stage.settle(1.2)
@@ -427,7 +427,7 @@ async def test_one_that_is_to_leave_goes_on_where_the_only_other_has_left_its_lo
     await stage.train(0, 1)
     await stage.supervisor.views.resize(1)
     assert stage.workers[1].view == [0]
-    await stage.says(0, "loop_ended", training=1, failed_at=None)
+    await stage.says(0, "loop_ended", failed_at=None)
     await stage.settle(1.2)
     assert stage.workers[1].view == [1]
     await stage.join(1)
@@ -435,14 +435,14 @@ async def test_one_that_is_to_leave_goes_on_where_the_only_other_has_left_its_lo
     await stage.end_well(1)
 
 
-@job(Elasticity(1, 1, 2, script=True), "worker 0 ended with exit status 1: TypeError: bad")
+@job(limits(1, 1, 2, script=True), "worker 0 ended with exit status 1: TypeError: bad")
 async def test_one_that_is_to_join_does_not_train_alone_where_the_only_one_has_left_its_loop(stage: Stage) -> None:
     """It has none of the state. The other's process takes long to end."""
     await stage.train(0)
     await stage.says(0, "resize", workers=2)
     await stage.boot(1)
     assert stage.workers[1].view == [0, 1]
-    await stage.says(0, "loop_ended", training=1, failed_at=None)
+    await stage.says(0, "loop_ended", failed_at=None)
     await stage.settle(1.2)
     assert stage.workers[1].view == [0, 1]
     stage.workers[0].end(1, *TRACEBACK)
@@ -459,7 +459,7 @@ async def test_one_whose_error_ended_its_loop_long_before_its_process_is_replace
     An error in the body of a script's own loop is not known to be one before the process has ended.
     """
     await stage.train(0, 1)
-    await stage.says(1, "loop_ended", training=1, failed_at=failed_at)
+    await stage.says(1, "loop_ended", failed_at=failed_at)
     await stage.says(0, "broken", generation=1, why="rank 1 does not answer")
     await stage.settle()
     assert stage.workers[0].view == [0] and not stage.events("quit")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from limits import limits
 from supervised import Stage
 from test_supervisor import job
 
-from kfuse.elastic.supervisor import Elasticity
-
-THREE = Elasticity(3, 1, 3)
+THREE = limits(3, 1, 3)
 
 
 @pytest.mark.parametrize("leavers", [(0,), (1, 2)])
@@ -38,7 +37,7 @@ async def test_those_with_notice_leave_by_a_planned_view_and_others_are_started(
     await stage.end_well(*rest, *newcomers)
 
 
-@job(Elasticity(2, 1, 2, replace=False), failure=1, notice=1)
+@job(limits(2, 1, 2, replace=False), failure=1, notice=1)
 async def test_after_the_grace_it_is_lost(stage: Stage) -> None:
     await stage.train(0, 1)
     await stage.says(1, "notice")
@@ -54,7 +53,7 @@ async def test_after_the_grace_it_is_lost(stage: Stage) -> None:
     await stage.end_well(0)
 
 
-@job(Elasticity(1, 1, 1), failure=0)
+@job(limits(1, 1, 1), failure=0)
 async def test_the_only_worker_hands_over_to_another_before_it_leaves(stage: Stage) -> None:
     await stage.train(0)
     await stage.says(0, "notice")
@@ -62,7 +61,7 @@ async def test_the_only_worker_hands_over_to_another_before_it_leaves(stage: Sta
     await stage.hand_over(0, 1)
 
 
-@job(Elasticity(2, 1, 2))
+@job(limits(2, 1, 2))
 async def test_where_nobody_can_take_over_the_job_stops_with_a_last_checkpoint(stage: Stage) -> None:
     stage.starts_fail = True
     await stage.train(0, 1)
@@ -78,7 +77,7 @@ async def test_where_nobody_can_take_over_the_job_stops_with_a_last_checkpoint(s
     await stage.end_well(0, 1)
 
 
-@job(Elasticity(2, 1, 2, grace_s=20), failure=0)
+@job(limits(2, 1, 2, grace_s=20), failure=0)
 async def test_where_nobody_has_taken_over_in_time_the_job_stops_with_a_last_checkpoint(stage: Stage) -> None:
     await stage.train(0, 1)
     for number in (0, 1):
@@ -92,7 +91,7 @@ async def test_where_nobody_has_taken_over_in_time_the_job_stops_with_a_last_che
     await stage.end_well(0, 1)
 
 
-@job(Elasticity(1, 1, 1, grace_s=20), failure=0)
+@job(limits(1, 1, 1, grace_s=20), failure=0)
 async def test_one_that_waits_for_a_node_may_get_it_in_time(stage: Stage) -> None:
     await stage.train(0)
     stage.has_room = False
@@ -103,7 +102,7 @@ async def test_one_that_waits_for_a_node_may_get_it_in_time(stage: Stage) -> Non
     await stage.hand_over(0, 1)
 
 
-@job(Elasticity(2, 1, 2, grace_s=20), failure=0)
+@job(limits(2, 1, 2, grace_s=20), failure=0)
 async def test_one_that_has_left_but_does_not_end_is_no_loss(stage: Stage) -> None:
     await stage.train(0, 1)
     await stage.says(1, "notice")
@@ -121,7 +120,7 @@ async def test_one_that_has_left_but_does_not_end_is_no_loss(stage: Stage) -> No
 
 
 @pytest.mark.parametrize("connected", [True, False])
-@job(Elasticity(2, 1, 2), failure=0, notice=1)
+@job(limits(2, 1, 2), failure=0, notice=1)
 async def test_one_that_boots_is_replaced(stage: Stage, connected: bool) -> None:
     """Before it can catch the signal that ends it; or after, when it is ended, as it has nothing to hand over."""
     await stage.boot(0)

@@ -24,6 +24,7 @@ from kfuse.checkpoint import snapshot
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest, load_plain, one_line, steps_in
 from kfuse.membership import Record, Session
 from kfuse.observe import write_whole
+from kfuse.optim.refuse import uncompiled
 
 _log = logging.getLogger("kfuse")
 
@@ -183,27 +184,20 @@ class Checkpoints:
 class SavedModel:
     """Writes the model of one training, on rank 0. What goes wrong with a file is an event, never an exception."""
 
-    def __init__(self, directory: Path, session: Session, numbered: bool = False, report: Record | None = None) -> None:
+    def __init__(self, directory: Path, session: Session, report: Record | None = None) -> None:
         """directory: where the files go; made if need be.
 
-        numbered: the directory is the whole job's, so a process's second training writes to its folder 2, and so on.
         report: gets events, as ("event", fields); None: `session.report`.
         """
-        self._directory, self._session, self._numbered = directory, session, numbered
-        self._report = report or session.report
+        self._directory, self._session, self._report = directory, session, report or session.report
         self._thread: threading.Thread | None = None
-
-    @property
-    def directory(self) -> Path:
-        number = self._session.training
-        return self._directory / str(number) if self._numbered and number > 1 else self._directory
 
     def save_best(self, model: nn.Module) -> None:
         """Writes best.pt in the background, from a copy. Waits for the one before, if it is still being written."""
         if self._session.group.rank != 0:
             return
         self.close()
-        path = self.directory / _BEST
+        path = self._directory / _BEST
         if (weights := self._attempt(path, model_weights, model)) is not None:
             self._thread = threading.Thread(target=self._attempt, args=(path, _write, path, weights), name=_BEST)
             self._thread.start()
@@ -217,7 +211,7 @@ class SavedModel:
         if self._session.group.rank != 0:
             return {}
         self.close()
-        directory = self.directory
+        directory = self._directory
         paths = {"model": directory / _MODEL}
         if importlib.util.find_spec("safetensors"):
             paths["model_safetensors"] = directory / _SAFE
@@ -249,12 +243,6 @@ def model_weights(model: nn.Module) -> dict[str, Any]:
     # Variables are kept, so that a tied parameter is one object.
     copy: dict[str, Any] = snapshot(uncompiled(model).state_dict(keep_vars=True), "model")
     return copy
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """Returns what `torch.compile(model)` wraps, whose parameters' names have no prefix; any other model itself."""
-    inner = getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else model
 
 
 def load_weights(model: nn.Module, path: str, assign: bool = False) -> None:

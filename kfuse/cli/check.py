@@ -14,7 +14,16 @@ from kfuse.cli.first import FirstWorker
 from kfuse.observe.sinks import missing
 from kfuse.settings import rules, shell
 from kfuse.settings.instantiate import CLASS_GROUPS, LOADING
-from kfuse.settings.tree import AT_SHELL, BATCH_MAX, SECTIONS, ConfigError, by_key, did_you_mean, flat
+from kfuse.settings.tree import (
+    AT_SHELL,
+    SECTIONS,
+    ConfigError,
+    by_key,
+    completed,
+    did_you_mean,
+    flat,
+    key_of,
+)
 
 shell.register()
 
@@ -29,14 +38,10 @@ def prepare(cfg: DictConfig, overrides: Sequence[str]) -> None:
     _drop_replaced_arguments(cfg, overrides)
     with open_dict(cfg.comm):
         cfg.comm.schedule = cfg.comm.pop("_target_", None) or cfg.comm.schedule
-    if cfg.workers.max is None:
-        cfg.workers.max = cfg.workers.count
-    if cfg.batch.micro is None:
-        cfg.batch.micro = max(1, cfg.batch.size // 4)
-    if cfg.batch.min is None:
-        cfg.batch.min = min(cfg.batch.micro, cfg.batch.size)
-    if cfg.batch.max is None:
-        cfg.batch.max = min(64 * cfg.batch.size, BATCH_MAX)
+    known = {f"{section}_{name}": value for section in ("batch", "workers") for name, value in cfg[section].items()}
+    for name, value in completed(known).items():
+        if value != known.get(name):
+            OmegaConf.update(cfg, key_of(name), value)
     if cfg.checkpoint.resume is None:
         cfg.checkpoint.resume = "never"  # `kfuse` itself resumes in a run directory that it was given
 

@@ -16,8 +16,8 @@ from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.policies import BasePolicy
 from kfuse.settings import instantiate, rules
 from kfuse.settings.instantiate import class_arguments
-from kfuse.settings.tree import ConfigError, show
-from kfuse.train.context import Settings
+from kfuse.settings.tree import ConfigError, completed, show
+from kfuse.train.learning_rate import LRSchedule
 
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
 
@@ -49,7 +49,8 @@ def check(config: Mapping[str, Any], settings: Mapping[str, Any], facts: dict[st
             check_model(model)
         except ValueError as error:
             raise ConfigError(f"optimizer._target_={config['optimizer']['_target_']}: {error}") from error
-    run = Settings.of(settings).schedule(samples)
+    own: Any = completed(settings)
+    run = LRSchedule.of(own, samples)
     facts |= rules.run_facts(run.total, settings["lr_decay"], settings["lr_decay_fraction"])
     rules.check(facts, shell=True)
     return fixed

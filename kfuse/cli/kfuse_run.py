@@ -19,7 +19,6 @@ from kfuse.cli.output import leave, survive_closed_output
 from kfuse.cli.run import supervise
 from kfuse.comm import devices
 from kfuse.cores import cores
-from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, join
 from kfuse.elastic.protocol import STOP_STATUS
@@ -30,7 +29,7 @@ from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.observe.sinks import missing
 from kfuse.settings import rules
-from kfuse.settings.tree import ConfigError, JobSettings, Leaf, by_key, did_you_mean, leaves, show
+from kfuse.settings.tree import ConfigError, JobSettings, Leaf, by_key, completed, did_you_mean, leaves, show
 from kfuse.version import __version__
 
 _EPILOG = """\
@@ -70,11 +69,11 @@ def main(argv: list[str] | None = None) -> int:
             return _refuse(str(error))
         except OSError as error:
             return _refuse(f"{where}: cannot be written: {error.strerror or error}")
-        return leave(_run(args, directory, None if run is None else run.trainings))
+        return leave(_run(args, directory, None if run is None else run.has_steps))
 
 
-def _run(args: argparse.Namespace, directory: RunDirectory, trainings: int | None) -> int:
-    """trainings: of the run in the directory that goes on, those of which steps are recorded; None: there is no run."""
+def _run(args: argparse.Namespace, directory: RunDirectory, has_steps: bool | None) -> int:
+    """has_steps: whether some are recorded of the run in the directory, which goes on; None: there is no run."""
     settings = args.settings
     recorder = Recorder(directory, Display(progress=settings["observe_progress"] is not False))
     set_up_logging(settings["observe_log_level"], "supervisor", recorder.line)
@@ -87,8 +86,8 @@ def _run(args: argparse.Namespace, directory: RunDirectory, trainings: int | Non
         most = settings["workers_max"]
         launcher = HostsLauncher(command, host, port, args.token, args.slots, most, grace_s, signals)
     told = {"log_level": settings["observe_log_level"], "ledger": settings["observe_ledger"]}
-    job = {"run_dir": str(directory.path.absolute()), "trainings": trainings, "observe": told}
-    return supervise(launcher, job, recorder, Elasticity.of(settings, script=True))
+    job = {"run_dir": str(directory.path.absolute()), "has_steps": has_steps, "observe": told}
+    return supervise(launcher, job, recorder, settings, script=True)
 
 
 def _refuse(message: str, status: int = 2) -> int:
@@ -195,8 +194,8 @@ def _flag(leaf: Leaf) -> str:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings that the flags give, by name. Raises ConfigError."""
-    settings = {name: leaf.checked(getattr(args, name), shell=True) for name, leaf in leaves(JobSettings).items()}
-    settings["workers_max"] = settings["workers_max"] or settings["workers_count"]
+    given = {name: leaf.checked(getattr(args, name), shell=True) for name, leaf in leaves(JobSettings).items()}
+    settings = completed(given)
     rules.check(by_key(settings), shell=True)
     if why := missing(settings["observe_sinks"]):
         raise ConfigError(f"--observe-sinks: {why}")

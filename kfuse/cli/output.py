@@ -1,4 +1,4 @@
-"""The command's output, which may be closed or full: a run goes on, and prints no traceback; and the command's end."""
+"""The command's output, which may be closed or full: a run goes on, and prints no traceback; and the end of a run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import io
 import os
 import sys
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from kfuse.elastic.processes import IMPORT_THREAD
+from kfuse.elastic.protocol import NOT_TRAINED, STOP_STATUS
+
+if TYPE_CHECKING:  # it imports rich
+    from kfuse.observe.recorder import Recorder
 
 
 class _Output(io.FileIO):
@@ -49,3 +54,27 @@ def leave(status: int) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def to_its_end(
+    recorder: Recorder, work: Callable[[], str | None], failures: type[Exception] | tuple[type[Exception], ...]
+) -> int:
+    """Does the work, which returns why training ended, and records its end. Returns the exit status.
+
+    failures: which errors of the work are told in one line.
+    """
+    why: str | None = "failed"
+    failure = ""
+    try:
+        why = work()
+    except failures as error:
+        failure = str(error)
+        recorder.failed(failure)
+    finally:
+        recorder.close(why)
+    if failure:
+        print(f"kfuse: error: {failure}; the run directory is {recorder.directory.path}", file=sys.stderr)
+        return 1
+    if why == NOT_TRAINED:
+        print("kfuse: the script has ended without using kf.fit or kf.DataLoader: nothing was trained", file=sys.stderr)
+    return STOP_STATUS.get(why or "", 0)

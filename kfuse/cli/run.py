@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from kfuse.cli.first import FirstWorker
-from kfuse.elastic.job import Elasticity, JobFailed
+from kfuse.cli.output import to_its_end
+from kfuse.elastic.job import JobFailed
 from kfuse.elastic.launchers import Launcher, TorchrunLauncher
-from kfuse.elastic.protocol import NOT_TRAINED, STOP_STATUS
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.logs import set_up_logging
 from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.settings import instantiate
-from kfuse.settings.tree import flat
+from kfuse.settings.tree import JobSettings, flat
 
 
 def run(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
@@ -43,24 +42,30 @@ def run(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
         set_up_logging(observe["log_level"], "worker 0")
         return lead(launcher.rendezvous, job, recorder)
     set_up_logging(observe["log_level"], "supervisor", recorder.line)
-    elasticity = Elasticity.of(flat(config), restart=config["checkpoint"]["every_steps"] is not None)
-    return supervise(launcher, job, recorder, elasticity, first.run if early else asyncio.run)
+    settings: Any = flat(config)
+    restart = settings["checkpoint_every_steps"] is not None
+    return supervise(launcher, job, recorder, settings, restart, run_loop=first.run if early else asyncio.run)
 
 
 def supervise(
     launcher: Launcher,
     job: dict[str, Any],
     recorder: Recorder,
-    elasticity: Elasticity,
+    settings: JobSettings,
+    restart: bool = False,
+    script: bool = False,
     run_loop: Callable[[Coroutine[Any, Any, str | None]], str | None] = asyncio.run,
 ) -> int:
-    """Runs a job to its end and returns the exit status, as `run` does. run_loop: as asyncio.run."""
-    supervisor = Supervisor(launcher, job, recorder, elasticity)
+    """Runs a job to its end and returns the exit status, as `run` does.
+
+    settings, restart, script: as of `kfuse.elastic.job.Job`. run_loop: as asyncio.run.
+    """
+    supervisor = Supervisor(launcher, job, recorder, settings, restart, script)
 
     async def work() -> str | None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, supervisor.stop, "interrupted")
-        for name in {"SIGTERM", *elasticity.notice_signals}:
+        for name in {"SIGTERM", *settings["elastic_notice_signals"]}:
             loop.add_signal_handler(signal.Signals[name], supervisor.stop, "terminated")
         if interrupted:
             supervisor.stop("interrupted")
@@ -70,27 +75,3 @@ def supervise(
     interrupted: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
     return to_its_end(recorder, lambda: run_loop(work()), JobFailed)
-
-
-def to_its_end(
-    recorder: Recorder, work: Callable[[], str | None], failures: type[Exception] | tuple[type[Exception], ...]
-) -> int:
-    """Does the work, which returns why training ended, and records its end. Returns the exit status.
-
-    failures: which errors of the work are told in one line.
-    """
-    why: str | None = "failed"
-    failure = ""
-    try:
-        why = work()
-    except failures as error:
-        failure = str(error)
-        recorder.failed(failure)
-    finally:
-        recorder.close(why)
-    if failure:
-        print(f"kfuse: error: {failure}; the run directory is {recorder.directory.path}", file=sys.stderr)
-        return 1
-    if why == NOT_TRAINED:
-        print("kfuse: the script has ended without using kf.fit or kf.DataLoader: nothing was trained", file=sys.stderr)
-    return STOP_STATUS.get(why or "", 0)

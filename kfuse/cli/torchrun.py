@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from kfuse import session
-from kfuse.cli.run import to_its_end
+from kfuse.cli.output import to_its_end
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import CommError
 from kfuse.comm.settings import CommOptions

@@ -250,9 +250,7 @@ class ControlClient:
                         case "failed":
                             self.failed, self.writes_last = message["why"], message["saves"]
                         case "reach":
-                            from kfuse.elastic.reach import answer  # only where workers have lost contact
-
-                            threading.Thread(target=answer, args=(self,), kwargs=message, daemon=True).start()
+                            threading.Thread(target=self._tell_unreached, kwargs=message, daemon=True).start()
                         case "announce":
                             self._announced[message["number"]] = message["announcement"]
                         case "decision":
@@ -278,6 +276,14 @@ class ControlClient:
             with contextlib.suppress(OSError):  # the supervisor was the reader
                 print(f"kfuse: worker {self.worker} ends: {self._lost}", file=sys.stderr, flush=True)
             os._exit(70)
+
+    def _tell_unreached(self, inquiry: int, addresses: list[tuple[int, Any]], timeout_s: float) -> None:
+        """Tells the supervisor which of these workers this one does not reach."""
+        from kfuse.elastic.reach import unreached  # only where workers have lost contact
+
+        missing = unreached(dict(addresses), timeout_s)
+        with contextlib.suppress(ControlError):
+            self.send("reached", inquiry=inquiry, missing=missing)
 
     def _send_heartbeats(self) -> None:
         """Sends what waits, and heartbeats.

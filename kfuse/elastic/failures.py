@@ -33,7 +33,7 @@ class Failures:
         self.cuts = Cuts(job, processes, records)
         self._since_step = _Streak()  # since the last new step
         self._since_boot = _Streak()  # of newcomers, since the last one that has booted
-        self._progress = 0  # `Records.progress` when the last lost worker was counted
+        self._furthest = -1  # `Records.furthest` when the last lost worker was counted
         self._recovering: asyncio.Task[None] | None = None  # forms the view without lost workers, and starts others
 
     def booted(self, worker: Worker) -> None:
@@ -57,7 +57,7 @@ class Failures:
             self._quit(worker, was)
         elif not job.done and not self._all_out_of_loop(worker):
             await self._lost(worker, was, status)
-        elif job.elasticity.script and (worker.why or not worker.killed.is_set()):
+        elif job.script and (worker.why or not worker.killed.is_set()):
             # A script failed when its training was over: what was trained stays, but the job has not succeeded.
             how, cause = self._report_failure(worker, status)
             when = " after training had ended" if job.done else ""
@@ -101,7 +101,7 @@ class Failures:
         """The same workers form a new view."""
         job, row = self._job, self._since_step
         row.lost, row.contacts = row.lost + 1, row.contacts + 1
-        if row.lost >= job.elasticity.max_failures:
+        if row.lost >= job.settings["elastic_max_failures"]:
             job.give_up(f"workers lose contact again and again: {why}")
             return
         _log.info("contact lost in view %d: %s", job.view.generation, why)
@@ -138,8 +138,8 @@ class Failures:
 
     def _forget_before_progress(self) -> None:
         """Resets the counts if a step was completed since: with progress in between, lost workers are no crash loop."""
-        if self._records.progress > self._progress:
-            self._progress, self._since_step = self._records.progress, _Streak()
+        if self._records.furthest > self._furthest:
+            self._furthest, self._since_step = self._records.furthest, _Streak()
 
     def _training_is_left(self) -> None:
         """Its workers have ended or left its loop: those that were to join it have none of its state, and end too."""
@@ -183,7 +183,7 @@ class Failures:
 
     async def _lost(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker ended unexpectedly: the survivors form a new view, and another worker is started in its place."""
-        job, limits, members = self._job, self._job.elasticity, self._processes.members()
+        job, members = self._job, self._processes.members()
         rank, error = self._processes.rank_of(worker), worker.error()
         recovering = job.view.recovers
         awaited = recovering and was is State.PROPOSED  # it ended before it was in the view that recovers
@@ -198,7 +198,7 @@ class Failures:
                 self._views.recover()  # the others still have a checkpoint to write
             return
         last = not members and all(map(self._views.out_of_loop, self._processes.leavers()))
-        starts_anew = last and limits.restart
+        starts_anew = last and job.restart
         if not job.view.generation or (was is State.BOOTING and last and (error or not starts_anew)):
             when = "before training went on" if job.view.generation else "before training began"
             job.end(JobFailed(f"worker {worker.number} {how} {when}{cause}"))
@@ -213,9 +213,9 @@ class Failures:
         if again and error and worker.failed_at is not None and not awaited:
             where = f"at step {worker.failed_at}, as another did at that step"
             job.give_up(f"worker {worker.number} {how} {where}: it would do so again{cause}")
-        elif row.lost >= limits.max_failures:
+        elif row.lost >= job.settings["elastic_max_failures"]:
             job.give_up(f"{row.lost} workers were lost in a row, the last one {how}{cause}")
-        elif last and not limits.restart:
+        elif last and not job.restart:
             job.end(JobFailed(f"no worker is left: the last one {how}{cause}"))
         else:
             self._views.must_recover |= rank is not None or leaving
@@ -237,7 +237,7 @@ class Failures:
         """A new worker ended before it joined: another is tried; if it fails too, the others continue without it."""
         row, error = self._since_boot, worker.error()
         row.lost += 1
-        if (error and (error, None) in row.errors) or row.lost >= self._job.elasticity.max_failures:
+        if (error and (error, None) in row.errors) or row.lost >= self._job.settings["elastic_max_failures"]:
             self._views.continue_without(worker, f"{how}, as others did before they could join: no other is started")
         else:
             row.errors.add((error, None))

@@ -6,12 +6,11 @@ import asyncio
 import sys
 import threading
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED, OF_STEPS, DroppedRecords, View
-from kfuse.settings.tree import SETTINGS
+from kfuse.settings.tree import JobSettings
 
 # Kind (start, metrics, event, ledger, summary, or line: what a worker has printed, as `text`), and plain content.
 Record = tuple[str, dict[str, Any]]
@@ -23,48 +22,25 @@ _SLOW_S = 10.0
 _KNOWN_EVENTS = 256
 
 
-@dataclass(frozen=True)
-class Elasticity:
-    """How many workers a job has, and what happens when one is lost."""
-
-    count: int
-    min: int
-    max: int
-    replace: bool = True  # restore the wanted number of workers after a loss; otherwise only `min`
-    # A worker without a heartbeat for this long is killed.
-    heartbeat_timeout_s: float = SETTINGS["elastic_heartbeat_timeout_s"].default
-    # Workers lost in a row, with no new step completed in between, after which the job fails. Workers lost together, as
-    # with a host, count as one. Steps made again are not new: what ends a worker there would do so again.
-    max_failures: int = SETTINGS["elastic_max_failures"].default
-    boot_timeout_s: float = SETTINGS["elastic_boot_timeout_s"].default
-    # Until a worker that was given notice, or a job that is to stop, is killed.
-    grace_s: float = SETTINGS["elastic_grace_s"].default
-    notice_signals: list[str] = field(default_factory=lambda: [*SETTINGS["elastic_notice_signals"].default])  # names
-    # If all workers are lost: start new ones, which resume from the last checkpoint. A script says so as it begins.
-    restart: bool = False
-    # Workers run a user's script. It may end before a training does or go on after it, and may train more than once.
-    script: bool = False
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any], restart: bool = False, script: bool = False) -> Elasticity:
-        """Returns those among `settings`, by name; what is not there has its default."""
-        names = [f"{section}_{each.name}" for each in fields(cls) for section in ("workers", "elastic")]
-        given = {name.partition("_")[2]: settings[name] for name in names if name in settings}
-        return cls(**given, restart=restart, script=script)
-
-
 class JobFailed(RuntimeError):
     """Training cannot go on; the message says why."""
 
 
 class Job:
-    def __init__(self, elasticity: Elasticity) -> None:
-        self.elasticity = elasticity
-        self.wanted = elasticity.count  # how many workers the job is to have
+    def __init__(self, settings: JobSettings, restart: bool = False, script: bool = False) -> None:
+        """settings: completed. Workers that are lost together, as with a host, count as one of elastic.max_failures;
+        steps made again are not new: what ends a worker there would do so again.
+
+        restart: if all workers are lost, new ones are started, which resume from the last checkpoint; a script says so
+        as it begins. script: workers run a user's script, which may end before training does, or go on after it.
+        """
+        self.settings, self.restart, self.script = settings, restart, script
+        self.least, self.most = settings["workers_min"], settings["workers_max"] or settings["workers_count"]
+        self.wanted = settings["workers_count"]  # how many workers the job is to have
         self.view = View(0, (), ("", 0), "")  # the newest one, proposed or active; this one before the first
-        self.training = 0  # which training is under way, from 1; 0 before the first one
-        self.trained = False  # the summary of that training has arrived
-        self.done = False  # that training is over: its summary has arrived, or all scripts have left it
+        self.begun = False  # training has begun
+        self.trained = False  # its summary has arrived
+        self.done = False  # it is over: its summary has arrived, or all scripts have left it
         self.stopping: str | None = None  # why the job was asked to stop
         self.late_failure: JobFailed | None = None  # a script that failed when its training was over
         self.over = asyncio.Event()
@@ -102,12 +78,12 @@ class Job:
         """How a job that did not fail has ended: the stop reason, NOT_TRAINED, LOOP_LEFT; None: by training's end."""
         if self.stopping or self.trained:
             return self.stopping
-        return LOOP_LEFT if self.training else NOT_TRAINED
+        return LOOP_LEFT if self.begun else NOT_TRAINED
 
     @property
-    def takes_newcomers(self) -> bool:
-        """Whether a new worker can join: it would run a script from its start, so only during the first training."""
-        return self.training <= 1 and not (self.done or self.over.is_set())
+    def is_over(self) -> bool:
+        """Whether it is too late for a new worker."""
+        return self.done or self.over.is_set()
 
 
 class Recorder(Protocol):
@@ -125,9 +101,8 @@ class Records:
 
     def __init__(self, recorder: Recorder, job: Job) -> None:
         self._recorder, self._job = recorder, job
-        self.furthest = -1  # the furthest step of the training under way that was reported
+        self.furthest = -1  # the furthest step that was reported
         self._step = 0  # the newest one: training may have gone back
-        self.progress = 0  # grows with each new step, and with each training that starts
         self._events: deque[dict[str, Any]] = deque(maxlen=_KNOWN_EVENTS)
         self._changed = threading.Condition()
         self._waiting: list[Record] = []
@@ -148,9 +123,7 @@ class Records:
             self._events.append(data)
         elif kind == "metrics":
             self._step = data["step"]
-            if self._step > self.furthest:
-                self.furthest = self._step
-                self.progress += 1
+            self.furthest = max(self.furthest, self._step)
         with self._changed:
             if len(self._waiting) >= _MOST_WAITING and kind in OF_STEPS:
                 self._dropped.add(data["step"])
@@ -167,12 +140,6 @@ class Records:
 
     def line(self, text: str) -> None:
         self.add("line", {"text": text})
-
-    def begin_training(self) -> None:
-        """Another training starts: its steps count from 0 again, and its events may be equal to the last one's."""
-        self._events.clear()
-        self.furthest, self._step = -1, 0
-        self.progress += 1
 
     async def close(self) -> None:
         """Returns when all records have been passed on; says so where it takes long."""

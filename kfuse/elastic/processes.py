@@ -63,7 +63,7 @@ class Worker:
     to_replace: bool = False  # another worker is to take its place
     noticed: bool = False  # its machine is about to be taken away: it leaves at the next step boundary
     said_goodbye: bool = False  # its process is ending, and sends no heartbeats any more
-    ended_loop: int = 0  # the newest training whose loop has ended on this worker, whether or not the training is over
+    ended_loop: bool = False  # its training loop has ended, whether or not training is over
     failed_at: int | None = None  # the step at which an exception ended its training loop
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     killed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -184,7 +184,7 @@ class Processes:
                 now = asyncio.get_running_loop().time()
                 worker = Worker(number, process, gpu=gpu, asked_at=now, started_at=now, last_message_at=now)
                 self.workers[number] = self._alive[number] = worker
-                if not self._job.takes_newcomers:  # meanwhile training has ended, perhaps another has begun
+                if self._job.is_over:  # meanwhile
                     worker.kill()
                 task = self._job.run(self._watch(worker))
                 self._tasks.add(task)
@@ -247,7 +247,7 @@ class Processes:
 
         late_s: seconds since the last call in which this process was stopped, and the workers perhaps too.
         """
-        elasticity, now = self._job.elasticity, asyncio.get_running_loop().time()
+        settings, now = self._job.settings, asyncio.get_running_loop().time()
         for worker in self.alive():
             worker.last_message_at += late_s
             if not worker.process.running:
@@ -258,9 +258,9 @@ class Processes:
                     self._records.event("waiting", worker=worker.number, note=note)
             slow = worker.state is State.BOOTING or worker.said_goodbye  # imports, or the interpreter's end
             silent = now - worker.last_message_at
-            if silent > (elasticity.boot_timeout_s if slow else elasticity.heartbeat_timeout_s):
+            if silent > settings["elastic_boot_timeout_s" if slow else "elastic_heartbeat_timeout_s"]:
                 why = f"sent no heartbeat for {silent:.0f} s"
-                if not worker.connections and elasticity.script:
+                if not worker.connections and self._job.script:
                     why = f"did not call kf.init, kf.fit or kf.DataLoader within {silent:.0f} s"
                 self.end(worker, why)
 

@@ -1,8 +1,10 @@
 """The messages between the supervisor and its workers: one JSON object a line, over TCP (the control channel).
 
-A worker has two connections, so that heartbeats do not wait for records. The first one has the heartbeats and what the
-supervisor sends; the second one, whose hello has `messages`, has all else that the worker sends. The types of messages:
-`Supervisor._receive` for those to the supervisor, `ControlClient._receive` for those to workers.
+A worker has two connections. The first one has the heartbeats and what the supervisor sends; the second one, whose
+hello has `messages`, has all else that the worker sends. So records of a supervisor that reads nothing for a while may
+fill their connection: that of the heartbeats would be ended then by `set_acknowledgement_timeout`, which also counts
+what the other side's full buffers keep here. The types of messages: `Supervisor._receive` for those to the supervisor,
+`ControlClient._receive` for those to workers.
 """
 
 from __future__ import annotations

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-from kfuse.elastic.protocol import ControlError
-
-if TYPE_CHECKING:
-    from kfuse.elastic.client import ControlClient
-
-
-def answer(client: ControlClient, inquiry: int, addresses: Sequence[tuple[int, Any]], timeout_s: float) -> None:
-    """Tells the supervisor which of these workers this one does not reach. Runs in a thread."""
-    missing = unreached(dict(addresses), timeout_s)
-    with contextlib.suppress(ControlError):
-        client.send("reached", inquiry=inquiry, missing=missing)
 
 
 def unreached(addresses: Mapping[int, Sequence[str | int]], timeout_s: float) -> list[int]:

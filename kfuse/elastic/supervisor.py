@@ -10,19 +10,19 @@ import asyncio
 import logging
 import secrets
 import signal
-from dataclasses import replace
 from typing import Any
 
 from kfuse.elastic import protocol
 from kfuse.elastic.failures import Failures
-from kfuse.elastic.job import Elasticity, Job, JobFailed, Recorder, Records
+from kfuse.elastic.job import Job, JobFailed, Recorder, Records
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.meetings import Meetings
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker, send_to_all
 from kfuse.elastic.server import Server
 from kfuse.elastic.views import Views
+from kfuse.settings.tree import JobSettings
 
-__all__ = ["Elasticity", "JobFailed", "Supervisor"]
+__all__ = ["JobFailed", "Supervisor"]
 
 _log = logging.getLogger("kfuse")
 
@@ -39,11 +39,16 @@ class Supervisor:
     """Runs one job until it ends."""
 
     def __init__(
-        self, launcher: Launcher, settings: dict[str, Any], recorder: Recorder, elasticity: Elasticity
+        self,
+        launcher: Launcher,
+        told: dict[str, Any],
+        recorder: Recorder,
+        settings: JobSettings,
+        restart: bool = False,
+        script: bool = False,
     ) -> None:
-        """settings: sent to every worker as it connects (plain JSON values)."""
-        self._launcher, self._settings = launcher, settings
-        self.job = Job(elasticity)
+        """told: sent to every worker as it connects (plain JSON values). The rest: as of `Job`."""
+        self._launcher, self._told, self.job = launcher, told, Job(settings, restart, script)
         self.records = Records(recorder, self.job)
         if hasattr(launcher, "event"):
             launcher.event = self.records.event
@@ -107,12 +112,12 @@ class Supervisor:
         """The job has failed, and workers with the training's state are left: one of them writes a last checkpoint."""
         job, workers = self.job, [each for each in self.processes.members() if each.joined and not each.why]
         able = [worker for worker in workers if not self.views.out_of_loop(worker)]
-        if not able or not job.training or job.done:
+        if not able or not job.begun or job.done:
             return
         for worker in workers:
             worker.send("failed", why=why, saves=worker is able[0])
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + job.elasticity.grace_s
+        deadline = loop.time() + job.settings["elastic_grace_s"]
         while able[0].state is not State.ENDED and loop.time() < deadline:
             await asyncio.sleep(_POLL_S)
 
@@ -127,7 +132,7 @@ class Supervisor:
             for worker in self.processes.alive():
                 if getattr(worker.process, "noticed", False):
                     await self._take_notice(worker)
-            if self.processes.awaits_gpu and job.takes_newcomers and not job.stopping:
+            if self.processes.awaits_gpu and not (job.is_over or job.stopping):
                 await self.views.add_up_to(min(self.processes.awaits_gpu, job.wanted))
 
     def _limit_to_gpus(self) -> None:
@@ -135,10 +140,10 @@ class Supervisor:
 
         The command lines have refused more workers than that at first.
         """
-        limits, gpus = self.job.elasticity, self.processes.gpus
-        if 0 < gpus < limits.max:
-            self.job.elasticity = replace(limits, max=gpus)
-            note = f"at most {limits.max} workers clipped to {gpus}: each needs a GPU of its own"
+        most, gpus = self.job.most, self.processes.gpus
+        if 0 < gpus < most:
+            self.job.most = gpus
+            note = f"at most {most} workers clipped to {gpus}: each needs a GPU of its own"
             _log.warning("%s", note)
             self.records.event("clipped", note=note)
 
@@ -162,8 +167,8 @@ class Supervisor:
         _log.info("stop asked: %s", reason)
         self.job.stopping = reason
         send_to_all(self.processes.alive(), "stop", reason=reason)
-        loop.call_later(_CATCH_UP * self.job.elasticity.grace_s, self._end_catching_up)
-        loop.call_later(self.job.elasticity.grace_s, self.job.end)
+        loop.call_later(_CATCH_UP * self.job.settings["elastic_grace_s"], self._end_catching_up)
+        loop.call_later(self.job.settings["elastic_grace_s"], self.job.end)
 
     def _end_catching_up(self) -> None:
         """Workers that are to stop, and wait for others that are behind: these take the furthest one's state."""
@@ -172,7 +177,7 @@ class Supervisor:
             self.views.recover("stop")
 
     async def _ended(self, worker: Worker, was: State, status: int | None) -> None:
-        notices = [-signal.Signals[name] for name in self.job.elasticity.notice_signals]
+        notices = [-signal.Signals[name] for name in self.job.settings["elastic_notice_signals"]]
         if was is State.BOOTING and status in notices:  # it could not catch the signal yet
             await self._take_notice(worker)
         await self.failures.ended(worker, was, status)
@@ -185,7 +190,7 @@ class Supervisor:
         worker.noticed = True
         self.records.event("notice", worker=worker.number, pid=worker.pid, host=worker.host)
         _log.info("worker %d on %s was given notice", worker.number, worker.host)
-        asyncio.get_running_loop().call_later(job.elasticity.grace_s, self._end_unless_left, worker)
+        asyncio.get_running_loop().call_later(job.settings["elastic_grace_s"], self._end_unless_left, worker)
         if job.stopping or job.over.is_set():
             return
         if worker.state in (State.BOOTING, State.READY):  # it has nothing to hand over
@@ -205,7 +210,7 @@ class Supervisor:
         await self.views.refill()  # others are to take over the state
         # Some may wait for a slot or a node, and get one in time.
         coming = any(not each.held for each in self.processes.newcomers())
-        wait_s = _TAKE_OVER * job.elasticity.grace_s if coming else 0.0
+        wait_s = _TAKE_OVER * job.settings["elastic_grace_s"] if coming else 0.0
         if self._last_look is not None:
             self._last_look.cancel()
         self._last_look = asyncio.get_running_loop().call_later(wait_s, self._stop_if_nobody_stays)
@@ -223,7 +228,7 @@ class Supervisor:
         if worker.state is State.LEFT:
             worker.kill()
         else:
-            self.processes.end(worker, f"did not leave within {job.elasticity.grace_s:g} s of its notice")
+            self.processes.end(worker, f"did not leave within {job.settings['elastic_grace_s']:g} s of its notice")
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One of a worker's two connections: see `protocol`."""
@@ -236,9 +241,9 @@ class Supervisor:
             protocol.send(writer, "welcome")
         else:
             worker.pid, worker.host, worker.address = pid, host, list(hello.get("address", []))
-            limits = self.job.elasticity
-            silence_s, signals = limits.heartbeat_timeout_s, limits.notice_signals
-            worker.send("welcome", job=self._settings, silence_s=silence_s, notice_signals=signals)
+            limits = self.job.settings
+            silence_s, signals = limits["elastic_heartbeat_timeout_s"], limits["elastic_notice_signals"]
+            worker.send("welcome", job=self._told, silence_s=silence_s, notice_signals=signals)
             self._meetings.connected(worker)
         rest = b""
         while more := await reader.read(protocol.MAX_LINE):  # of a batch many lines at once
@@ -272,7 +277,6 @@ class Supervisor:
             case "left":  # as a planned view said
                 self.views.left(worker)
             case "broken":  # it has lost contact with another one
-                worker.ended_loop = min(worker.ended_loop, self.job.training - 1)  # it is in one, perhaps the next
                 worker.lost_contact_in = message["generation"]
                 loop, contact_lost = asyncio.get_running_loop(), self.failures.contact_lost
                 loop.call_later(_BROKEN_GRACE_S, contact_lost, worker, message["generation"], message["why"])
@@ -285,7 +289,7 @@ class Supervisor:
                     self.records.line(line)
                 self.job.end(JobFailed(message["why"]))
             case "loop_ended":
-                worker.ended_loop, worker.failed_at = message["training"], message["failed_at"]
+                worker.ended_loop, worker.failed_at = True, message["failed_at"]
                 if not self.job.done:
                     asyncio.get_running_loop().call_later(_LEFT_S, self.failures.loop_ended, worker)
             case "resize":
@@ -311,7 +315,7 @@ class Supervisor:
                 worker.said_goodbye = True
 
     def _take_record(self, kind: str, data: dict[str, Any]) -> None:
-        if kind == "start" and not self._begin(data["training"], data["restarts"]):
+        if kind == "start" and not self._begin(data["restarts"]):
             return
         self.records.add(kind, data)
         if kind == "summary":
@@ -322,29 +326,16 @@ class Supervisor:
                 else:  # still booting, or waiting for the others to come to its view: too late for this job
                     worker.kill()
 
-    def _begin(self, training: int, restarts: bool) -> bool:
-        """A training starts: the first one, the same anew, or a script's next one. False if it must not.
+    def _begin(self, restarts: bool) -> bool:
+        """Training starts, or starts anew. False if it must not.
 
-        restarts: a script's training can go on from its own checkpoints if all workers are lost. New workers run the
-        script from its start, so that holds for its first training only.
+        restarts: a script's training can go on from its own checkpoints if all workers are lost.
         """
         job = self.job
-        if training <= job.training:
-            if self.records.furthest < 0 or job.elasticity.restart:
-                return True
+        if job.begun and self.records.furthest >= 0 and not job.restart:
             job.end(JobFailed("the workers that had the training's state are lost"))
             return False
-        again, job.training = job.training > 0, training
-        if job.elasticity.script:
-            job.elasticity = replace(job.elasticity, restart=restarts and not again)
-        if again:
-            job.trained = job.done = False
-            self.records.begin_training()
-            for worker in self.processes.alive():
-                if not worker.joined:  # it would run the script from its start, and train the first one
-                    worker.kill()
-            job.wanted = len(self.processes.members())
-            if job.wanted < job.view.size:  # it took in newcomers too late
-                self.views.recover()
-            self.views.propose()  # without those that were given notice since the training before
+        if job.script and not job.begun:
+            job.restart = restarts
+        job.begun = True
         return True

@@ -42,13 +42,11 @@ class Views:
         if workers == self._asked:
             return
         self._asked = workers
-        job, low, high = self._job, self._job.elasticity.min, self._job.elasticity.max
+        job, low, high = self._job, self._job.least, self._job.most
         allowed = min(max(workers, low), high)
         if allowed != workers:
             self._clipped(workers, allowed, f"must be {low} to {high}")
-        if allowed > job.wanted and not job.takes_newcomers:
-            self._clipped(allowed, job.wanted, "a new worker would run the script from its first training")
-        elif allowed != job.wanted:
+        if allowed != job.wanted and not job.is_over:
             _log.info("resize asked: %d -> %d workers", job.wanted, allowed)
             self._records.event("decision", workers=[job.wanted, allowed])
             job.wanted = allowed
@@ -62,7 +60,7 @@ class Views:
         """
         worker = next((member for member in self._processes.members() if member.number == number), None)
         no_gpu = self._processes.gpus and self._processes.free_gpu() is None
-        if worker is None or worker.to_replace or worker.noticed or no_gpu or not self._job.takes_newcomers:
+        if worker is None or worker.to_replace or worker.noticed or no_gpu or self._job.is_over:
             return
         worker.to_replace = True
         _log.info("replacement asked for worker %d", number)
@@ -72,12 +70,12 @@ class Views:
 
     async def refill(self) -> None:
         """Starts others in the place of those that are lost or about to be, as `elastic.replace` says."""
-        job, limits = self._job, self._job.elasticity
-        if job.takes_newcomers:
+        job = self._job
+        if not job.is_over:
             # Those that have left their loop, while the others go on, are decided on as they end.
             wanted = job.wanted - sum(map(self.out_of_loop, self._processes.leavers()))
-            all_of_them = limits.replace or not self._processes.members()
-            await self.add_up_to(wanted if all_of_them else min(wanted, limits.min))
+            all_of_them = job.settings["elastic_replace"] or not self._processes.members()
+            await self.add_up_to(wanted if all_of_them else min(wanted, job.least))
         self.propose()
 
     async def start_another(self) -> None:
@@ -116,7 +114,7 @@ class Views:
 
     def out_of_loop(self, worker: Worker) -> bool:
         """Whether its training loop has ended, by an error or not."""
-        return worker.ended_loop >= max(self._job.training, 1)
+        return worker.ended_loop
 
     # -- views ----------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from transformers.trainer_callback import ExportableState
 from kfuse import session
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
-from kfuse.train import context
 from kfuse.train.progress import STOP_REASONS
 from kfuse.train.trainer import Trainer as Training
+from kfuse.train.trainer import newest
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput
@@ -41,7 +41,7 @@ class Callbacks(BasePolicy):
 
     @property
     def _training(self) -> Training:
-        training = context.newest()
+        training = newest()
         assert training is not None
         return training
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,7 @@ _NOT_ENDED = (*STOP_STATUS, "failed", NOT_TRAINED, LOOP_LEFT, None)
 class Earlier(NamedTuple):
     """A run that a directory holds."""
 
-    trainings: int  # of its script, of which steps are recorded
+    has_steps: bool  # some are recorded
     ended: str | None  # the exit reason of a run that has come to its end; None: it can go on
 
 
@@ -27,14 +26,12 @@ def earlier(run_dir: Path) -> Earlier | None:
     """The run whose records the directory holds; None if there are none."""
     if not any((run_dir / name).exists() for name in RECORDS):
         return None
-    further = (run_dir / str(number) for number in itertools.count(2))  # a script's further trainings
-    places = [run_dir, *itertools.takewhile(lambda place: (place / "metrics.jsonl").exists(), further)]
-    trainings = sum(_size(place / "metrics.jsonl") > 0 for place in places)
+    metrics = run_dir / "metrics.jsonl"
     try:
-        reason = json.loads((places[-1] / "summary.json").read_bytes())["exit_reason"]
+        reason = json.loads((run_dir / "summary.json").read_bytes())["exit_reason"]
     except (OSError, ValueError, KeyError, TypeError):
         reason = None
-    return Earlier(trainings, None if reason in _NOT_ENDED else reason)
+    return Earlier(metrics.exists() and metrics.stat().st_size > 0, None if reason in _NOT_ENDED else reason)
 
 
 def choose_resume(run_dir: Path, checkpoints: Path | None, asked: str | None, where: str, shell: bool = False) -> str:
@@ -57,7 +54,7 @@ def choose_resume(run_dir: Path, checkpoints: Path | None, asked: str | None, wh
         raise ConfigError(f"{where}: must be a new one: the run in it has ended ({run.ended}){longer}")
     if asked is not None:
         return asked
-    if run is not None and run.trainings and not kept:
+    if run is not None and run.has_steps and not kept:
         anew = "" if checkpoints is None else f"; to begin anew in it, in place of its records: {auto}"
         raise ConfigError(f"{where}: must be a new one: the run in it has left no checkpoint to go on from{anew}")
     if run is None and kept:
@@ -69,7 +66,3 @@ def choose_resume(run_dir: Path, checkpoints: Path | None, asked: str | None, wh
 def has_checkpoint(folder: Path | None) -> bool:
     """Returns whether the folder of checkpoints has one, good or not."""
     return folder is not None and next(folder.glob("step-*/manifest.json"), None) is not None
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED
+from kfuse.elastic.protocol import NOT_TRAINED
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.statistics.figures import display_text
 
@@ -190,33 +190,22 @@ def _value(key: str, value: Any) -> str:
 
 
 class Recorder:
-    """Writes and shows the records of a job.
-
-    A script's second training has a directory of its own in the first one's: RUN_DIR/2, and so on.
-    """
+    """Writes and shows the records of a job."""
 
     def __init__(self, directory: RunDirectory, display: Display, begins: Callable[[], object] | None = None) -> None:
-        """begins: of a run that is one training, as the command line's is: called when that begins. Such a run ends
-        with its training: the summary is written then, and not only by `close`.
+        """begins: of a run that is its training, as the command line's is: called when that begins. The summary is
+        written as it ends, and not only by `close`.
         """
-        self.directory, self._display = directory, display  # the directory is that of the training under way
+        self.directory, self._display = directory, display
         self._begins = begins
         directory.warn = display.line
-        self._first = directory
-        self._training: int | None = None
-        self._trainings = 0
-        self._begin()
-
-    def _begin(self) -> None:
+        self._begun = False  # training has
         self.summary: dict[str, Any] | None = None  # that the workers report as the training ends
         self._started = time.time()
         self._last: dict[str, Any] = {}
 
     def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        """Writes and shows records, in order; of several steps' metrics the newest ones are shown.
-
-        Raises OSError if another training's directory cannot be made.
-        """
+        """Writes and shows records, in order; of several steps' metrics the newest ones are shown."""
         shown: dict[str, Any] | None = None
         ended = False
         with self.directory.batch():
@@ -243,13 +232,7 @@ class Recorder:
             self._display.metrics(shown)
 
     def _start(self, data: dict[str, Any]) -> None:
-        if data["training"] != self._training:
-            self._training = data["training"]
-            self._trainings += 1
-            if self._trainings > 1:
-                self.close(LOOP_LEFT)
-                self.directory = self._first.another(str(self._trainings))
-                self._begin()
+        self._begun = True
         if self._begins is not None:
             self._begins()
         self.directory.rewind(data["step"], data.get("ledger", False))
@@ -288,9 +271,7 @@ class Recorder:
         missing = {name: getattr(self.directory, name) for name in ("lines_lost", "steps_left_out")}
         summary = {**summary, **{name: count for name, count in missing.items() if count}}
         try:
-            if (
-                self._training is not None or self.directory.is_new
-            ):  # else it holds a run that could not be gone on with
+            if self._begun or self.directory.is_new:  # else it holds a run that could not be gone on with
                 self.directory.summary(summary)
         except OSError as error:
             self.line(f"kfuse: warning: {self.directory.path / 'summary.json'}: cannot be written: {error.strerror}")

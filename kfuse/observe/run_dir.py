@@ -53,7 +53,7 @@ class RunDirectory:
         Raises OSError where the directory or its files cannot be made.
         """
         self.path, self.warn = path, warn
-        self._arguments = sinks, ledger, settings
+        self._settings = settings
         path.mkdir(parents=True, exist_ok=True)
         self._metrics = _Lines(path / "metrics.jsonl")
         self._events = _Lines(path / "events.jsonl")
@@ -77,11 +77,6 @@ class RunDirectory:
         """Whether no step is recorded in it."""
         return self._metrics.path.stat().st_size == 0
 
-    def another(self, name: str) -> RunDirectory:
-        """Returns a directory inside this one, for the next training of the same script. Raises OSError."""
-        sinks, ledger, settings = self._arguments
-        return RunDirectory(self.path / name, sinks, ledger, self.warn, settings)
-
     def _sink(self, name: str) -> Sink:
         if name == "tensorboard":
             return Board(self.path / "tb")
@@ -98,7 +93,7 @@ class RunDirectory:
         """What services are told of the run, and what an earlier process of it has recorded, and so sent."""
         from kfuse.observe.sinks.services import About
 
-        about = About.of_directory(self.path, self._arguments[2], self._metrics.last_step())
+        about = About.of_directory(self.path, self._settings, self._metrics.last_step())
         evaluated = -1 if about.is_new else self._events.last_step("evaluation")
         return about, {"train": about.furthest, "evaluation": evaluated}
 

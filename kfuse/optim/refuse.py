@@ -144,3 +144,9 @@ def _message(what: str, how: str, inner: str) -> str:
 
 _DDP = ("wrapped in DistributedDataParallel", "model.module")
 _FSDP = ("sharded by FSDP", "as it was before FSDP or fully_shard")
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Returns what `torch.compile(model)` wraps, whose parameters' names have no prefix; any other model itself."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model

@@ -84,13 +84,28 @@ class Signals(Measured, StepSettings):
         """The first step that a decision on these signals applies to."""
         return self.step + DECISION_LAG
 
+    def beside_columns(self) -> dict[str, Any]:
+        """Returns what the columns of metrics.jsonl lack of these signals, but for the links, as plain values."""
+        return {name: getattr(self, name) for name in _BESIDE} | {"bounds": vars(self.bounds)}
 
-# Fields of `Signals` that are not recorded: they follow from the recorded grad_sq and grad_variance of each step.
-RUNNING_MEANS = ("mean_grad_sq", "mean_grad_variance")
-# Fields of `Signals` that are columns of metrics.jsonl, with the same values there.
-OF_COLUMNS = tuple(each.name for kind in (StepSettings, Measured) for each in fields(kind) if each.name in METRICS)
-# Fields of `Signals` that metrics.jsonl has beside its columns, under `signals`, in each line where they change.
-OTHER_SIGNALS = tuple(each.name for each in fields(Signals) if each.name not in ("step", *RUNNING_MEANS, *OF_COLUMNS))
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Signals:
+        """Returns the signals of a line of metrics.jsonl, bit for bit. The links are unknown, and the learning rate is
+        NaN where it was not finite. Raises ValueError for a line of an earlier version, or of a monitor.
+        """
+        beside = record.get("signals", {})
+        if lacking := [name for name in _BESIDE if name not in beside]:
+            why = "a training by this version of kfuse must have written them"
+            raise ValueError(f"its lines have no signals {', '.join(lacking)}: {why}")
+        values: dict[str, Any] = {each.name: record[each.name] for each in fields(cls) if each.name in METRICS}
+        values |= {name: tuple(it) if isinstance(it, list) else it for name, it in beside.items() if name in _BESIDE}
+        values["lr"] = math.nan if record["lr"] is None else record["lr"]
+        return cls(**values | {"bounds": Bounds(**beside["bounds"])})
+
+
+# Links are numbers of each pair of workers, too many for each line: an event has them.
+_LINKS = ("link_latencies", "link_throughputs")
+_BESIDE = [each.name for each in fields(Signals) if each.name not in (*METRICS, *_LINKS)]
 
 
 @dataclass(frozen=True)

@@ -348,6 +348,21 @@ def resolved(caller: str, group: type, given: Mapping[str, Any]) -> dict[str, An
     return {name: leaf.checked(given[name]) if name in given else leaf.default for name, leaf in known.items()}
 
 
+def completed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns these settings, by name, with values for those that follow from others where they are None."""
+    settings = dict(given)
+    if "workers_count" in given:
+        settings["workers_max"] = given.get("workers_max") or given["workers_count"]
+    if "batch_size" in given:
+        size = given["batch_size"]
+        micro = given.get("batch_micro") or max(1, size // 4)
+        settings |= {"batch_micro": micro, "batch_min": given.get("batch_min") or min(micro, size)}
+        settings["batch_max"] = given.get("batch_max") or min(64 * size, BATCH_MAX)
+    if "train_steps" in given and given["train_steps"] is None:
+        settings["train_epochs"] = given.get("train_epochs") or 1
+    return settings
+
+
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a nested configuration, by name, checked. Raises ConfigError."""
     found = {}

@@ -25,6 +25,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -36,9 +37,12 @@ from kfuse.comm.group import CommError, Group
 from kfuse.data.fetching import random_key
 from kfuse.data.sources import IterableStream
 from kfuse.elastic.protocol import Member
+from kfuse.membership import Session
 from kfuse.optim import ConsistencyError
-from kfuse.train.context import TrainContext
+from kfuse.train.arguments import TrainArguments
 from kfuse.train.loss import Forward
+from kfuse.train.progress import Progress
+from kfuse.train.reporter import Reporter
 from kfuse.train.step import Step, StepSamples, generators_restored
 
 _LOG = logging.getLogger("kfuse")
@@ -69,43 +73,49 @@ def choose(step: int, every: int, samples: StepSamples, seed: int) -> Chosen | N
     return Chosen(micro_batch, tuple((owner + place) % size for place in range(min(max(size, 2), 3))))
 
 
+@dataclass(eq=False)
 class Audit:
     """The audits of one training, on this worker."""
 
-    def __init__(self, training: TrainContext, forward: Forward, save_last: Callable[[], None]) -> None:
-        """save_last: writes a last checkpoint. Raises ValueError where kfuse cannot run a micro-batch again."""
-        session, data = training.session, training.data
-        assert session.comm.audit_every is not None
-        self._every, self._seed = session.comm.audit_every, training.settings.seed
-        if training.user_loop:
+    given: TrainArguments
+    session: Session
+    forward: Forward
+    progress: Progress
+    reporter: Reporter
+    save_last: Callable[[], None]  # writes a last checkpoint
+    _chosen: Chosen | None = None  # the audit of the step under way
+    _before: list[_Buffer] = field(default_factory=list)  # in such a step: the model's buffers before it
+    _unequal: Group | None = None  # the newest group whose workers differ in kind: no audit takes place in it
+    _warned: set[tuple[int, ...]] = field(default_factory=set)  # the workers, together, that a warning was logged for
+    _made_again: int | None = None  # the newest step that is made again because gradients of it differed
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where kfuse cannot run a micro-batch again."""
+        data, every = self.given.data, self.session.comm.audit_every
+        assert every is not None
+        self._every, self._seed, self._opt = every, self.given.settings["seed"], self.given.opt
+        self._audited: AuditedGradient  # of such a step
+        if self.given.user_loop:
             raise ValueError(
-                f"comm.audit_every={self._every}: must be None with kf.DataLoader, as kfuse cannot run the body of "
-                "your loop again; kf.fit can"
+                f"comm.audit_every={every}: must be None with kf.DataLoader, as kfuse cannot run the body of your loop "
+                "again; kf.fit can"
             )
         if isinstance(data, IterableStream):
             raise ValueError(
-                f"comm.audit_every={self._every}: must be None with {type(data.dataset).__name__}, which cannot seek "
-                "back to another worker's samples; a kfuse.data.Source can"
+                f"comm.audit_every={every}: must be None with {type(data.dataset).__name__}, which cannot seek back to "
+                "another worker's samples; a kfuse.data.Source can"
             )
-        self._model, self._opt, self._forward, self._save_last = training.model, training.opt, forward, save_last
-        self._session, self._progress, self._reporter = session, training.progress, training.reporter
-        self._audited: AuditedGradient  # of such a step
-        self._chosen: Chosen | None = None  # the audit of the step under way
-        self._before: list[_Buffer] = []  # in such a step: the model's buffers before it
-        self._unequal: Group | None = None  # the newest group whose workers differ in kind: no audit takes place in it
-        self._warned = set[tuple[int, ...]]()  # the workers, together, that a warning was logged for
-        self._made_again: int | None = None  # the newest step that is made again because gradients of it differed
 
     def before_step(self, samples: StepSamples) -> int | None:
         """Chooses the coming step's audit. Returns its micro-batch, for the step's plan; None if there is no audit."""
         self._chosen, self._before = None, []
-        at = self._progress
+        at = self.progress
         # Where workers are not synchronised at every step, each has parameters of its own.
-        if not at.is_local and self._session.group is not self._unequal:
+        if not at.is_local and self.session.group is not self._unequal:
             self._chosen = choose(at.step, self._every, samples, self._seed)
         if self._chosen is None:
             return None
-        self._before = _buffers(self._model)
+        self._before = _buffers(self.given.model)
         self._opt.engine.audited = self._audited = AuditedGradient(self._opt.engine)
         return self._chosen.micro_batch
 
@@ -125,7 +135,7 @@ class Audit:
         except Exception:
             self._undo()
             raise
-        if found is not None and self._session.comm.audit_on_corruption != "report":
+        if found is not None and self.session.comm.audit_on_corruption != "report":
             self._undo()
             self._answer(found)
 
@@ -136,12 +146,12 @@ class Audit:
     def _run(self, step: Step, chosen: Chosen) -> dict[str, Any] | None:
         """Returns the event that is reported, where gradients differ."""
         owner, checker, *third = chosen.ranks
-        rank = self._session.group.rank
+        rank = self.session.group.rank
         first = self._audited.digest() if rank == owner else None
         again = self._digest_again(step, chosen.micro_batch) if rank == checker else None
         found = self._gather(first, again, "audit")
         if len({kind for _, _, kind in found}) > 1:
-            self._unequal = self._session.group
+            self._unequal = self.session.group
             if rank == 0:
                 _LOG.warning(
                     "comm.audit_every=%d: no audits with these workers: they must have one kind of device, one number "
@@ -162,14 +172,14 @@ class Audit:
     def _digest_again(self, step: Step, micro_batch: int) -> Tensor:
         """Returns the digest of a micro-batch's gradient, of any worker's of the step. It changes nothing else."""
         engine = self._opt.engine
-        params = list({id(p): p for p in (*self._model.parameters(), *engine.params)}.values())
-        grads, buffers = [p.grad for p in params], _buffers(self._model)
+        params = list({id(p): p for p in (*self.given.model.parameters(), *engine.params)}.values())
+        grads, buffers = [p.grad for p in params], _buffers(self.given.model)
         with generators_restored(engine.group.device):
             try:
                 for p in params:
                     p.grad = None
                 _put_back(self._before)  # as for each of the step's micro-batches
-                loss = self._forward.run(step.batch_again(micro_batch)).loss
+                loss = self.forward.run(step.batch_again(micro_batch)).loss
                 return self._audited.again(loss.backward)
             finally:
                 for p, grad in zip(params, grads, strict=True):
@@ -182,7 +192,7 @@ class Audit:
         """By rank: the owner's digest in the step, the digest of a further run (0 where there is none each), and a
         number of the worker's kind. Waits for the device, and for the others. Raises CommError.
         """
-        group = self._session.group
+        group = self.session.group
         text = f"{torch.get_num_threads()} {torch.__version__} {devices.of(group.device).model()}".encode()
         kind = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
         nothing, own_kind = (torch.full((), number, dtype=torch.int64, device=group.device) for number in (0, kind))
@@ -192,7 +202,7 @@ class Audit:
 
     def _report(self, step: int, micro_batch: int, ranks: Sequence[int], digests: Sequence[int]) -> dict[str, Any]:
         """The runs differ: an event on each such audit, which is returned; a warning once for the same workers."""
-        session, at, wrong = self._session, self._progress, culprit(digests)
+        session, at, wrong = self.session, self.progress, culprit(digests)
         members = None if session.view is None else session.view.members
         runs: list[dict[str, Any]] = []
         for rank, digest in zip(ranks, digests, strict=True):
@@ -201,7 +211,7 @@ class Audit:
         named = {name: None if wrong is None else runs[wrong][name] for name in ("worker", "rank")}
         note = _note(micro_batch, runs, wrong)
         about = {"micro_batch": micro_batch, **named, "note": note, "runs": runs}
-        self._reporter.event(step, "corruption", **about)
+        self.reporter.event(step, "corruption", **about)
         if wrong is not None and runs[wrong]["worker"] not in at.corrupt:
             at.corrupt = (*at.corrupt, runs[wrong]["worker"])
         suspects = tuple(sorted(run["worker"] for run in (runs if wrong is None else [runs[wrong]])))
@@ -214,7 +224,7 @@ class Audit:
 
     def _answer(self, event: dict[str, Any]) -> NoReturn:
         """The runs differ, and the step is undone. Raises CommError, and ConsistencyError, on all workers alike."""
-        session, step, worker = self._session, event["step"], event["worker"]
+        session, step, worker = self.session, event["step"], event["worker"]
         why = f"step {step}: audit: {event['note']}"
         replaces = session.comm.audit_on_corruption == "replace"
         if replaces and worker is not None:
@@ -222,7 +232,7 @@ class Audit:
         elif replaces and self._made_again != step:  # a fault that passes is not met again
             self._made_again = step
         else:
-            self._save_last()
+            self.save_last()
             with contextlib.suppress(CommError):
                 session.group.barrier("last checkpoint")  # a worker that ends may end the others
             session.give_up(why, event)

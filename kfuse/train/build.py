@@ -16,8 +16,9 @@ from kfuse.optim import DistributedOptimizer, Optimizer
 from kfuse.session import current
 from kfuse.settings import instantiate
 from kfuse.settings.instantiate import class_arguments
-from kfuse.settings.tree import WORKERS_MAX, flat
-from kfuse.train.context import Settings, TrainContext
+from kfuse.settings.tree import WORKERS_MAX, completed, flat
+from kfuse.train.arguments import TrainArguments
+from kfuse.train.assemble import assemble
 from kfuse.train.loss import cast_parameters
 from kfuse.train.output import log_remarks
 from kfuse.train.trainer import Trainer
@@ -52,22 +53,23 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     # With a fixed number of workers the bounds are wide open: so a policy's request is seen, and refused by an event.
     bounds = (values["workers_min"], values["workers_max"]) if session.elastic else (1, WORKERS_MAX)
     # The optimizer has the norm to clip to: see `_optimizer`.
-    settings = Settings.of(values | {"train_clip_norm": None}, values["lr_base"], bounds)
+    settings: Any = completed(values | {"train_clip_norm": None})
     checkpoints = {name: config["checkpoint"][name] for name in ("every_steps", "keep", "resume")}
     given = training_data(split.train)
     log_remarks(given.remarks)
-    training = TrainContext(
+    arguments = TrainArguments(
         model,
         given.data,
-        _optimizer(config, model),
+        (_optimizer(config, model),),
         settings,
+        bounds,
         policy=instantiate.build(config["policy"]),
         checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **checkpoints),
         saved_model=SavedModel(Path(config["run_dir"]), session) if values["train_save_model"] is not False else None,
         heldout=heldout_data(split.heldout),
         exits_are_errors=True,
     )
-    return Trainer(training)
+    return assemble(arguments)
 
 
 def _optimizer(config: dict[str, Any], model: torch.nn.Module) -> DistributedOptimizer:

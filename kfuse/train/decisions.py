@@ -13,7 +13,7 @@ import operator
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from kfuse.comm.chunks import plain_copy
@@ -22,13 +22,15 @@ from kfuse.comm.settings import TRANSPORT_NAMES, TREES
 from kfuse.comm.sync import Sync
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
-from kfuse.policies.signals import BasePolicy, Decision, Signals, checked_decision
+from kfuse.optim import DistributedOptimizer
+from kfuse.policies.signals import BasePolicy, Bounds, Decision, Signals, checked_decision
 from kfuse.settings import rules
+from kfuse.settings.tree import TrainSettings
 from kfuse.statistics.figures import Measured, StepContext, StepSettings
 from kfuse.statistics.step_stats import StepStats
-from kfuse.train.context import TrainContext
 from kfuse.train.learning_rate import LearningRate
-from kfuse.train.progress import STOP_REASONS
+from kfuse.train.progress import STOP_REASONS, Progress
+from kfuse.train.reporter import Reporter
 from kfuse.train.step import relative_throughput
 
 if TYPE_CHECKING:
@@ -79,17 +81,22 @@ class Published:
             raise CommError(f"decision {number} of rank 0 (worker {worker}) has not arrived: {error}") from error
 
 
+@dataclass(eq=False)
 class Decisions:
     """What is requested, announced and applied in one training. The methods follow a decision in this order."""
 
-    def __init__(self, training: TrainContext) -> None:
-        self._session, self._opt, self._settings = training.session, training.opt, training.settings
-        self._opts = training.opts
-        self._progress, self._reporter, self._facts = training.progress, training.reporter, training.facts
-        self.rate = LearningRate(training)
+    session: Session
+    opts: Sequence[DistributedOptimizer]
+    rate: LearningRate
+    facts: rules.Facts  # what `kfuse.settings.rules` are asked of, where a decision changes one
+    progress: Progress
+    reporter: Reporter
+
+    def __post_init__(self) -> None:
+        self._opt = self.opts[0]
         self._requested: dict[str, Any] = {}  # what is not announced yet, or announced with the step under way
         self._announced: dict[str, Any] = {}  # what the step under way announces of it
-        self._published = Published(training.session)
+        self._published = Published(self.session)
         self._under_way: dict[int, dict[str, Any]] = {}  # by step: what it announced, if it is here and not applied yet
         self.topology: str | None = None  # the transport that a decision chose; None: the configured one
         # Chosen for the transport `tree`; a list is for this view alone. None: as configured.
@@ -119,17 +126,17 @@ class Decisions:
         self._requested |= asked
         if workers is not None:
             self.workers_requested = operator.index(workers)
-            self._session.ask_supervisor("resize", workers=self.workers_requested)
+            self.session.ask_supervisor("resize", workers=self.workers_requested)
 
     def _mode(self, sync: str) -> str:
         mode = str(Sync.parse(sync))
-        rules.check(self._facts | {"comm.sync": mode})
+        rules.check({**self.facts, "comm.sync": mode})
         return mode
 
     def _transport(self, topology: str) -> str:
-        rules.check(self._facts | {"comm.schedule": topology})
-        name = self._session.comm.transport(topology)
-        if name == "symmetric" and self._session.comm.schedule != "symmetric":
+        rules.check({**self.facts, "comm.schedule": topology})
+        name = self.session.comm.transport(topology)
+        if name == "symmetric" and self.session.comm.schedule != "symmetric":
             raise ValueError(f"topology {name!r}: must be named at the start, as comm.schedule")
         if name not in TRANSPORT_NAMES:
             raise ValueError(f"topology {name!r}: must be one of {', '.join(TRANSPORT_NAMES)}")
@@ -145,7 +152,7 @@ class Decisions:
             raise ValueError(f"tree {tree!r}: must be one of {known}, or a list with each rank's parent") from None
         from kfuse.comm.topology import check_parents  # few jobs need it
 
-        check_parents(parents, self._session.group.size)
+        check_parents(parents, self.session.group.size)
         return parents
 
     def report_if_clipped(self, name: str, note: str | None) -> None:
@@ -155,18 +162,18 @@ class Decisions:
         self._clipped[name] = note
 
     def report_clipped(self, note: str) -> None:
-        self._reporter.event(self._progress.step, "clipped", note=note)
+        self.reporter.event(self.progress.step, "clipped", note=note)
 
     # -- announced ------------------------------------------------------------------------------------------------
 
     def announce(self) -> int:
         """On rank 0: sends what the coming step announces; returns its number, 0 for none. Raises CommError."""
         self._announced = dict(self._requested)
-        if self._session.group.rank != 0:
+        if self.session.group.rank != 0:
             return 0
-        stop = self._session.stop_reason() or (self.stop_requests or [""])[-1]
+        stop = self.session.stop_reason() or (self.stop_requests or [""])[-1]
         index = STOP_REASONS.index(stop) if stop in STOP_REASONS else 0
-        of_the_job = {"generation": self._session.proposed_generation(), "stop": index}
+        of_the_job = {"generation": self.session.proposed_generation(), "stop": index}
         content = self._announced | {name: value for name, value in of_the_job.items() if value}
         return self._published.send(content) if content else 0
 
@@ -178,7 +185,7 @@ class Decisions:
     def receive(self, lag: int) -> None:
         """Waits for what was announced with the steps not yet read, but for the newest `lag` ones. Raises CommError."""
         for step, number in self._opt.statistics.decisions(lag):
-            context = self._progress.contexts.get(step)  # None: its update was interrupted, and the step comes again
+            context = self.progress.contexts.get(step)  # None: its update was interrupted, and the step comes again
             if context is not None and step not in self._under_way:
                 self._under_way[step] = self._published.receive(context.members[0], number)
 
@@ -192,7 +199,7 @@ class Decisions:
 
     def apply_announced(self, stats: StepStats, context: StepContext) -> None:
         """Applies what rank 0 announced with a finished step. context: the settings that the step was made with."""
-        at, announced = self._progress, self._under_way.pop(stats.step, {})
+        at, announced = self.progress, self._under_way.pop(stats.step, {})
         self.apply(announced, context.members)
         if stats.step >= at.resumed_at:
             at.generation = announced.get("generation", at.generation)
@@ -202,7 +209,7 @@ class Decisions:
         """Applies what rank 0 announced, from the next step on. members: the workers then, in rank order; None: now."""
         if not announced:
             return
-        at = self._progress
+        at = self.progress
         batch_size, lr, scale = at.batch_size, self.rate.scheduled(), at.lr_scale
         at.batch_size = announced.get("batch_size", batch_size)
         at.lr_scale = announced.get("lr_scale", scale)
@@ -215,7 +222,7 @@ class Decisions:
         if (topology := announced.get("topology", self.topology)) != self.topology:
             self.topology = topology
             self._report_change(topology=topology)
-        tree, workers = announced.get("tree", self.tree), self._session.workers
+        tree, workers = announced.get("tree", self.tree), self.session.workers
         if isinstance(tree, list) and (len(tree) != len(workers) or list(members or workers) != workers):
             self.report_clipped(f"tree {tree} dropped: the workers have changed since")
         elif tree != self.tree:
@@ -227,12 +234,12 @@ class Decisions:
             at.sync = sync
 
     def _report_change(self, **changed: Any) -> None:
-        self._reporter.event(self._progress.step, "decision", **changed)
+        self.reporter.event(self.progress.step, "decision", **changed)
 
     def use_transport(self) -> None:
-        if not self._session.apart:  # else each engine reduces alone
+        if not self.session.apart:  # else each engine reduces alone
             tree = tuple(self.tree) if isinstance(self.tree, list) else self.tree
-            for opt in self._opts:
+            for opt in self.opts:
                 opt.engine.use_transport(self.topology, tree)
 
     def leave_view(self) -> None:
@@ -240,16 +247,16 @@ class Decisions:
         requested = isinstance(self._requested.get("tree"), list) and self._requested.pop("tree")
         if isinstance(self.tree, list) or requested:
             self.tree = None if isinstance(self.tree, list) else self.tree
-            self._report_change(tree=self.tree or self._session.comm.tree, why="the workers have changed")
+            self._report_change(tree=self.tree or self.session.comm.tree, why="the workers have changed")
 
     def measure_links(self) -> None:
         """Between two steps: measures the links where the tree needs them; reports new figures. Raises CommError."""
-        group = self._session.group
-        if self.tree == "latency" and group.links is None and group.size > 1 and not self._session.apart:
+        group = self.session.group
+        if self.tree == "latency" and group.links is None and group.size > 1 and not self.session.apart:
             group.measure_links()
         if (links := group.links) is not self._reported_links and links is not None and group.size > 1:
             figures = {"latency_s": links.latencies, "bytes_per_s": links.throughputs}
-            self._reporter.event(self._progress.step, "links", **figures)
+            self.reporter.event(self.progress.step, "links", **figures)
         self._reported_links = links
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,13 +272,14 @@ class Decisions:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.topology, self.tree = state["topology"], state["tree"]
-        if isinstance(self.tree, list) and len(self.tree) != len(self._session.workers):  # of a job of other workers
+        if isinstance(self.tree, list) and len(self.tree) != len(self.session.workers):  # of a job of other workers
             self.tree = None
         self.workers_requested = state["workers_requested"]
         self._requested, self._under_way = dict(state["requested"]), dict(state["under_way"])
         self.use_transport()
 
 
+@dataclass(eq=False)
 class PolicyCalls:
     """The calls of one policy in one training. As a part of the training state it is the policy's.
 
@@ -279,10 +287,14 @@ class PolicyCalls:
     (Ctrl-C) and SystemExit pass through, as elsewhere in a script.
     """
 
-    def __init__(self, training: TrainContext, decisions: Decisions) -> None:
-        self.policy, self._settings, self._decisions = training.policy, training.settings, decisions
-        self._session, self._progress, self._reporter = training.session, training.progress, training.reporter
-        self._reported: Exception | None = None  # the error that ends training; None: none does
+    policy: BasePolicy
+    settings: TrainSettings
+    bounds: Bounds  # of what the policy may request
+    session: Session
+    decisions: Decisions
+    progress: Progress
+    reporter: Reporter
+    _reported: Exception | None = None  # the error that ends training; None: none does
 
     @property
     def decides(self) -> bool:
@@ -292,7 +304,7 @@ class PolicyCalls:
     def begin(self) -> None:
         """Applies the policy's initial settings, on rank 0, before the first step: all workers start from its state."""
         if self.decide("initial"):
-            self._decisions.apply(self._decisions.take_requested())
+            self.decisions.apply(self.decisions.take_requested())
 
     def decide(self, method: str, *given: Signals) -> bool:
         """Calls `decide` with the signals of a finished step, or `initial`. Returns whether the policy has decided."""
@@ -324,16 +336,16 @@ class PolicyCalls:
             if error is self._reported:  # of kf.state_dict, which a hook has called
                 raise
             self._reported = error
-            name, step = self._name(method), self._progress.step
+            name, step = self._name(method), self.progress.step
             why = " ".join("".join(traceback.format_exception_only(error)).split())
             told = f"kfuse: step {step}: the policy's {name} has raised an error; training ends"
             frames = "".join(traceback.format_exception(error))
-            event = {"step": step, "kind": "policy_failed", "worker": self._session.worker, "method": name}
+            event = {"step": step, "kind": "policy_failed", "worker": self.session.worker, "method": name}
             event |= {"why": why, "traceback": frames}
-            if self._session.elastic:
-                self._session.give_up(f"the policy's {name} has raised {why}", event, [told, *frames.splitlines()])
+            if self.session.elastic:
+                self.session.give_up(f"the policy's {name} has raised {why}", event, [told, *frames.splitlines()])
             else:
-                self._reporter.of_any_worker(event)
+                self.reporter.of_any_worker(event)
                 print(told, file=sys.stderr, flush=True)  # Python prints the traceback of what is raised here
             raise
 
@@ -344,19 +356,19 @@ class PolicyCalls:
 
     def signals(self, stats: StepStats, context: StepContext) -> Signals:
         """Returns what a policy sees of a finished step. context: the settings that the step was made with."""
-        at, workers, links = self._progress, self._session.workers, self._session.group.links
+        at, workers, links = self.progress, self.session.workers, self.session.group.links
         return Signals(
             step=stats.step,
-            micro_batch=self._settings.batch_micro,
+            micro_batch=self.settings["batch_micro"] or 1,
             throughput=tuple(relative_throughput(at.throughput, workers)),
             corrupt_workers=tuple(rank for rank, worker in enumerate(workers) if worker in at.corrupt),
             previous_step_time_s=stats.previous_step_time_s,
             previous_data_wait_s=stats.previous_data_wait_s,
             eval_accuracy=at.accuracy,
-            bounds=self._settings.bounds,
+            bounds=self.bounds,
             link_latencies=None if links is None else links.latencies,
             link_throughputs=None if links is None else links.throughputs,
-            base_batch_size=self._settings.batch_size,
+            base_batch_size=self.settings["batch_size"],
             epoch_samples=at.epoch_samples,
             **{name: getattr(context, name) for name in _SETTINGS},
             **{name: getattr(stats, name) for name in _MEASURED},
@@ -364,13 +376,13 @@ class PolicyCalls:
 
     def request_within_bounds(self, decision: Decision) -> None:
         """Requests what a policy or a script decided, within the bounds. Events tell what was clipped."""
-        decisions, elastic, size = self._decisions, self._session.elastic, self._session.group.size
+        decisions, elastic, size = self.decisions, self.session.elastic, self.session.group.size
         if decision.workers is not None and not elastic:
             if decision.workers != size and decisions.workers_requested in (0, size):  # once, while it stays so
                 decisions.report_clipped(f"workers {decision.workers}: this job's number of workers is fixed")
             decisions.workers_requested = decision.workers
             decision = replace(decision, workers=None)
-        nearest, notes = decision.clipped(self._settings.bounds)
+        nearest, notes = decision.clipped(self.bounds)
         if nearest.lr_scale is not None and (why := decisions.rate.refusal(nearest.lr_scale)) is not None:
             notes.append(f"lr_scale {nearest.lr_scale} dropped: {why}")
             nearest = replace(nearest, lr_scale=None)
@@ -383,7 +395,7 @@ class PolicyCalls:
             told["replace"] = f"replace {rank}: must be a rank from 0 to {size - 1} of an elastic job"
             if elastic and rank in range(size):
                 told["replace"] = None
-                self._session.ask_supervisor("replace", worker=self._session.workers[rank])
+                self.session.ask_supervisor("replace", worker=self.session.workers[rank])
         decisions.request(batch_size=nearest.batch_size, lr_scale=nearest.lr_scale)
         for name in ("sync", "topology", "tree"):
             if (value := getattr(decision, name)) is not None:

@@ -15,8 +15,11 @@ from kfuse.comm.group import Group
 from kfuse.data import Dataset
 from kfuse.data.dataset import to_device
 from kfuse.data.fetching import random_key, seed_host
-from kfuse.train.context import TrainContext
+from kfuse.membership import Session
+from kfuse.train.arguments import TrainArguments
 from kfuse.train.loss import Metric, Objective, Outcome, forward
+from kfuse.train.progress import Progress
+from kfuse.train.reporter import Reporter
 from kfuse.train.step import generators_restored, seed_forward
 from kfuse.train.synchronisation import Synchronisation
 
@@ -32,31 +35,61 @@ class Evaluation:
     """By name: the user's metrics, or the figures of the step function. Means over the samples."""
 
 
-def evaluation_is_due(training: TrainContext, epoch_is_over: bool) -> bool:
-    every = training.settings.train_eval_every
-    return (training.progress.step + 1) % every == 0 if every else epoch_is_over
+@dataclass
+class Evaluations:
+    """The evaluations of one training, and its summary."""
 
+    given: TrainArguments
+    session: Session
+    progress: Progress
+    reporter: Reporter
+    synchronisation: Synchronisation
 
-def evaluate_once(training: TrainContext, synchronisation: Synchronisation, steps: int) -> None:
-    """Evaluates on the held-out data after `steps` steps, unless that has been done.
+    def is_due(self, epoch_is_over: bool) -> bool:
+        every = self.given.settings["train_eval_every"]
+        return (self.progress.step + 1) % every == 0 if every else epoch_is_over
 
-    Raises ValueError where training is to end at an accuracy, and the model has none.
-    """
-    at, settings, model = training.progress, training.settings, training.model
-    if training.heldout is None or at.evaluated == steps:
-        return
-    with synchronisation.method.shown():
-        group, precision, at_once = training.session.group, settings.train_precision, settings.train_eval_batch
-        result = evaluate(model, training.heldout, training.objective, group, precision, training.metrics, at_once)
-        is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
-        if training.scheduler is not None:
-            training.scheduler.after("evaluation", result.loss)
-        if is_best and training.saved_model is not None:
-            training.saved_model.save_best(model)
-    target = settings.train_target_accuracy
-    if target is not None and result.accuracy is None:
-        raise ValueError(f"target_accuracy={target}: the accuracy is unknown: the output has no score for each class")
-    training.reporter.event(at.step, "evaluation", **asdict(result))
+    def evaluate_once(self, steps: int) -> None:
+        """Evaluates on the held-out data after `steps` steps, unless that has been done.
+
+        Raises ValueError where training is to end at an accuracy, and the model has none.
+        """
+        at, given, settings = self.progress, self.given, self.given.settings
+        if given.heldout is None or at.evaluated == steps:
+            return
+        with self.synchronisation.method.shown():
+            how = self.session.group, settings["train_precision"], given.metrics, settings["train_eval_batch"]
+            result = evaluate(given.model, given.heldout, given.objective, *how)
+            is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
+            if given.scheduler is not None:
+                given.scheduler.after("evaluation", result.loss)
+            if is_best and given.saved_model is not None:
+                given.saved_model.save_best(given.model)
+        target = settings["train_target_accuracy"]
+        if target is not None and result.accuracy is None:
+            why = "the accuracy is unknown: the output has no score for each class"
+            raise ValueError(f"target_accuracy={target}: {why}")
+        self.reporter.event(at.step, "evaluation", **asdict(result))
+
+    def summary(self, lr: float, wall_s: float) -> dict[str, Any]:
+        """Writes the model, if one is to be saved, and returns the content of summary.json. lr: the last step's."""
+        at, model, saved = self.progress, self.given.model, self.given.saved_model
+        return {
+            "steps": at.step,
+            "epochs": at.epoch,
+            "samples": at.samples,
+            "wall_s": wall_s,
+            "loss": at.loss,
+            "eval_loss": at.eval_loss,
+            "eval_accuracy": at.accuracy,
+            "eval_metrics": at.eval_metrics,
+            "batch_size": at.batch_size,
+            "lr": lr,
+            "workers": self.session.group.size,
+            "params_sha256": params_sha256(model),
+            "exit_reason": at.exit_reason(self.given.settings),
+            **({} if saved is None else saved.save_last(model, at.best is not None)),
+        }
 
 
 @torch.no_grad()
@@ -148,27 +181,6 @@ def _are_classes(output: object, target: object) -> bool:
         and output.shape[:-1] == target.shape
         and output.shape[-1] > 1
     )
-
-
-def summary(training: TrainContext, lr: float, wall_s: float) -> dict[str, Any]:
-    """Writes the model, if one is to be saved, and returns the content of summary.json. lr: the last step's."""
-    at, saved = training.progress, training.saved_model
-    return {
-        "steps": at.step,
-        "epochs": at.epoch,
-        "samples": at.samples,
-        "wall_s": wall_s,
-        "loss": at.loss,
-        "eval_loss": at.eval_loss,
-        "eval_accuracy": at.accuracy,
-        "eval_metrics": at.eval_metrics,
-        "batch_size": at.batch_size,
-        "lr": lr,
-        "workers": training.session.group.size,
-        "params_sha256": params_sha256(training.model),
-        "exit_reason": at.exit_reason(training.settings),
-        **({} if saved is None else saved.save_last(training.model, at.best is not None)),
-    }
 
 
 def params_sha256(model: nn.Module) -> str:

@@ -13,8 +13,9 @@ from kfuse.data.sources import TrainingData, heldout_data, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.session import current
-from kfuse.settings.tree import LoopSettings, TrainSettings, resolved
-from kfuse.train.context import Settings, TrainContext
+from kfuse.settings.tree import LoopSettings, TrainSettings, completed, resolved
+from kfuse.train.arguments import TrainArguments
+from kfuse.train.assemble import assemble
 from kfuse.train.learning_rate import Interval, UserSchedule, has_scheduler
 from kfuse.train.loss import LossFunction, Metric, Objective, StepFunction, WeightFunction
 from kfuse.train.output import Output, log_remarks
@@ -87,7 +88,7 @@ def fit(
         policy=None if hook is None else hook.policy,
         objective=Objective(loss_fn, step_fn, weight_fn),
         heldout=None if heldout is None else heldout_data(heldout, collate_fn),
-        metrics=metrics,
+        metrics=metrics or {},
     )
     _log_remarks(given, trainer.settings, settings)
     with output.recorded():
@@ -212,7 +213,7 @@ def _trainer(
     heldout: Dataset | None = None,
     **more: Any,
 ) -> tuple[Trainer, Output]:
-    """Returns a script's training, and its files and display. values: the settings. more: fields of `TrainContext`.
+    """Returns a script's training, and its files and display. values: the settings. more: fields of `TrainArguments`.
 
     Raises TypeError for an optimizer that is not kfuse's and a model that is no nn.Module, or is wrapped; ValueError
     for a scheduler left out.
@@ -235,21 +236,22 @@ def _trainer(
     if session.control_client is not None:  # the supervisor keeps the run directory
         ledger = session.control_client.job.get("observe", {}).get("ledger", False)
         values = {**values, "observe_ledger": ledger or values["observe_ledger"]}
-    training = TrainContext(
+    settings: Any = completed(resolved(caller, TrainSettings, values))
+    arguments = TrainArguments(
         model,
         given.data,
-        opts[0],
-        Settings.of(values, worker_init_fn=given.worker_init_fn),
+        tuple(opts),
+        settings,
+        worker_init_fn=given.worker_init_fn,
         policy=policy or BasePolicy(),
         scheduler=schedule,
         heldout=heldout,
         checkpoints=output.checkpoints,
         saved_model=output.saved_model,
         output=output,
-        further=tuple(opts[1:]),
         **more,
     )
-    return Trainer(training), output
+    return assemble(arguments), output
 
 
 def _optimizers(caller: str, given: Any, user_loop: bool) -> Sequence[DistributedOptimizer]:
@@ -273,14 +275,14 @@ def _optimizers(caller: str, given: Any, user_loop: bool) -> Sequence[Distribute
     return opts
 
 
-def _log_remarks(given: TrainingData, used: Settings, settings: Mapping[str, Any]) -> None:
+def _log_remarks(given: TrainingData, used: TrainSettings, settings: Mapping[str, Any]) -> None:
     """Logs what the user must know of the data, and of a micro-batch that was not given."""
     session, remarks = current(), list(given.remarks)
     several = session.elastic or session.group.size > 1
     if "batch_size" in given.of_loader and "batch_size" not in settings and several:
         size = given.of_loader["batch_size"]
         remarks.insert(0, f"batch_size={size} of the DataLoader is taken as the global batch, of all workers together")
-    micro, size = used.batch_micro, used.batch_size
+    micro, size = used["batch_micro"] or 1, used["batch_size"]
     if settings.get("batch_micro") is None and micro < size // session.group.size:
         remarks.insert(
             0,

@@ -17,43 +17,46 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies.signals import FP32_MAX, FP32_MIN, FP32_RANGE
+from kfuse.settings.tree import TrainSettings
 
 if TYPE_CHECKING:
-    from kfuse.train.context import TrainContext
+    from kfuse.train.progress import Progress
 
 
+@dataclass
 class LearningRate:
     """The rate of each step; the same on every worker."""
 
-    def __init__(self, training: TrainContext) -> None:
-        self._opt, self._opts, self._schedule = training.opt, training.opts, training.schedule
-        self._settings, self._progress = training.settings, training.progress
-        self.now = 0.0  # that of the step under way
+    opts: Sequence[DistributedOptimizer]  # the first one's rate is what is reported
+    settings: TrainSettings
+    schedule: LRSchedule
+    progress: Progress
+    now: float = 0.0  # that of the step under way
 
     def set(self) -> None:
         """Sets the factor of the coming update, and `now` for reports (DistributedOptimizer.base_lr)."""
-        factor = self._factor(self._progress.step, self._progress.lr_scale)
-        for opt in self._opts:
+        factor = self._factor(self.progress.step, self.progress.lr_scale)
+        for opt in self.opts:
             opt.lr_factor = factor
-        self.now = self._opt.base_lr * factor
+        self.now = self.opts[0].base_lr * factor
 
     def scheduled(self) -> float:
-        return self._opt.base_lr * self._factor(self._progress.step, self._progress.lr_scale)
+        return self.opts[0].base_lr * self._factor(self.progress.step, self.progress.lr_scale)
 
     def _factor(self, steps: int, lr_scale: float) -> float:
         """steps: optimizer steps before the one that it is for."""
-        at = self._progress
-        done = self._schedule.done(at.counted(self._settings, steps), at.samples)
-        return self._schedule.shape(at.schedule, done) * self._schedule.gain(at.batch_size, *at.means) * lr_scale
+        at = self.progress
+        done = self.schedule.done(at.counted(self.settings, steps), at.samples)
+        return self.schedule.shape(at.schedule, done) * self.schedule.gain(at.batch_size, *at.means) * lr_scale
 
     def refusal(self, lr_scale: float) -> str | None:
         """Returns why the optimizer's rates cannot have this factor; None if they can. A rate of 0 can have any.
 
         The gain for the batch size counts too. Warm-up and decay do not: they may well lead to 0.
         """
-        at = self._progress
-        for rate in filter(None, [rate for opt in self._opts for rate in opt.base_rates()]):
-            scaled = rate * self._schedule.gain(at.batch_size, *at.means) * lr_scale
+        at = self.progress
+        for rate in filter(None, [rate for opt in self.opts for rate in opt.base_rates()]):
+            scaled = rate * self.schedule.gain(at.batch_size, *at.means) * lr_scale
             if not FP32_MIN <= abs(scaled) <= FP32_MAX:
                 return f"a learning rate of {rate} would become {scaled:.3g}, out of fp32's range, {FP32_RANGE}"
         return None
@@ -70,7 +73,7 @@ class LearningRate:
             why = "the learning rate is 0 now, which no factor changes: set it later"
         elif not FP32_MIN <= lr <= FP32_MAX:
             why = f"must be {FP32_RANGE}, fp32's range"
-        if why := why or self.refusal(lr / self.now * self._progress.lr_scale):
+        if why := why or self.refusal(lr / self.now * self.progress.lr_scale):
             raise ValueError(f"kf.set_lr({lr}): {why}")
         return float(lr)
 
@@ -78,30 +81,30 @@ class LearningRate:
         """The coming step gets this rate, whatever its batch size is. Returns False where its rate is 0, which no
         factor changes.
         """
-        at = self._progress
-        if self._schedule.done(at.counted(self._settings, at.step + 1), at.samples) >= 1:
+        at = self.progress
+        if self.schedule.done(at.counted(self.settings, at.step + 1), at.samples) >= 1:
             return True  # no step comes
-        rate = self._opt.base_lr * self._factor(at.step + 1, 1.0)
+        rate = self.opts[0].base_lr * self._factor(at.step + 1, 1.0)
         if rate > 0:
             at.lr_scale = lr / rate
         return rate > 0
 
     def count_update(self, samples: int) -> None:
         """The step's update, with `samples` samples, is made: the schedule advances."""
-        at = self._progress
-        if self._schedule.scaling == "adascale":
+        at = self.progress
+        if self.schedule.scaling == "adascale":
             # Apart, each worker has statistics of its own; but all must be over at one step.
-            at.schedule += self._schedule.gain(at.batch_size, *((None, None) if at.is_apart else at.means))
+            at.schedule += self.schedule.gain(at.batch_size, *((None, None) if at.is_apart else at.means))
         else:
-            at.schedule += samples / self._schedule.base_batch_size
+            at.schedule += samples / self.schedule.base_batch_size
 
     def done(self, samples: int) -> float | None:
         """Returns the part of the run that is over after the step under way, whose update is counted, and so many
         samples. None where it has no set length.
         """
-        if self._schedule.total is None:
+        if self.schedule.total is None:
             return None
-        return self._schedule.done(self._progress.counted(self._settings, self._progress.step + 1), samples)
+        return self.schedule.done(self.progress.counted(self.settings, self.progress.step + 1), samples)
 
 
 Interval = Literal["step", "epoch"]
@@ -170,6 +173,14 @@ class LRSchedule:
     samples: float | None = None
     steps: float | None = None
     decay_fraction: float = 0.1
+
+    @classmethod
+    def of(cls, settings: TrainSettings, samples: int | None) -> LRSchedule:
+        """Returns the schedule of a training with these settings, of `samples` an epoch; None: a stream."""
+        epochs, first = settings["train_epochs"], settings["batch_size"]
+        length = None if epochs is None or samples is None else epochs * samples
+        fixed = settings["lr_scaling"], settings["lr_warmup_steps"], settings["lr_decay"], first, length
+        return cls(*fixed, settings["train_steps"], settings["lr_decay_fraction"])
 
     @property
     def total(self) -> float | None:

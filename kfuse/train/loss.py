@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from kfuse.data.dataset import map_leaves
 
 if TYPE_CHECKING:
-    from kfuse.train.context import TrainContext
-    from kfuse.train.step import Step
+    from kfuse.optim import DistributedOptimizer
 
 LossFunction = Callable[[Any, Any], Tensor]
 """loss_fn(output, target): the MEAN loss over a micro-batch, a scalar."""
@@ -178,19 +177,15 @@ def cast_parameters(model: nn.Module) -> None:
 class Forward:
     """Runs the model and the loss on each micro-batch of kf.fit and the command line."""
 
-    def __init__(self, training: TrainContext) -> None:
-        opt, self._objective = training.opt, training.objective
-        self._model, self._precision = training.model, training.settings.train_precision
+    def __init__(self, model: nn.Module, objective: Objective, opt: DistributedOptimizer, precision: str) -> None:
+        self._model, self._objective, self._precision = model, objective, precision
         self._device, self._statistics = opt.engine.group.device, opt.statistics
         opt.carry_figures(MOST_FIGURES if self._objective.step_fn is not None else 0)
 
-    def __call__(self, step: Step, batch: Any) -> Tensor:
-        """Returns the micro-batch's mean loss, and leaves what is to be averaged with it in `step`."""
+    def __call__(self, batch: Any) -> tuple[Tensor, list[Tensor | float]]:
+        """Returns the micro-batch's mean loss, and the step function's figures, which are averaged like it."""
         done = self.run(batch)
-        step.loss = done.loss
-        if self._objective.step_fn is not None:
-            step.figures = self._scalars(done.figures)
-        return done.loss
+        return done.loss, [] if self._objective.step_fn is None else self._scalars(done.figures)
 
     def _scalars(self, figures: Mapping[str, Tensor | float]) -> list[Tensor | float]:
         """The figures as scalars, in the order of the first micro-batch's names: of several values their mean.

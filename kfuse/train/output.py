@@ -1,4 +1,4 @@
-"""What one training reports; and what a script leaves behind and shows: checkpoints, a run directory, the model.
+"""What a script leaves behind and shows: checkpoints, a run directory, the model.
 
 Under kfuse-run the supervisor keeps the job's run directory and display; else rank 0 keeps them here.
 """
@@ -6,31 +6,22 @@ Under kfuse-run the supervisor keeps the job's run directory and display; else r
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfuse.checkpoint.manager import Checkpoints, SavedModel
-from kfuse.elastic.protocol import LOOP_LEFT, View
+from kfuse.elastic.protocol import LOOP_LEFT
 from kfuse.membership import Session
-from kfuse.observe.sinks import missing
-from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
 from kfuse.session import current
 from kfuse.settings import rules
 from kfuse.settings.tree import ConfigError, by_key
-from kfuse.statistics.figures import METRICS, StepContext
-from kfuse.statistics.step_stats import StepStats
 
 if TYPE_CHECKING:
+    from kfuse.checkpoint.manager import Checkpoints, SavedModel
     from kfuse.observe.recorder import Display, Recorder
-    from kfuse.train.context import Settings
-    from kfuse.train.step import StepSamples
 
 _LOG = logging.getLogger("kfuse")
 
@@ -48,7 +39,6 @@ class Output:
         rules.check(by_key(settings))
         given = settings["checkpoint_dir"], settings["run_dir"]
         folder, directory = (None if path is None else Path(path).expanduser().absolute() for path in given)
-        numbered = session.elastic and directory is not None
         if session.control_client is not None and directory is not None:
             session.report("event", {"step": None, "kind": "note", "note": _KEPT_ELSEWHERE.format(directory)})
             directory = Path(session.control_client.job["run_dir"])
@@ -60,8 +50,11 @@ class Output:
         resume = self._resume(settings["checkpoint_resume"], folder)
         self._kept = settings["observe_sinks"], settings["observe_ledger"]
         self._settings = by_key(settings)
-        if self._directory is not None and (why := missing(settings["observe_sinks"])):
-            raise ConfigError(f"observe_sinks: {why}")
+        if self._directory is not None:
+            from kfuse.observe.sinks import missing
+
+            if why := missing(settings["observe_sinks"]):
+                raise ConfigError(f"observe_sinks: {why}")
         if (keeps or session.elastic) and folder is not None:  # any worker of an elastic job may have to write
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -71,6 +64,8 @@ class Output:
                 raise ConfigError(why) from error
         self.checkpoints: Checkpoints | None = None
         if folder is not None or resume != "never":
+            from kfuse.checkpoint.manager import Checkpoints
+
             every = settings["checkpoint_every_steps"]
             self.checkpoints = Checkpoints(
                 folder,
@@ -85,7 +80,9 @@ class Output:
         where = directory or folder
         self.saved_model: SavedModel | None = None
         if where is not None and settings["train_save_model"] is not False:
-            self.saved_model = SavedModel(where, session, numbered, self.report)
+            from kfuse.checkpoint.manager import SavedModel
+
+            self.saved_model = SavedModel(where, session, self.report)
 
     def _resume(self, asked: str | None, folder: Path | None) -> str:
         """Where this training begins: see `checkpoint_resume`. Raises ConfigError.
@@ -94,9 +91,8 @@ class Output:
         """
         client, default = self._session.control_client, "never" if folder is None else "auto"
         if client is not None:  # the supervisor has looked at the run directory, but does not know the checkpoints
-            trainings = client.job.get("trainings")
-            recorded = trainings is not None and self._session.training < trainings
-            if recorded and asked in (None, "never"):
+            has_steps = client.job.get("has_steps")  # of the run that it holds; None: it holds none
+            if has_steps and asked in (None, "never"):
                 from kfuse.observe.earlier import has_checkpoint
 
                 if asked == "never" or not has_checkpoint(folder):
@@ -104,7 +100,7 @@ class Output:
                     why = f"the run directory holds a run, and {none}: must be a new one"
                     self._session.give_up(why)
                     raise ConfigError(why)
-            return asked or ("never" if trainings is None else default)
+            return asked or ("never" if has_steps is None else default)
         if self._directory is None:
             return asked or "never"
         from kfuse.observe.earlier import choose_resume
@@ -210,133 +206,3 @@ def log_remarks(remarks: Iterable[str]) -> None:
     if session.worker == 0:
         for remark in remarks:
             _LOG.warning("%s", remark)
-
-
-_OF_CONTEXT = {each.name for each in fields(StepContext)}
-_RECENT_STEPS = 128
-
-
-class Reporter:
-    """Every worker calls it in the same way; only rank 0's records are sent."""
-
-    def __init__(
-        self, session: Session, settings: Settings, samples_an_epoch: int | None, output: Output | None = None
-    ) -> None:
-        """samples_an_epoch: None for a stream. output: of a script, whose own files and display get the records too."""
-        self._session, self._settings, self._samples_an_epoch = session, settings, samples_an_epoch
-        self._keeper = output or session
-        # The newest records, which a lost leader or supervisor may not have written: see `resend`.
-        self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
-        self._told: dict[str, Any] = {}  # signals beside the columns, as records have told them; empty: tell all
-        self._told_before: dict[str, Any] = {}  # as `_told`, by the records that are older than the `recent` ones
-
-    def state_dict(self) -> dict[str, Any]:
-        # One text: in a new view all workers wait while a safe unpickler, in Python, reads what is in it one by one.
-        return {"recent": json.dumps(list(self.recent)), "told_before": self._told_before}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.recent.clear()
-        self.recent.extend(json.loads(state["recent"]))
-        self._told_before = dict(state["told_before"])
-        self._told = {}  # here other steps were told
-
-    def _send(self, kind: str, data: dict[str, Any]) -> None:
-        if self._session.group.rank == 0:
-            self._keeper.report(kind, data)
-
-    @property
-    def records(self) -> bool:
-        return self._keeper.is_recorded
-
-    def event(self, step: int, kind: str, **fields: Any) -> None:
-        """A line of events.jsonl: something that happened at this step."""
-        data = {"step": step, "kind": kind, **fields}
-        self._remember([("event", data)])
-        self._send("event", data)
-
-    def of_any_worker(self, event: dict[str, Any]) -> None:
-        """Reports an event of this worker alone, also where it is not rank 0."""
-        self._keeper.report("event", event)
-
-    def start(self, step: int, restarts: bool) -> None:
-        """Training begins; sends its planned length in samples and steps.
-
-        step: the first one that will be reported: from a checkpoint the one before the coming step, whose figures the
-        policy sees with the present workers and bounds. restarts: started anew, it would go on from its own
-        checkpoints.
-        """
-        self._told = {}
-        epochs, steps = self._settings.train_epochs, self._settings.train_steps
-        total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
-        about = {"samples": total, "steps": steps, "step": step, "training": self._session.training}
-        about["ledger"] = self._settings.observe_ledger
-        self._send("start", {**about, "restarts": restarts})
-
-    def view(self, step: int, view: View, regroup_s: float, transfer_s: float) -> None:
-        """A new view is active. regroup_s, transfer_s: seconds for forming the group, for sending the state."""
-        workers = [{"rank": r, "pid": m.pid, "host": m.host} for r, m in enumerate(view.members)]
-        data = {"step": step, "kind": "view", "generation": view.generation, "workers": workers, "reason": view.reason}
-        data |= {"pause_s": regroup_s + transfer_s, "regroup_s": regroup_s, "transfer_s": transfer_s}
-        self._send("event", data)
-
-    def step(self, stats: StepStats, context: StepContext, signals: Signals, samples: StepSamples | None) -> None:
-        """A finished step's figures. samples: those it used, if a ledger was asked for.
-
-        signals: what a policy sees of the step; what the columns lack of it is recorded where it has changed.
-        """
-        if not self._keeper.is_recorded:
-            return
-        figures = {name: getattr(context if name in _OF_CONTEXT else stats, name) for name in METRICS}
-        if stats.figures:
-            figures["figures"] = stats.figures
-        if changed := self._changed(signals):
-            figures["signals"] = changed
-        records = [("metrics", figures)]
-        if stats.skipped:
-            self.event(stats.step, "skipped", why="a gradient was not finite")
-        mine = None if context.share is None else range(*context.share)
-        whose = {} if mine is None else {"worker": context.members[0]}
-        if samples is not None:
-            for j in range(len(samples.sizes)) if mine is None else mine:
-                entry = {"step": stats.step, "micro_batch": j, **whose, "indices": samples.of(j).tolist()}
-                records.append(("ledger", entry))
-        self._remember(records)
-        for kind, data in records:
-            if kind == "ledger" and mine is not None:  # no other worker knows them
-                self._keeper.report(kind, data)
-            else:
-                self._send(kind, data)
-
-    def _changed(self, signals: Signals) -> dict[str, Any]:
-        """The signals beside the columns that differ from those of the last record, in plain values."""
-        changed = {}
-        for name in OTHER_SIGNALS:
-            value = getattr(signals, name)
-            if name not in self._told or value != self._told[name]:
-                self._told[name] = value
-                changed[name] = asdict(value) if isinstance(value, Bounds) else value
-        return changed
-
-    def _remember(self, records: list[tuple[str, dict[str, Any]]]) -> None:
-        """Keeps records for the next leader, in place of the oldest."""
-        if len(self.recent) == _RECENT_STEPS:
-            for _, data in self.recent.popleft():
-                self._told_before |= data.get("signals", {})
-        self.recent.append(records)
-
-    def forget_events(self) -> None:
-        """Drops the events that came with a checkpoint: they are recorded, unless a supervisor was killed before."""
-        for records in self.recent:
-            records[:] = [(kind, data) for kind, data in records if kind != "event"]
-
-    def resend(self) -> None:
-        """Sends the newest records again: a lost leader may not have sent them. The supervisor drops those it has."""
-        told: dict[str, Any] | None = self._told_before  # for the first record: nothing may be written before it
-        for records in self.recent:
-            for kind, data in records:
-                if kind == "metrics" and told is not None:
-                    data, told = data | {"signals": told | data.get("signals", {})}, None
-                self._send(kind, data)
-
-    def summary(self, summary: dict[str, Any]) -> None:
-        self._send("summary", summary)

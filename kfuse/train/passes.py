@@ -7,16 +7,12 @@ its `step` does nothing; the passes that follow start from the parameters that i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kfuse.comm.step import StepPlan
 from kfuse.optim import DistributedOptimizer
-from kfuse.train.progress import Stage
-
-if TYPE_CHECKING:
-    from kfuse.train.context import TrainContext
+from kfuse.train.progress import Progress, Stage
 
 
 class Passes:
@@ -24,10 +20,11 @@ class Passes:
     every body: its messages carry the announcements, and its statistics are the training's.
     """
 
-    def __init__(self, training: TrainContext, first_updated: Callable[[], None]) -> None:
+    def __init__(
+        self, opts: Sequence[DistributedOptimizer], progress: Progress, first_updated: Callable[[], None]
+    ) -> None:
         """first_updated: called once in each step, when the first optimizer's update is made."""
-        self._training, self._opts, self._progress = training, training.opts, training.progress
-        self._first_updated = first_updated
+        self._opts, self._progress, self._first_updated = opts, progress, first_updated
         self._plan: StepPlan | None = None  # the first optimizer's, in the step under way
         self._begun: set[int] = set()  # optimizers that have had a pass in this body, by index
 
@@ -47,7 +44,7 @@ class Passes:
         if index is None:
             raise ValueError("step.micro_batches(opt): opt must be one of the optimizers given to kf.DataLoader")
         opt.reducer.has_pass = True
-        if self._training.lost_worker() is not None:
+        if any(each.reducer.lost_worker_error is not None for each in self._opts):
             return False
         self.record()
         if index in self._begun:

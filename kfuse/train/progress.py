@@ -6,17 +6,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kfuse.settings.tree import ConfigError
+from kfuse.settings.tree import ConfigError, TrainSettings
 from kfuse.statistics.figures import StepContext
-
-if TYPE_CHECKING:
-    from kfuse.train.context import Settings
-    from kfuse.train.step import Throughput
 
 # Why training is told to stop, by the number in a decision; "": it is not; "stopped": by the training itself.
 STOP_REASONS = ("", "interrupted", "terminated", "stopped")
+
+Throughput = dict[int, tuple[float, int]]  # worker: (mean micro-batches of the first size a second, steps measured)
 
 
 class Stage(IntEnum):
@@ -53,7 +51,7 @@ class Progress:
     schedule: float = 0.0  # progress of the learning-rate schedule, in steps of the base batch size
     mean_grad_sq: float | None = None
     mean_grad_variance: float | None = None
-    throughput: Throughput = field(default_factory=dict)  # by worker number: see `kfuse.train.step.Throughput`
+    throughput: Throughput = field(default_factory=dict)  # by worker number
     stragglers: tuple[int, ...] = ()  # numbers of the workers that were reported as stragglers
     corrupt: tuple[int, ...] = ()  # numbers of the workers that audits have found to compute wrong gradients
     accuracy: float | None = None
@@ -110,40 +108,41 @@ class Progress:
             act()
             self.stage = stage + 1
 
-    def exit_reason(self, settings: Settings) -> str | None:
+    def exit_reason(self, settings: TrainSettings) -> str | None:
         if self.stop:
             return STOP_REASONS[self.stop]
-        target = settings.train_target_accuracy
+        target = settings["train_target_accuracy"]
         if target is not None and self.accuracy is not None and self.accuracy >= target:
             return "target_accuracy"
-        if settings.train_steps is not None and self.counted(settings, self.step) >= settings.train_steps:
+        if settings["train_steps"] is not None and self.counted(settings, self.step) >= settings["train_steps"]:
             return "steps"
-        if settings.train_epochs is not None and self.epoch >= settings.train_epochs:
+        if settings["train_epochs"] is not None and self.epoch >= settings["train_epochs"]:
             return "epochs"
         return None
 
-    def counted(self, settings: Settings, steps: int) -> float:
+    def counted(self, settings: TrainSettings, steps: int) -> float:
         """So many optimizer steps in the unit of train_steps: with adascale the sum of their gains."""
-        return self.schedule if settings.lr_scaling == "adascale" else steps
+        return self.schedule if settings["lr_scaling"] == "adascale" else steps
 
-    def is_last_step(self, settings: Settings, epoch_is_over: bool) -> bool:
+    def is_last_step(self, settings: TrainSettings, epoch_is_over: bool) -> bool:
         """Whether training ends with the step under way, after its update. An evaluation may end it all the same."""
-        last_epoch = epoch_is_over and self.epoch + 1 == settings.train_epochs
-        last_step = settings.train_steps is not None and self.counted(settings, self.step + 1) >= settings.train_steps
+        last_epoch = epoch_is_over and self.epoch + 1 == settings["train_epochs"]
+        steps = settings["train_steps"]
+        last_step = steps is not None and self.counted(settings, self.step + 1) >= steps
         return self.stop > 0 or last_epoch or last_step
 
-    def planned_steps(self, settings: Settings, length: int | None) -> int:
+    def planned_steps(self, settings: TrainSettings, length: int | None) -> int:
         """Steps of this training, those done included, if the batch size stays; with adascale at most so many.
 
         length: samples of an epoch, if known. Raises TypeError if the number is unknown.
         """
         limit = math.inf
-        if settings.train_steps is not None:
-            limit = self.step + math.ceil(max(0, settings.train_steps - self.counted(settings, self.step)))
-        if settings.train_epochs is not None and length is not None:
+        if (steps := settings["train_steps"]) is not None:
+            limit = self.step + math.ceil(max(0, steps - self.counted(settings, self.step)))
+        if (epochs := settings["train_epochs"]) is not None and length is not None:
             left = -(-(length - self.cursor) // self.batch_size)
-            left += max(0, settings.train_epochs - self.epoch - 1) * -(-length // self.batch_size)
-            limit = min(limit, self.step + (left if self.epoch < settings.train_epochs else 0))
+            left += max(0, epochs - self.epoch - 1) * -(-length // self.batch_size)
+            limit = min(limit, self.step + (left if self.epoch < epochs else 0))
         if limit == math.inf:
             raise TypeError("this training has no length: its data tell none, and train_steps= is not given")
         return int(limit)

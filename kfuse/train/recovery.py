@@ -12,23 +12,24 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfuse.checkpoint import snapshot
 from kfuse.comm import chunks
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.elastic.protocol import ControlError
+from kfuse.membership import Session
 from kfuse.optim import ConsistencyError
 from kfuse.optim.consistency import parameter_layout
 from kfuse.optim.updates import ShardsLost, begun_update, has_begun, resume_update
 from kfuse.settings.tree import ConfigError
-from kfuse.train.context import TrainContext
+from kfuse.train.arguments import TrainArguments
 from kfuse.train.decisions import Decisions, PolicyCalls
-from kfuse.train.progress import STOP_REASONS, Stage
+from kfuse.train.progress import STOP_REASONS, Progress, Stage
+from kfuse.train.reporter import Reporter
 from kfuse.train.state import LARGE, STAYS, TrainingState
 from kfuse.train.step import generators_restored
 
@@ -38,27 +39,27 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("kfuse")
 
 
+@dataclass(eq=False)
 class Recovery:
     """Shares the state of one training among its workers, and writes it to checkpoints."""
 
-    def __init__(
-        self,
-        training: TrainContext,
-        decisions: Decisions,
-        calls: PolicyCalls,
-        state: TrainingState,
-        record_update: Callable[[], None],
-    ) -> None:
-        """record_update: called where a step's update was finished here, by `_finish_interrupted_update`."""
-        session, opt = training.session, training.opt
-        self._session, self._opt, self._progress, self._reporter = session, opt, training.progress, training.reporter
-        self._decisions, self._calls, self._state, self._record_update = decisions, calls, state, record_update
-        self._checkpoints, self._lr_is_configured = training.checkpoints, training.settings.lr_base is not None
-        self._opts = training.opts
+    given: TrainArguments
+    session: Session
+    decisions: Decisions
+    calls: PolicyCalls
+    state: TrainingState
+    progress: Progress
+    reporter: Reporter
+    length: int | None  # samples of an epoch; None: a stream
+    record_update: Callable[[], None]  # called where a step's update was finished here
+
+    def __post_init__(self) -> None:
+        session, self._opts, self._opt = self.session, self.given.opts, self.given.opt
+        self._checkpoints, self._lr_is_configured = self.given.checkpoints, "lr_base" in self.given.settings
         params = (p for each in self._opts for group in each.param_groups for p in group["params"])
         # What must be equal on all workers, by name: each computes its share of a step from it.
-        self._arguments = training.settings.shared() | {
-            "samples of data": training.samples_an_epoch,
+        self._arguments = self.given.shared | {
+            "samples of data": self.length,
             "comm.audit_every": session.comm.audit_every,
             "comm.audit_on_corruption": session.comm.audit_on_corruption,
             "comm.state": session.comm.state,
@@ -84,33 +85,33 @@ class Recovery:
         the training state writes a last checkpoint. Where the supervisor is lost, also if something else ends the loop:
         mostly a print whose reader is gone.
         """
-        self._session.begin_training()
+        self.session.begin_training()
         failed_at = None
         try:
-            with generators_restored(self._session.group.device):
+            with generators_restored(self.session.group.device):
                 yield
         except (Exception, GeneratorExit) as error:
-            failed_at = self._progress.step if isinstance(error, Exception) else None
+            failed_at = self.progress.step if isinstance(error, Exception) else None
             if isinstance(error, ConsistencyError | ConfigError):
-                self._session.give_up(str(error))
-            elif isinstance(error, ControlError | CommError) or self._session.loses_supervisor():
-                self._session.lost = True
+                self.session.give_up(str(error))
+            elif isinstance(error, ControlError | CommError) or self.session.loses_supervisor():
+                self.session.lost = True
                 self._abort()
-                if self._session.comm.sharded:
+                if self.session.comm.sharded:
                     _LOG.warning("no last checkpoint is written: comm.state=sharded, and not all workers are there")
                 elif self._has_state and self._checkpoints is not None:
-                    client, writes = self._session.control_client, self._session.writes_last
+                    client, writes = self.session.control_client, self.session.writes_last
                     with contextlib.nullcontext() if client is None else client.saving():
-                        self._checkpoints.save_last(self._progress.step, self._state.capture, alone=writes)
+                        self._checkpoints.save_last(self.progress.step, self.state.capture, alone=writes)
             raise
         finally:
-            self._session.end_training(failed_at)
+            self.session.end_training(failed_at)
 
     def join(self) -> None:
         """Enters the first view, once, and takes over the others' state if there is one. Raises CommError."""
         if not self._joined:
             self._joined = True  # set before the attempt: if it fails, `recover` enters the next view
-            self._session.ensure_joined()
+            self.session.ensure_joined()
             self._share_state()
 
     def cross_boundary(self) -> None:
@@ -118,14 +119,14 @@ class Recovery:
 
         If this worker is not in it, `session.left` is set. Raises CommError if the view cannot be formed.
         """
-        session, at = self._session, self._progress
+        session, at = self.session, self.progress
         if session.elastic:
             session.check()
             drop_retired()
         if self._checkpoints is not None and not session.apart:  # else each worker has a model of its own
-            self._checkpoints.save_when_due(at.step, at.epoch, self._state.capture_on_leader)
+            self._checkpoints.save_when_due(at.step, at.epoch, self.state.capture_on_leader)
         if session.view is None or at.generation <= session.view.generation:
-            self._decisions.measure_links()
+            self.decisions.measure_links()
             return
         started = time.perf_counter()
         if session.switch(at.generation):
@@ -142,7 +143,7 @@ class Recovery:
         If this worker is in no view any more, `session.left` is set. Raises `error` itself if there is no supervisor,
         ControlError if the supervisor is lost.
         """
-        if not self._session.elastic:
+        if not self.session.elastic:
             raise error
         started = time.perf_counter()
         while True:
@@ -152,7 +153,7 @@ class Recovery:
                 opt.zero_grad()  # an update that failed has left the step's gradients
             self._align_engine()
             try:
-                if self._session.recover(error):
+                if self.session.recover(error):
                     self._share_state(time.perf_counter() - started)
                 return
             except CommError as again:
@@ -164,17 +165,17 @@ class Recovery:
 
     def take_leaders_state(self) -> None:
         """All workers have averaged their models: each takes rank 0's state of all else. Raises CommError."""
-        group = self._session.group
+        group = self.session.group
         room = None if group.rank == 0 else lambda structure: None
-        received = chunks.share(group, 0, partial(self._state.capture, without=LARGE), room)
+        received = chunks.share(group, 0, partial(self.state.capture, without=LARGE), room)
         if received is not None:
-            self._state.restore_some(received)
+            self.state.restore_some(received)
 
     def save_last(self, fails: bool = False) -> None:
         """fails: training has not come to its end, but must not go on here."""
         if self._checkpoints is not None:
-            ends = STOP_REASONS[self._progress.stop] in ("", "stopped")  # else it was told to stop: little time is left
-            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader, ends and not fails)
+            ends = STOP_REASONS[self.progress.stop] in ("", "stopped")  # else it was told to stop: little time is left
+            self._checkpoints.save_last(self.progress.step, self.state.capture_on_leader, ends and not fails)
             if ends:
                 self._checkpoints.close()
 
@@ -182,28 +183,32 @@ class Recovery:
 
     def snapshot(self, in_body: bool) -> dict[str, Any]:
         """As `Trainer.state_dict`. in_body: it is called in a step's body, after the update."""
+        from kfuse.checkpoint import snapshot  # few trainings need it
+
         if self._ended is not None:
-            return {**snapshot(self._state.capture(only=STAYS), "the training state"), **self._ended}
-        stage = self._progress.stage
+            return {**snapshot(self.state.capture(only=STAYS), "the training state"), **self._ended}
+        stage = self.progress.stage
         in_hook = not in_body and stage in (Stage.AFTER_STEP, Stage.AFTER_EPOCH)
         if not (self._has_state and (in_body or in_hook or stage == Stage.BOUNDARY)):
             raise RuntimeError(
                 "kf.state_dict: call it between steps: in the loop's body after opt.step(), in a policy's after_step "
                 "or after_epoch, or when training is over"
             )
-        state: dict[str, Any] = snapshot(self._state.capture(), "the training state")
+        state: dict[str, Any] = snapshot(self.state.capture(), "the training state")
         state["progress"]["stage"] += in_hook  # the hook counts as done
         return state
 
     def keep_ended(self) -> None:
         """Training ends with the present state, which `snapshot` returns from now on, with the model as it is then."""
-        self._ended = snapshot(self._state.capture(without=STAYS), "the training state")
+        from kfuse.checkpoint import snapshot
+
+        self._ended = snapshot(self.state.capture(without=STAYS), "the training state")
 
     def begin_from(self, state: Mapping[str, Any]) -> None:
         """As `Trainer.load_state_dict`."""
         if self._has_state:
             raise RuntimeError("kf.load_state_dict: training has begun: call it before the first step")
-        self._state.check(state)
+        self.state.check(state)
         self._given = state
 
     # -- a new view -----------------------------------------------------------------------------------------------
@@ -216,30 +221,30 @@ class Recovery:
         try:
             self._share_newest_state(regroup_s)
         except ShardsLost as error:  # on all workers alike
-            self._lost, requested = (self._progress.step, str(error)), self._decisions.workers_requested
+            self._lost, requested = (self.progress.step, str(error)), self.decisions.workers_requested
             self._has_state = False
             self._align_engine()
             self._share_newest_state(regroup_s, requested)
 
     def _share_newest_state(self, regroup_s: float, requested: int = 0) -> None:
         """Shares the state and reports the view. requested: the workers that this job was last asked for; 0: none."""
-        view, group = self._session.view, self._session.group
+        view, group = self.session.view, self.session.group
         if view is None:  # one process, and nobody to share with
             if self._load_or_begin(restarted=False):
-                self._reporter.resend()
+                self.reporter.resend()
             return
         started = time.perf_counter()
         if self._has_state:
-            self._decisions.leave_view()
+            self.decisions.leave_view()
         if self._opt.engine.options.sharded:
             self._finish_interrupted_update()
         positions = self._gather_positions()
         begins = max(positions) < 0  # no worker has a state: the job starts, or restarts
-        loaded, at = False, self._progress
+        loaded, at = False, self.progress
         if begins:
             if group.rank == 0:
                 loaded = self._load_or_begin(restarted=view.reason != "start")
-                self._decisions.workers_requested = requested or self._decisions.workers_requested or view.size
+                self.decisions.workers_requested = requested or self.decisions.workers_requested or view.size
                 self._fresh_at = None if loaded else at.step
             positions = self._gather_positions()  # now rank 0 is the most advanced: its state replaces the others'
         no_update = self._fresh_at == at.step and at.stage <= Stage.UPDATE  # since it began without a checkpoint
@@ -249,20 +254,20 @@ class Recovery:
         if self._checkpoints is not None:
             self._checkpoints.agree()
         self._has_state, self._torn = True, False
-        self._mirrored = self._session.workers[group.before[group.rank]]
+        self._mirrored = self.session.workers[group.before[group.rank]]
         if group.rank == 0 and not begins:
-            self._decisions.request(workers=self._decisions.workers_requested)  # the last leader may not have sent it
+            self.decisions.request(workers=self.decisions.workers_requested)  # the last leader may not have sent it
         if group.rank == 0 and (loaded or not begins):
-            self._reporter.resend()
+            self.reporter.resend()
         self._report_view(view, regroup_s, time.perf_counter() - started, positions)
-        self._decisions.measure_links()
+        self.decisions.measure_links()
         if self._opt.engine.choice is not None and self._opt.engine.topology is None:
-            self._reporter.event(self._progress.step, "schedule", **asdict(self._opt.engine.choice))
+            self.reporter.event(self.progress.step, "schedule", **asdict(self._opt.engine.choice))
 
     def _gather_positions(self) -> list[int]:
         """Returns by rank `Progress.position`; -1 for a worker without state."""
-        group = self._session.group
-        mine = torch.tensor([self._progress.position if self._has_state else -1], device=group.device)
+        group = self.session.group
+        mine = torch.tensor([self.progress.position if self._has_state else -1], device=group.device)
         return [int(position) for position in group.all_gather(mine, "progress of each worker")]
 
     def _take_newest_state(self, positions: Sequence[int], begins: bool, in_shards: bool) -> bool:
@@ -271,13 +276,13 @@ class Recovery:
         positions: by rank. in_shards: all workers have shards of its optimizer state; it tells the others, to whom that
         is returned.
         """
-        newest, is_behind = max(positions), positions[self._session.group.rank] < max(positions)
+        newest, is_behind = max(positions), positions[self.session.group.rank] < max(positions)
         if min(positions) == newest:
             return in_shards
         received = chunks.share(
-            self._session.group,
+            self.session.group,
             positions.index(newest),
-            lambda: [self._arguments, in_shards, self._state.capture_common()],
+            lambda: [self._arguments, in_shards, self.state.capture_common()],
             partial(self._make_room, begins=begins) if is_behind else None,
         )
         if received is None:
@@ -289,7 +294,7 @@ class Recovery:
                     f"this worker was given other arguments than the one whose state it takes ({name} {own} here, "
                     f"{theirs[name]} there): all workers must be given the same"
                 )
-        self._state.restore(newest_state, keeps_shards=self._has_state or in_shards)
+        self.state.restore(newest_state, keeps_shards=self._has_state or in_shards)
         self._align_engine()
         return bool(in_shards)
 
@@ -301,14 +306,14 @@ class Recovery:
             return None
         self._torn = True
         *_, state = structure
-        return [None, None, self._state.room_for(state)]
+        return [None, None, self.state.room_for(state)]
 
     def _finish_interrupted_update(self) -> None:
         """With sharded state: where a survivor has begun the step's update, all end it, and one has all parameters.
 
         That one is the most advanced then, and the others take over the rest of the state from it.
         """
-        opt, at, group = self._opt, self._progress, self._session.group
+        opt, at, group = self._opt, self.progress, self.session.group
         begun = self._has_state and at.stage == Stage.UPDATE and has_begun(opt, at.step)
         mine = torch.tensor([at.position if self._has_state else -1, begun], device=group.device)
         places = [row.tolist() for row in group.all_gather(mine, "how far the step's update is")]
@@ -319,11 +324,11 @@ class Recovery:
         take = None if begun else lambda structure: None
         given = chunks.share(group, source, lambda: begun_update(opt), take)
         if self._has_state:
-            owner_is_lost = self._mirrored not in self._session.workers
+            owner_is_lost = self._mirrored not in self.session.workers
             resume_update(opt, given or begun_update(opt), at.step, owner_is_lost)
         opt.updates.collect_parameters(source, self._has_state)
         if group.rank == source:
-            self._record_update()
+            self.record_update()
             self._align_engine()
 
     def _load_or_begin(self, restarted: bool) -> bool:
@@ -333,7 +338,7 @@ class Recovery:
         saved: Mapping[str, Any] | None = None if self._checkpoints is None else self._checkpoints.load(restarted)
         if saved is None and self._lost is not None:
             why = f"{self._lost[1]}, and there is no checkpoint to go on from"
-            self._session.give_up(why)
+            self.session.give_up(why)
             raise ShardsLost(why)
         saved = self._given if saved is None else saved
         if saved is None and self._torn:
@@ -345,18 +350,18 @@ class Recovery:
             self._restore(saved)
         self._report_start()  # before the others have the state: a view after a loss until then counts as no beginning
         if saved is None:
-            self._calls.begin()
+            self.calls.begin()
         self._has_state, self._torn = True, False
         return saved is not None
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         """Takes over an earlier run's state, without what its workers were told. Raises ConfigError for another's."""
-        at = self._progress
+        at = self.progress
         began_with = at.began_with
         at.refuse_other_beginning(saved["progress"])
         configured = [group.get("lr") for group in self._opt.param_groups]
-        self._state.restore(saved)
-        self._reporter.forget_events()
+        self.state.restore(saved)
+        self.reporter.forget_events()
         self._align_engine()
         at.began_with = began_with
         if self._lr_is_configured:  # the groups of an optimizer of one's own may have several rates
@@ -366,36 +371,36 @@ class Recovery:
         at.stop = at.generation = at.announced = 0
         at.corrupt = ()  # numbers of another job's workers
         at.resumed_at = at.step
-        if self._session.view is not None:
-            self._decisions.workers_requested = 0  # that was asked of another job
+        if self.session.view is not None:
+            self.decisions.workers_requested = 0  # that was asked of another job
 
     def _align_engine(self) -> None:
         """Gives each engine the number of its coming step: it may have reduced one whose update was not made."""
         for index, opt in enumerate(self._opts):
-            opt.engine.step = self._progress.updates_of(index)
+            opt.engine.step = self.progress.updates_of(index)
 
     def _report_start(self) -> None:
         restarts = self._checkpoints is not None and self._checkpoints.restarts
         # The first step whose statistics are not read yet; without one the coming step.
-        unreported = min(self._progress.contexts, default=self._progress.step)
-        self._reporter.start(unreported, restarts)
+        unreported = min(self.progress.contexts, default=self.progress.step)
+        self.reporter.start(unreported, restarts)
 
     def _report_view(self, view: View, regroup_s: float, transfer_s: float, positions: Sequence[int]) -> None:
         """Reports the view, and a return to the last checkpoint."""
         went_back, self._lost = self._lost, None
-        at, workers = self._progress, self._session.workers
-        self._reporter.view(at.step, view, regroup_s, transfer_s)
-        group, comm = self._session.group, self._session.comm
-        if self._session.elastic and comm.sharded and comm.redundancy != "none" and len({*group.hosts}) > 1:
+        at, workers = self.progress, self.session.workers
+        self.reporter.view(at.step, view, regroup_s, transfer_s)
+        group, comm = self.session.group, self.session.comm
+        if self.session.elastic and comm.sharded and comm.redundancy != "none" and len({*group.hosts}) > 1:
             from kfuse.comm.copies import beside
 
             if ranks := beside(group.hosts):
-                self._reporter.event(at.step, "copy_beside", workers=[workers[rank] for rank in ranks])
+                self.reporter.event(at.step, "copy_beside", workers=[workers[rank] for rank in ranks])
         if went_back is not None:
             step, why = went_back
-            self._reporter.event(at.step, "went_back", steps=step - at.step, why=why)
+            self.reporter.event(at.step, "went_back", steps=step - at.step, why=why)
         if at.is_apart:
             from kfuse.train.pair import left_out
 
             if behind := left_out(positions, workers):
-                self._reporter.event(at.step, "left_out", workers=list(behind), steps=list(behind.values()))
+                self.reporter.event(at.step, "left_out", workers=list(behind), steps=list(behind.values()))

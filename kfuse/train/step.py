@@ -24,14 +24,18 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.group import CommError
+from kfuse.data import EpochSampler, StreamSampler
 from kfuse.data.dataset import tensors
-from kfuse.data.fetching import Fetcher, Task, TaskPlan, micro_batch_sizes, random_key, seed_host, worker_range
+from kfuse.data.fetching import Fetcher, Task, TaskPlan, micro_batch_sizes, random_key, worker_range
+from kfuse.membership import Session
+from kfuse.settings.tree import TrainSettings
 from kfuse.statistics.figures import StepContext
 from kfuse.statistics.step_stats import StepStats
+from kfuse.train.progress import Progress, Throughput
 
 if TYPE_CHECKING:
     from kfuse.optim import DistributedOptimizer
-    from kfuse.train.context import TrainContext
+    from kfuse.train.arguments import TrainArguments
     from kfuse.train.passes import Passes
 
 
@@ -78,11 +82,16 @@ class Step:
     """
 
     def __init__(
-        self, samples: StepSamples, fetcher: Fetcher, training: TrainContext, passes: Passes | None = None
+        self,
+        number: int,
+        samples: StepSamples,
+        session: Session,
+        fetcher: Fetcher,
+        given: TrainArguments,
+        passes: Passes | None,
     ) -> None:
-        """passes: where several optimizers step in the body."""
-        session, self._objective = training.session, training.objective
-        self.number = training.progress.step  # steps completed before this one
+        """number: steps completed before this one. passes: where several optimizers step in the body."""
+        self.number = number
         self.samples, self.mine = samples, samples.ranges[session.group.rank]
         self.members = tuple(session.workers)  # the workers' numbers, by rank
         self.loss: Tensor | float | None = None
@@ -90,9 +99,8 @@ class Step:
         self.data_wait_s = 0.0  # seconds spent waiting for data so far
         self.data_bytes = 0  # bytes of the tensors in the batches so far; torch does not tell them of sparse ones
         self.error: Exception | None = None  # the exception that ended the step's body early
-        self._fetcher, self._opt, self._seed = fetcher, training.opt, training.settings.seed
-        self._several_backwards, self._may_draw = training.several_backwards, training.may_draw
-        self._passes = passes
+        self._fetcher, self._opt, self._objective, self._passes = fetcher, given.opt, given.objective, passes
+        self._seed, self._several_backwards = given.settings["seed"], given.several_backwards
         self._fetched = set[int]()  # micro-batches that were fetched, by number: an earlier pass has used them
         self.began = time.perf_counter()
 
@@ -124,8 +132,7 @@ class Step:
         batch = self._fetcher.to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
         self.data_bytes += sum([each.nbytes for each in tensors(batch) if not each.is_sparse])
-        if self._may_draw:
-            seed_forward(device, random_key(self._seed, self.number, j))
+        seed_forward(device, random_key(self._seed, self.number, j))
         self.loss, self.figures = None, ()
         with opt.micro_batch(
             samples, j == self.mine[-1], weight=weight, several_backwards=self._several_backwards
@@ -182,8 +189,10 @@ class Step:
 
 
 def seed_forward(device: torch.device, key: int) -> None:
-    """Seeds the global generators of torch (CPU and `device`), numpy and random: a forward draws from them."""
-    seed_host(key)
+    """Seeds the global generators of torch, on the CPU and `device`: a forward draws from them. Those of numpy and of
+    Python are seeded where samples are read: seeding all of them takes six times as long.
+    """
+    torch.default_generator.manual_seed(key)
     devices.of(device).seed(key)
 
 
@@ -208,8 +217,6 @@ WARM = 10  # steps that a worker is measured in before its throughput is used
 _SHARE_STEPS = 16  # a share is a multiple of 1/16 of the median's: small changes of speed change no share
 _SMALLEST_SHARE = 2  # sixteenths: the slowest worker too gets micro-batches, else its speed could not be measured
 _IDLE_RECOVERY = 0.02  # a step: a worker without a micro-batch is assumed to close this part of its gap to the median
-
-Throughput = dict[int, tuple[float, int]]  # worker: (mean micro-batches of the first size a second, steps measured)
 
 
 def measured(known: Mapping[int, tuple[float, int]], workers: Sequence[int], seconds: Sequence[float]) -> Throughput:
@@ -255,56 +262,78 @@ def stragglers(workers: Sequence[int], relative: Sequence[float | None], before:
     )
 
 
-def take_measured(training: TrainContext, stats: StepStats, context: StepContext) -> None:
-    """Writes what a step measured into `Progress`. Reports each worker that becomes a straggler."""
-    at, session, workers = training.progress, training.session, context.members
-    at.mean_grad_sq, at.mean_grad_variance, at.loss = stats.mean_grad_sq, stats.mean_grad_variance, stats.loss
-    if session.group.size == 1 and not session.elastic:
-        return
-    unit = training.settings.batch_micro
-    seconds = [each * (unit / (context.micro_batch or unit)) for each in stats.seconds]
-    at.throughput = measured(at.throughput, workers, seconds)
-    now = session.workers
-    relative = relative_throughput(at.throughput, now)
-    for rank, (worker, ratio) in enumerate(zip(now, relative, strict=True)):
-        if ratio is not None and ratio < SLOW and worker not in at.stragglers:
-            training.reporter.event(at.step, "straggler", worker=worker, rank=rank, throughput=ratio)
-    at.stragglers = stragglers(now, relative, at.stragglers)
+def micro_batch_of(settings: TrainSettings, batch_size: int, workers: int) -> int:
+    """Returns the samples of each micro-batch in a step of `batch_size` samples; the last one may have fewer.
+
+    A multiple of `batch_micro`, at most `batch_micro_max`. A larger batch than the first one has at least as many
+    micro-batches, so that the statistics stay as good; and as many on each worker, where whole multiples allow it.
+    """
+    unit = settings["batch_micro"] or 1
+    count = max(-(-settings["batch_size"] // unit), -(-batch_size // (settings["batch_micro_max"] or unit)))
+    count = -(-count // workers) * workers
+    size = -(-batch_size // (count * unit)) * unit
+    if -(-batch_size // size) < count:  # rounded up, too few are left
+        size -= unit
+    return max(size, unit)
 
 
+Sampler = EpochSampler | StreamSampler
+
+
+@dataclass
 class Sampling:
     """The samples of each step of a training, the same on every worker."""
 
-    def __init__(self, training: TrainContext) -> None:
-        self._session, self._settings, self._progress = training.session, training.settings, training.progress
-        self._sampler, self._reproducible = training.sampler, training.opt.engine.options.reproducible
+    session: Session
+    settings: TrainSettings
+    progress: Progress
+    sampler: Sampler
+    reproducible: bool
+
+    def take_measured(self, stats: StepStats, context: StepContext) -> list[dict[str, Any]]:
+        """Writes what a step measured into `Progress`. Returns what is reported of each new straggler."""
+        at, session, workers = self.progress, self.session, context.members
+        at.mean_grad_sq, at.mean_grad_variance, at.loss = stats.mean_grad_sq, stats.mean_grad_variance, stats.loss
+        if session.group.size == 1 and not session.elastic:
+            return []
+        unit = self.settings["batch_micro"] or 1
+        seconds = [each * (unit / (context.micro_batch or unit)) for each in stats.seconds]
+        at.throughput = measured(at.throughput, workers, seconds)
+        before, now = at.stragglers, session.workers
+        relative = relative_throughput(at.throughput, now)
+        at.stragglers = stragglers(now, relative, before)
+        return [
+            {"worker": worker, "rank": rank, "throughput": ratio}
+            for rank, (worker, ratio) in enumerate(zip(now, relative, strict=True))
+            if ratio is not None and ratio < SLOW and worker not in before
+        ]
 
     def of_next_step(self) -> StepSamples:
-        at = self._progress
-        workers = 1 if self._reproducible else self._session.group.size
-        micro_batch = self._settings.micro_batch_of(at.batch_size, workers)
+        at = self.progress
+        workers = 1 if self.reproducible else self.session.group.size
+        micro_batch = micro_batch_of(self.settings, at.batch_size, workers)
         return self._samples(at.epoch, at.cursor, at.batch_size, micro_batch)
 
     def of_finished_step(self, stats: StepStats, context: StepContext) -> StepSamples:
         count = round(stats.samples) if context.share is None else context.batch_size
-        micro_batch = context.micro_batch or self._settings.batch_micro
+        micro_batch = context.micro_batch or self.settings["batch_micro"] or 1
         return self._samples(context.epoch, context.cursor, count, micro_batch)
 
     def _samples(self, epoch: int, cursor: int, count: int, micro_batch: int) -> StepSamples:
-        indices, workers = self._sampler.indices(epoch, cursor, count), self._session.workers
-        relative = relative_throughput(self._progress.throughput, workers)
+        indices, workers = self.sampler.indices(epoch, cursor, count), self.session.workers
+        relative = relative_throughput(self.progress.throughput, workers)
         # Apart, each worker knows its own speed only: unequal shares would leave samples out.
-        balanced = self._settings.workers_balance and not self._progress.is_apart
+        balanced = self.settings["workers_balance"] and not self.progress.is_apart
         weights = shares(relative) if balanced else None
-        return StepSamples(epoch, cursor, indices, micro_batch, len(workers), weights, self._reproducible)
+        return StepSamples(epoch, cursor, indices, micro_batch, len(workers), weights, self.reproducible)
 
     def times_before(self) -> tuple[float, float]:
         """Seconds of the step before, and those of them that this worker waited for data; 0.0 where they do not stand
         for steps with the present settings: it had others, was the shorter last one of its epoch, or is unknown.
         """
-        at, length = self._progress, self._sampler.length
+        at, length = self.progress, self.sampler.length
         before = at.contexts.get(at.step - 1)
-        if before is None or (before.batch_size, before.workers) != (at.batch_size, len(self._session.workers)):
+        if before is None or (before.batch_size, before.workers) != (at.batch_size, len(self.session.workers)):
             return 0.0, 0.0
         if length is not None and before.cursor + before.batch_size > length:
             return 0.0, 0.0

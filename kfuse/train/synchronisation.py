@@ -14,8 +14,10 @@ from typing import Any
 from torch.nn import Parameter
 
 from kfuse.comm.sync import Sync
-from kfuse.train.context import TrainContext
+from kfuse.membership import Session
+from kfuse.optim import DistributedOptimizer
 from kfuse.train.decisions import Decisions
+from kfuse.train.progress import Progress
 
 
 class SyncMethod:
@@ -25,12 +27,20 @@ class SyncMethod:
 
     keeps_weights = False  # whether it keeps weights of the trained parameters, which must stay the same ones then
 
-    def __init__(self, training: TrainContext, decisions: Decisions, agree: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        opt: DistributedOptimizer,
+        progress: Progress,
+        decisions: Decisions,
+        seed: int,
+        agree: Callable[[], None],
+    ) -> None:
         """agree: at a meeting, once models are averaged: reports what this worker has measured so far, then gives all
         workers the leader's state of all else than the model and the optimizer.
         """
-        self._session, self._opt, self._progress = training.session, training.opt, training.progress
-        self._decisions, self._seed, self._agree = decisions, training.settings.seed, agree
+        self._session, self._opt, self._progress = session, opt, progress
+        self._decisions, self._seed, self._agree = decisions, seed, agree
 
     def before_step(self) -> None:
         """Before forward: may start messages. Called again where the step is repeated after a worker was lost."""
@@ -79,8 +89,8 @@ class Synchronisation:
 
     def __init__(self, *given: Any) -> None:
         """given: the arguments of `SyncMethod`."""
-        self._given, training = given, given[0]
-        self._session, self._opt, self._progress = training.session, training.opt, training.progress
+        self._given = given
+        self._session, self._opt, self._progress, *_ = given
         self._sync = Sync()  # in force in the step under way, up to the meeting at its end
         self.method = SyncMethod(*given)  # of the mode in force; that of ssgd until the first step of another mode
         self._params: list[Parameter] = []  # those trained as the method began, whose layout its state has

@@ -10,25 +10,27 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from kfuse.checkpoint.manager import uncompiled
 from kfuse.comm.group import CommError
 from kfuse.comm.step import StepPlan
+from kfuse.data import Stream
+from kfuse.data.fetching import Fetcher
+from kfuse.membership import Session
 from kfuse.statistics.figures import StepContext
-from kfuse.train import evaluation
-from kfuse.train.context import TrainContext, active, exits_are_errors
+from kfuse.train.arguments import TrainArguments
 from kfuse.train.decisions import Decisions, PolicyCalls
+from kfuse.train.evaluation import Evaluations
 from kfuse.train.loss import Forward
-from kfuse.train.progress import Stage
+from kfuse.train.progress import Progress, Stage
 from kfuse.train.recovery import Recovery
-from kfuse.train.state import Stateful, Trainable, TrainingState
-from kfuse.train.step import Sampling, Step, take_measured
+from kfuse.train.reporter import Reporter
+from kfuse.train.step import Sampling, Step
 from kfuse.train.synchronisation import Synchronisation
 
 if TYPE_CHECKING:
@@ -36,60 +38,38 @@ if TYPE_CHECKING:
     from kfuse.train.passes import Passes
 
 
+@dataclass(eq=False)
 class Trainer:
-    """One training of a model, on this worker."""
+    """One training of a model, on this worker. `kfuse.train.assemble` makes it."""
 
-    def __init__(self, training: TrainContext) -> None:
-        """Raises ValueError for a model, data or settings that several workers cannot train alike."""
-        self._training, self.model, self.opt, self.settings = training, training.model, training.opt, training.settings
-        self.session, self.progress, self._reporter = training.session, training.progress, training.reporter
-        self._scheduler, self.samples_an_epoch = training.scheduler, training.samples_an_epoch
-        self.data, model, opt = training.data, training.model, training.opt
-        self._exits = exits_are_errors if training.exits_are_errors else contextlib.nullcontext
-        self._forward = Forward(training)
-        self._sampling = Sampling(training)
-        self.decisions = Decisions(training)
-        self._synchronisation = Synchronisation(training, self.decisions, self._agree)
-        self.calls = PolicyCalls(training, self.decisions)
-        for each in training.opts:
-            each.sync_buffers(model)
-        self._passes = self._new_passes() if training.further else None
-        self._fetcher = training.new_fetcher()
-        parts: dict[str, Stateful] = {"model": uncompiled(model)}
-        for k, each in enumerate(training.opts):
-            number = f" {k}" if k else ""
-            parts |= {f"trainable{number}": Trainable(each), f"optimizer{number}": each}
-        parts |= {
-            "statistics": opt.statistics,
-            "policy": self.calls,
-            "progress": self.progress,
-            "synchronisation": self._synchronisation,
-            "decisions": self.decisions,
-            "records": self._reporter,
-        }
-        if self._scheduler is not None:
-            parts |= self._scheduler.parts()
-        state = TrainingState(parts)
-        self._recovery = Recovery(training, self.decisions, self.calls, state, self._record_finished_update)
-        self._audit = None if self.session.comm.audit_every is None else self._new_audit()
-        self._newest: Step | None = None
-        self._body_runs = False  # the newest step's, which the user may have written
-        self.over = False  # training has ended, and the supervisor, if there is one, has the summary
-        self.result: dict[str, Any] | None = None  # the summary, once training is over
+    # Those under way, in the order in which they began; and the state that the next one begins from, if one was given.
+    running: ClassVar[list[Trainer]] = []
+    next_state: ClassVar[Mapping[str, Any] | None] = None
 
-    def _agree(self) -> None:
-        self._report_and_decide(lag=0)
-        self._recovery.take_leaders_state()
+    given: TrainArguments
+    session: Session
+    progress: Progress
+    reporter: Reporter
+    sampling: Sampling
+    fetcher: Fetcher
+    forward: Forward
+    decisions: Decisions
+    calls: PolicyCalls
+    synchronisation: Synchronisation
+    recovery: Recovery
+    evaluations: Evaluations
+    passes: Passes | None  # where there are several optimizers
+    audit: Audit | None
+    over: bool = False  # training has ended, and the supervisor, if there is one, has the summary
+    result: dict[str, Any] | None = None  # the summary, once training is over
+    _newest: Step | None = None
+    _body_runs: bool = False  # the newest step's, which the user may have written
+    _started: float = 0.0
 
-    def _new_passes(self) -> Passes:
-        from kfuse.train.passes import Passes  # only where there are several optimizers
-
-        return Passes(self._training, self._keep_context)
-
-    def _new_audit(self) -> Audit:
-        from kfuse.train.audit import Audit  # only where it is used
-
-        return Audit(self._training, self._forward, partial(self._recovery.save_last, fails=True))
+    def __post_init__(self) -> None:
+        self.opt, self.settings = self.given.opt, self.given.settings
+        self.samples_an_epoch = self.sampling.sampler.length
+        self._exits = _exits_are_errors if self.given.exits_are_errors else contextlib.nullcontext
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -98,16 +78,18 @@ class Trainer:
 
         Raises CommError if a worker is lost and there is no supervisor, ControlError if the supervisor is lost.
         """
-        if not self.model.training:  # if it is, modules that the user put into eval mode (a frozen BatchNorm) stay so
-            self.model.train()
+        model = self.given.model
+        if not model.training:  # if it is, modules that the user put into eval mode (a frozen BatchNorm) stay so
+            model.train()
         for step in self.steps():
             try:
                 with self._exits():
                     for j in step.mine:
                         with step.micro_batch(j) as batch:
-                            self._forward(step, batch).backward()  # type: ignore[no-untyped-call]
-                    if self._audit is not None:
-                        self._audit.compare(step)
+                            step.loss, step.figures = self.forward(batch)
+                            step.loss.backward()  # type: ignore[no-untyped-call]
+                    if self.audit is not None:
+                        self.audit.compare(step)
                     self.opt.step()
                     self.opt.zero_grad()
             except Exception as error:  # `steps` handles it: a lost worker, above all
@@ -120,10 +102,9 @@ class Trainer:
         `once` skips parts that are done: after a worker is lost, all continue from the most advanced worker's state.
         On a worker that leaves, the iteration ends and `over` stays False.
         """
-        at, recovery = self.progress, self._recovery
+        at, recovery = self.progress, self.recovery
         self._started = time.perf_counter()
-        prepared, fetching = self._optimizer_prepared(), self._fetcher.running()
-        with prepared, active(self), fetching, recovery.guarded(), self._exits():
+        with self._prepared(), self._active(), self.fetcher.running(), recovery.guarded(), self._exits():
             self.calls.hook("before_train")
             while not (self.over or self.session.left):
                 try:
@@ -153,15 +134,48 @@ class Trainer:
                 self.calls.hook("after_train")
 
     @contextlib.contextmanager
-    def _optimizer_prepared(self) -> Iterator[None]:
-        """Context: sets up the optimizers, and the first step's transport and rate; on exit resets all of it."""
-        with self._training.optimizers_prepared(self._presents):
-            try:
-                self.decisions.use_transport()  # an earlier training's decision no longer applies
-                self.decisions.rate.set()
-                yield
-            finally:
-                self._synchronisation.close()
+    def _prepared(self) -> Iterator[None]:
+        """Context: sets up the optimizers for this training, and the first step's transport and rate. On exit, also by
+        an early Ctrl-C, resets all of it.
+        """
+        opts, clip_norm = self.given.opts, self.settings["train_clip_norm"]
+        own = [opt.clip_norm for opt in opts]
+        try:
+            for opt in opts:
+                if clip_norm is not None:
+                    opt.set_clip_norm(clip_norm)
+                opt.zero_grad()  # gradients of an interrupted step, or of an earlier backward, are not this training's
+                opt.reducer.lost_worker_error = None  # nor is a worker that was lost in a step whose body left the loop
+                opt.statistics.begin_run(self._presents)
+                opt.statistics.keep_unread = opt is self.opt
+                opt.engine.step = 0
+                opt.engine.bare_backwards = len(opts) == 1
+                opt.reducer.loop_handles_lost_workers = self.given.user_loop and self.session.elastic
+            self.opt.make_latest()
+            self.decisions.use_transport()  # an earlier training's decision no longer applies
+            self.decisions.rate.set()
+            yield
+        finally:
+            for opt, its_own in zip(opts, own, strict=True):
+                opt.reducer.loop_handles_lost_workers = False
+                opt.engine.bare_backwards = opt.reducer.has_pass = True
+                opt.statistics.end_run()
+                opt.lr_factor = 1.0
+                if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile
+                    opt.clip_norm = its_own
+            self.synchronisation.close()
+
+    @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        """Context: this is the `newest` training. It begins from the state that kf.load_state_dict was given."""
+        if (state := Trainer.next_state) is not None:
+            Trainer.next_state = None
+            self.load_state_dict(state)
+        Trainer.running.append(self)
+        try:
+            yield
+        finally:
+            Trainer.running.remove(self)
 
     # -- the parts of a step, in order ----------------------------------------------------------------------------
 
@@ -169,20 +183,31 @@ class Trainer:
         """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
         self.decisions.rate.set()
         if self.progress.cursor == 0:
-            self._training.refuse_other_length()
+            self._refuse_other_length()
             self.calls.hook("before_epoch")
         self.calls.hook("before_step")
+
+    def _refuse_other_length(self) -> None:
+        """Raises ValueError where the data set has more or fewer samples than as training began: the order is drawn for
+        those.
+        """
+        data = self.given.data
+        if not isinstance(data, Stream) and len(data) != self.samples_an_epoch:
+            raise ValueError(
+                f"the data set has {len(data)} samples now, and had {self.samples_an_epoch} as training began: "
+                "must stay the same; for other lengths take a stream, or train on each data set by itself"
+            )
 
     def _next_step(self) -> Step:
         """Chooses the coming step's samples, sets its learning rate, and gives the optimizer the step's plan."""
         at, rank = self.progress, self.session.group.rank
-        samples = self._sampling.of_next_step()
+        samples = self.sampling.of_next_step()
         own = samples.ranges[rank]
         mine = sum(samples.sizes[j] for j in own)
         self.decisions.rate.set()
-        self._synchronisation.before_step()
-        by_weight = self._training.objective.weight_fn is not None
-        audited = None if self._audit is None else self._audit.before_step(samples)
+        self.synchronisation.before_step()
+        by_weight = self.given.objective.weight_fn is not None
+        audited = None if self.audit is None else self.audit.before_step(samples)
         if self.session.apart:  # its engine has this worker alone
             plan = StepPlan(mine, (range(len(own)),), mine, by_weight=by_weight)
         else:
@@ -192,18 +217,18 @@ class Trainer:
                 samples.ranges,
                 local,
                 0 if at.updated else self.decisions.announce(),  # of several, one that is made has announced
-                self._sampling.times_before(),
+                self.sampling.times_before(),
                 self._fisher() if local is None else None,
                 by_weight=by_weight,
                 audited=audited,
             )
-        if self._passes is None:
+        if self.passes is None:
             self.opt.begin(plan)
         else:
-            self._passes.new_body(plan)
-        epochs = self.settings.train_epochs
-        self._fetcher.expect(samples.task_plan(rank, at.batch_size, self.samples_an_epoch, epochs))
-        self._newest = Step(samples, self._fetcher, self._training, self._passes)
+            self.passes.new_body(plan)
+        epochs = self.settings["train_epochs"]
+        self.fetcher.expect(samples.task_plan(rank, at.batch_size, self.samples_an_epoch, epochs))
+        self._newest = Step(at.step, samples, self.session, self.fetcher, self.given, self.passes)
         return self._newest
 
     def _fisher(self) -> Tensor | None:
@@ -225,10 +250,10 @@ class Trainer:
             if not sys.is_finalizing() and self._has_stepped(step):
                 self._end_update(step)
                 if not self.session.loses_supervisor():  # else the last checkpoint has this step without its decisions
-                    self._recovery.keep_ended()
+                    self.recovery.keep_ended()
                     self._report_and_decide(lag=0)
             elif not sys.is_finalizing():
-                for opt in self._training.opts:
+                for opt in self.given.opts:
                     opt.engine.abort()  # backwards that follow belong to no plan
             raise
         finally:
@@ -236,8 +261,8 @@ class Trainer:
         has_stepped = self._has_stepped(step)  # of several optimizers some may have, before a worker was lost
         error = step.error
         if error is None:
-            error = self._training.lost_worker()
-            for opt in self._training.opts:
+            error = self._lost_worker()
+            for opt in self.given.opts:
                 opt.reducer.lost_worker_error = None
         if error is not None:
             raise error
@@ -247,18 +272,22 @@ class Trainer:
                 "first one's in each body, and any other's where it has had a pass"
             )
 
+    def _lost_worker(self) -> RuntimeError | None:
+        """Returns the error of a worker that was lost in the loop's body; None: none was."""
+        return next(filter(None, [opt.reducer.lost_worker_error for opt in self.given.opts]), None)
+
     def _has_stepped(self, step: Step) -> bool:
         """Whether the step was reduced, and the optimizer has updated by it.
 
         The reduction is over with the last micro-batch's backward, before opt.step().
         """
         engine = self.opt.engine
-        if self._passes is not None:
-            self._passes.record()
-            return self._passes.complete
+        if self.passes is not None:
+            self.passes.record()
+            return self.passes.complete
         return engine.step == step.number + 1 and engine.reduced is None and self.opt.reducer.lost_worker_error is None
 
-    def _record_finished_update(self) -> None:
+    def record_finished_update(self) -> None:
         """A worker was lost in a step's update, and the others have ended it: as after opt.step()."""
         assert self._newest is not None and self.opt.begun is not None
         self.opt.take_statistics(self.opt.begun)
@@ -268,7 +297,7 @@ class Trainer:
         """After opt.step(), once: keeps the step's settings until its statistics arrive, and updates `Progress`."""
         self.progress.once(Stage.UPDATE, partial(self._record_update, step))
 
-    def _keep_context(self) -> None:
+    def keep_context(self) -> None:
         """Keeps the settings that the newest step was announced with; of several optimizers, with the first one's."""
         assert self._newest is not None
         at, step, rate = self.progress, self._newest, self.decisions.rate
@@ -296,8 +325,8 @@ class Trainer:
         # With fp32's precision, as the next step's tail sends them: the next step's signals have the same bits.
         step_time_s = float(np.float32(time.perf_counter() - step.began))
         self.decisions.rate.count_update(count)
-        if self._passes is None:
-            self._keep_context()
+        if self.passes is None:
+            self.keep_context()
         at.contexts[at.step] = replace(
             at.contexts[at.step],
             step_time_s=step_time_s,
@@ -305,8 +334,8 @@ class Trainer:
             data_bytes_per_s=step.data_bytes / step_time_s,
         )
         at.updated = []
-        if self._scheduler is not None:
-            self._scheduler.after("step")
+        if self.given.scheduler is not None:
+            self.given.scheduler.after("step")
         at.samples += count
         at.cursor += count
         if at.is_local:
@@ -316,18 +345,19 @@ class Trainer:
     @property
     def _presents(self) -> bool:
         """Whether somebody sees each step's figures: a policy that decides by them, or a record."""
-        return self.calls.decides or self._reporter.records
+        return self.calls.decides or self.reporter.records
 
     def _report_and_decide(self, lag: int = 1) -> None:
         """For each step whose statistics have arrived, but not the newest `lag`: reports it, decides, applies."""
         self.decisions.receive(lag)
         for stats in self.opt.statistics.read(lag):
             context = self.progress.contexts.pop(stats.step)
-            take_measured(self._training, stats, context)
+            for straggler in self.sampling.take_measured(stats, context):
+                self.reporter.event(self.progress.step, "straggler", **straggler)
             if self._presents:
-                used = self._sampling.of_finished_step(stats, context) if self.settings.observe_ledger else None
+                used = self.sampling.of_finished_step(stats, context) if self.settings["observe_ledger"] else None
                 signals = self.calls.signals(stats, context)
-                self._reporter.step(stats, context, signals, used)
+                self.reporter.step(stats, context, signals, used)
                 self.calls.decide("decide", signals)
             self.decisions.apply_announced(stats, context)
 
@@ -335,18 +365,18 @@ class Trainer:
         """Beside synchronous SGD: brings the workers' models together, as the mode says."""
         at = self.progress
         over = at.is_last_step(self.settings, self._epoch_is_over)
-        checkpoints = self._training.checkpoints
+        checkpoints = self.given.checkpoints
         saves = at.is_apart and checkpoints is not None and checkpoints.is_due_after(at.step + 1)
-        common = saves or self._epoch_is_over or evaluation.evaluation_is_due(self._training, self._epoch_is_over)
-        self._synchronisation.after_step(common, over)
+        common = saves or self._epoch_is_over or self.evaluations.is_due(self._epoch_is_over)
+        self.synchronisation.after_step(common, over)
 
     @property
     def _epoch_is_over(self) -> bool:
         return self.progress.cursor == self.samples_an_epoch
 
     def _evaluate_when_due(self) -> None:
-        if evaluation.evaluation_is_due(self._training, self._epoch_is_over):
-            evaluation.evaluate_once(self._training, self._synchronisation, self.progress.step + 1)
+        if self.evaluations.is_due(self._epoch_is_over):
+            self.evaluations.evaluate_once(self.progress.step + 1)
 
     def _after_epoch_when_over(self) -> None:
         if self._epoch_is_over:
@@ -355,23 +385,28 @@ class Trainer:
     def _end_epoch_when_over(self) -> None:
         if self._epoch_is_over:
             self.progress.epoch, self.progress.cursor = self.progress.epoch + 1, 0
-            if self._scheduler is not None:
-                self._scheduler.after("epoch")
+            if self.given.scheduler is not None:
+                self.given.scheduler.after("epoch")
 
     def _conclude(self) -> None:
         """Training is over: evaluates, writes a last checkpoint and the model, waits until the summary has arrived."""
-        self._synchronisation.method.finish()
+        self.synchronisation.method.finish()
         if not self.progress.stop:
-            evaluation.evaluate_once(self._training, self._synchronisation, self.progress.step)
-        self._recovery.save_last()
-        if self._training.user_loop:  # its loader's state_dict may be called later
-            self._recovery.keep_ended()
+            self.evaluations.evaluate_once(self.progress.step)
+        self.recovery.save_last()
+        if self.given.user_loop:  # its loader's state_dict may be called later
+            self.recovery.keep_ended()
         self._report_and_decide(lag=0)
-        self.result = evaluation.summary(self._training, self.decisions.rate.now, time.perf_counter() - self._started)
-        self._reporter.summary(self.result)
+        self.result = self.evaluations.summary(self.decisions.rate.now, time.perf_counter() - self._started)
+        self.reporter.summary(self.result)
         self.over = self.session.finish()
         if not self.over:
             self.session.check()
+
+    def agree(self) -> None:
+        """At a meeting of workers that were apart: reports what was measured, and takes the leader's state."""
+        self._report_and_decide(lag=0)
+        self.recovery.take_leaders_state()
 
     # -- the state, for kf.state_dict -----------------------------------------------------------------------------
 
@@ -382,13 +417,29 @@ class Trainer:
         """
         step = self._newest
         if not self._body_runs or step is None:
-            return self._recovery.snapshot(in_body=False)
+            return self.recovery.snapshot(in_body=False)
         if self._has_stepped(step):
             self._end_update(step)
-        elif self._training.lost_worker() is None:  # else the step comes again, and the state is as before it
+        elif self._lost_worker() is None:  # else the step comes again, and the state is as before it
             raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
-        return self._recovery.snapshot(in_body=True)
+        return self.recovery.snapshot(in_body=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `kf.load_state_dict`."""
-        self._recovery.begin_from(state)
+        self.recovery.begin_from(state)
+
+
+def newest() -> Trainer | None:
+    """Returns the training that began last and has not ended; None if there is none."""
+    return Trainer.running[-1] if Trainer.running else None
+
+
+@contextlib.contextmanager
+def _exits_are_errors() -> Iterator[None]:
+    """Context: a SystemExit of the model, the data or the policy of a job that has no script becomes a RuntimeError: it
+    would end a worker as if all was well.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"training has raised SystemExit: {error}") from error

@@ -22,9 +22,10 @@ from witness import seen
 
 import kfuse as kf
 from kfuse.policies import BasePolicy, SchedulePolicy
-from kfuse.policies.signals import DECISION_LAG, OF_COLUMNS, OTHER_SIGNALS, RUNNING_MEANS, Decision, Signals
+from kfuse.policies.signals import DECISION_LAG, Decision, Signals
+from kfuse.statistics.figures import METRICS
 from kfuse.tools.replay.run import run
-from kfuse.tools.replay.steps import DecidedSettings, Recorded, RecordedSteps, SimulatedSteps, signals_of
+from kfuse.tools.replay.steps import DecidedSettings, Recorded, RecordedSteps, SimulatedSteps
 from kfuse.train.learning_rate import gain
 
 Command = Callable[..., tuple[int, str, str]]
@@ -169,23 +170,11 @@ def test_sync_topology_and_tree_are_reported_where_they_are_new() -> None:
 # -- what is recorded, and read back ------------------------------------------------------------------------------
 
 
-def test_every_signal_is_rebuilt(tmp_path: Path) -> None:
-    """A field of `Signals` that nothing records would be lost: this fails for it by name."""
-    filled: dict[str, Any] = {each.name: index for index, each in enumerate(fields(Signals))}
-    line = {name: filled[name] for name in OF_COLUMNS} | {"step": 0, "grad_sq": 2.0, "grad_variance": 3.0}
-    line["signals"] = {name: filled[name] for name in OTHER_SIGNALS if name != "bounds"} | {"bounds": vars(BOUNDS)}
-    (rebuilt,) = signals_of([line])
-    for each in fields(Signals):
-        if each.name not in ("step", "bounds", "grad_sq", "grad_variance", *RUNNING_MEANS):
-            assert getattr(rebuilt, each.name) == filled[each.name], each.name
-    assert (rebuilt.mean_grad_sq, rebuilt.mean_grad_variance, rebuilt.bounds) == (2.0, 3.0, BOUNDS)
-
-
-def test_running_means_are_unknown_after_a_gap() -> None:
-    told = {"bounds": vars(BOUNDS), "lr_scale": 1.0, "micro_batch": MICRO}
-    lines = [vars(each) | {"signals": told} for each in course([5.0] * 4).signals]
-    assert [each.mean_grad_sq for each in signals_of(lines)] == [pytest.approx(2.0)] * 4
-    assert [each.mean_grad_sq for each in signals_of([lines[0], *lines[2:]])] == [pytest.approx(2.0), None, None]
+def test_every_signal_is_rebuilt() -> None:
+    """A field of `Signals` that nothing records would be lost: this fails for it by name. The links are in an event."""
+    made = Signals(**{each.name: index for index, each in enumerate(fields(Signals))} | {"bounds": BOUNDS})  # type: ignore[arg-type]
+    line = {name: getattr(made, name) for name in METRICS if hasattr(made, name)} | {"signals": made.beside_columns()}
+    assert Signals.of_record(line) == replace(made, link_latencies=None, link_throughputs=None)
 
 
 # -- the command --------------------------------------------------------------------------------------------------
@@ -254,11 +243,11 @@ def assert_replayed(job: Job, command: Command, least: int = 1, since: int = 0) 
 
 
 def assert_rebuilt(job: Job, had: list[Signals]) -> None:
-    """The signals of the metrics are those that each worker's policy had, in every bit."""
-    rebuilt = {each.step: each for each in signals_of(job.metrics)}
+    """The signals of the metrics are those that each worker's policy had, in every bit, but for the links."""
+    rebuilt = {line["step"]: Signals.of_record(line) for line in job.metrics}
     assert {each.step for each in had} == set(rebuilt)
     for each in had:
-        assert rebuilt[each.step] == each
+        assert rebuilt[each.step] == replace(each, link_latencies=None, link_throughputs=None)
 
 
 def witness(directory: Path, **arguments: Any) -> list[str]:

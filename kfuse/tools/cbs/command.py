@@ -25,12 +25,11 @@ from kfuse.comm.settings import CommSettings
 from kfuse.observe import write_whole
 from kfuse.observe.recorder import figure
 from kfuse.settings.instantiate import CLASS_GROUPS, describe, fits, one_line
-from kfuse.settings.tree import AT_SHELL, ConfigError, did_you_mean, flat, show
+from kfuse.settings.tree import AT_SHELL, ConfigError, completed, did_you_mean, flat, show
 from kfuse.tools.cbs.estimate import Branch, CriticalBatch, Plan, Trace, calibration, measure
 from kfuse.tools.cbs.in_script import branches
 from kfuse.tools.run_files import config_path, read_config
 from kfuse.train.build import build_trainer, set_threads
-from kfuse.train.context import Settings
 from kfuse.train.learning_rate import gain
 
 USAGE = """\
@@ -266,21 +265,21 @@ class Start:
         values |= {"lr_scaling": run.lr_scaling, "lr_decay": "none", "lr_warmup_steps": 0, "train_epochs": None}
         values |= {"train_target_accuracy": None, "train_eval_every": None, "train_clip_norm": None}
 
-        def settings(k: float, repetition: int) -> Settings:
+        def settings(k: float, repetition: int) -> Any:
             batch, seed = plan.batch(k), (run.config["seed"] + repetition) % 2**32
             bounds = {"batch_min": min(values["batch_min"], batch), "batch_max": max(values["batch_max"], batch)}
             last = at.step + plan.steps(k, at.cursor, trainer.samples_an_epoch)
-            return Settings.of({**values, **bounds, "seed": seed, "train_steps": last})
+            return completed({**values, **bounds, "seed": seed, "train_steps": last})
 
-        with branches(trainer.model, trainer.data, opt, plan, settings, position=at) as train:
+        with branches(trainer.given.model, trainer.given.data, opt, plan, settings, position=at) as train:
 
             def branch(k: float, repetition: int) -> Trace:
                 own = settings(k, repetition)
                 lr = opt.base_lr * gain(run.lr_scaling, plan.batch(k), values["batch_size"])
                 # What the result depends on, beside the run's configuration.
-                asked = {"checkpoint": self._sha256, "batch_size": plan.batch(k), "seed": own.seed, "lr": lr}
-                asked |= {"steps": own.train_steps, "workers": trainer.session.group.size}
-                done = run.path / "cbs" / f"step-{at.step:08d}" / f"batch-{plan.batch(k)}-seed-{own.seed}.json"
+                asked = {"checkpoint": self._sha256, "batch_size": plan.batch(k), "seed": own["seed"], "lr": lr}
+                asked |= {"steps": own["train_steps"], "workers": trainer.session.group.size}
+                done = run.path / "cbs" / f"step-{at.step:08d}" / f"batch-{plan.batch(k)}-seed-{own['seed']}.json"
                 try:
                     found = json.loads(done.read_text())
                 except (OSError, ValueError):

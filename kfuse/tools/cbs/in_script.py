@@ -17,13 +17,13 @@ from kfuse.data.sources import TrainingData, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies.signals import BasePolicy, Signals
 from kfuse.session import current
-from kfuse.settings.tree import ConfigError, TrainSettings, resolved
+from kfuse.settings.tree import ConfigError, TrainSettings, completed, resolved
 from kfuse.statistics.step_stats import Statistics
 from kfuse.tools.cbs.estimate import FACTORS, Branch, CriticalBatch, Plan, Trace, measure
-from kfuse.train.context import Settings, TrainContext
+from kfuse.train.arguments import TrainArguments
+from kfuse.train.assemble import assemble
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
 from kfuse.train.progress import Progress
-from kfuse.train.trainer import Trainer
 
 _LOADING = [name for name in TrainSettings.__annotations__ if name.startswith("data_")]
 _TAKEN = ("batch_size", "batch_micro", "seed", "lr_scaling", "train_clip_norm", "train_precision", *_LOADING)
@@ -74,8 +74,9 @@ def critical_batch(
     given = training_data(data, collate_fn, worker_init_fn)
     values = resolved("kf.critical_batch", TrainSettings, {**given.of_loader, **settings})
     plan = Plan(values["batch_size"], factors, repetitions, samples, tolerance, window)
-    of_branch = _settings(plan, given, values)
-    with branches(model, given.data, opt, plan, of_branch, Objective(loss_fn, step_fn, weight_fn)) as branch:
+    of_branch, objective = _settings(plan, given, values), Objective(loss_fn, step_fn, weight_fn)
+    init = given.worker_init_fn
+    with branches(model, given.data, opt, plan, of_branch, objective, worker_init_fn=init) as branch:
         return measure(branch, plan)
 
 
@@ -85,9 +86,10 @@ def branches(
     data: Dataset | Stream,
     opt: DistributedOptimizer,
     plan: Plan,
-    settings: Callable[[float, int], Settings],
+    settings: Callable[[float, int], Any],
     objective: Objective | None = None,
     position: Progress | None = None,
+    worker_init_fn: Callable[[int], object] | None = None,
 ) -> Iterator[Branch]:
     """Context: its value trains branch k of a repetition from the present state, and returns what it measured.
 
@@ -104,7 +106,8 @@ def branches(
 
             restore()
             recording, own = _Recording(begin), settings(k, repetition)
-            trainer = Trainer(TrainContext(model, data, opt, own, policy=recording, objective=objective or Objective()))
+            more: dict[str, Any] = {"policy": recording, "objective": objective or Objective()}
+            trainer = assemble(TrainArguments(model, data, (opt,), own, worker_init_fn=worker_init_fn, **more))
             trainer.run()
             before = first.get("samples", 0)
             return [(samples - before, *figures) for samples, *figures in recording.trace]
@@ -112,7 +115,7 @@ def branches(
         yield branch
 
 
-def _settings(plan: Plan, given: TrainingData, values: Mapping[str, Any]) -> Callable[[float, int], Settings]:
+def _settings(plan: Plan, given: TrainingData, values: Mapping[str, Any]) -> Callable[[float, int], Any]:
     """Returns what makes the settings of branch k and repetition. Raises ConfigError where there can be none."""
     if isinstance(given.data, Stream):
         raise ConfigError("data: must have a length: a stream has one order only, and branches are repeated in others")
@@ -124,10 +127,10 @@ def _settings(plan: Plan, given: TrainingData, values: Mapping[str, Any]) -> Cal
     if micro > smallest:
         raise ConfigError(f"batch_micro={micro}: must be at most {smallest}, the smallest batch")
 
-    def of_branch(k: float, repetition: int) -> Settings:
+    def of_branch(k: float, repetition: int) -> dict[str, Any]:
         own = {"batch_micro": micro, "batch_max": max(plan.batch_size, plan.batch(k)), "train_steps": steps[k]}
         own["seed"] = values["seed"] + repetition
-        return Settings.of({**values, **own}, worker_init_fn=given.worker_init_fn)
+        return completed({**values, **own})
 
     return of_branch
 

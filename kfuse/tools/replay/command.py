@@ -20,11 +20,11 @@ from rich.text import Text
 
 from kfuse.cli.check import prepare
 from kfuse.cli.classes import make_policy
-from kfuse.policies.signals import BasePolicy, Bounds
+from kfuse.policies.signals import BasePolicy, Bounds, Signals
 from kfuse.settings.shell import explain
 from kfuse.settings.tree import AT_SHELL, ConfigError
 from kfuse.tools.replay.run import Change, Replay, run
-from kfuse.tools.replay.steps import Recorded, RecordedSteps, SimulatedSteps, signals_of
+from kfuse.tools.replay.steps import Recorded, RecordedSteps, SimulatedSteps
 from kfuse.tools.run_files import config_path, read_config, read_metrics
 
 USAGE = """\
@@ -83,7 +83,7 @@ def _recorded(run_dir: Path) -> tuple[Recorded, dict[str, Any] | None]:
     config = read_config(run_dir, _OF_A_RUN) if config_path(run_dir).exists() else None
     known = {} if config is None else {"scaling": config["lr"]["scaling"], "sync": config["comm"]["sync"]}
     try:
-        return Recorded(signals_of(lines), **known), config
+        return Recorded([*map(Signals.of_record, lines)], **known), config
     except ValueError as error:
         raise ConfigError(f"{run_dir / 'metrics.jsonl'}: {error}") from error
 

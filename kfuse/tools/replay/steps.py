@@ -1,8 +1,6 @@
 """A recorded run, rebuilt from the lines of its metrics.jsonl, and a replay's steps: those, or another policy's.
 
-The signals are exactly those that the run's policy had: JSON keeps every bit of a float. What a line lacks is carried
-over from the line before (`signals`, in the lines where they change), or computed again: the running means of S and G2
-follow from the S and G2 of each step.
+The signals are those that the run's policy had, but for the links: JSON keeps every bit of a float.
 
 How far a step gets is computed by the trade-off of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"
 (eq. 2.11, and section 2.2 for a batch size that changes):
@@ -16,49 +14,13 @@ Smin the sum of its steps' progress, and Emin the sum of their progress times N.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from kfuse.policies.signals import OF_COLUMNS, OTHER_SIGNALS, RUNNING_MEANS, Bounds, Signals
-from kfuse.statistics.noise_scale import NoiseScale
+from kfuse.policies.signals import Bounds, Signals
 from kfuse.train.learning_rate import gain
-
-_NEEDED = [each.name for each in fields(Signals) if each.name in OTHER_SIGNALS and each.default is MISSING]
-
-
-def signals_of(lines: Iterable[Mapping[str, Any]]) -> list[Signals]:
-    """Returns the signals of each line of metrics.jsonl, in order. None is unknown.
-
-    A running mean is unknown from the first line on that does not follow the step before: where lines are missing, or
-    earlier steps are in another directory. The learning rate is NaN where it was not finite. Raises ValueError where
-    the first line lacks signals: an earlier version of kfuse, or a monitor, has written it.
-    """
-    out: list[Signals] = []
-    others: dict[str, Any] = {}
-    means, next_step, whole = NoiseScale(), 0, True
-    for line in lines:
-        if changed := line.get("signals"):
-            others |= {name: _tuples(value) for name, value in changed.items() if name in OTHER_SIGNALS}
-        if lacking := [name for name in _NEEDED if name not in others]:
-            why = "a training by this version of kfuse must have written them"
-            raise ValueError(f"its lines have no signals {', '.join(lacking)}: {why}")
-        step = line["step"]
-        whole, next_step = whole and step == next_step, step + 1
-        figures = {name: line[name] for name in OF_COLUMNS}
-        figures["lr"] = math.nan if line["lr"] is None else line["lr"]
-        mean_sq = mean_variance = None
-        if whole:
-            means.update(line["grad_variance"], line["grad_sq"])
-            mean_variance, mean_sq = means.means()
-        figures.update(zip(RUNNING_MEANS, (mean_sq, mean_variance), strict=True))
-        out.append(Signals(step=step, **figures, **(others | {"bounds": Bounds(**others["bounds"])})))
-    return out
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def progress_of(samples: float, noise_scale: float) -> float:
@@ -90,7 +52,7 @@ class DecidedSettings:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recorded run, as `signals_of` has rebuilt it.
+    """A recorded run, as `Signals.of_record` has rebuilt its lines.
 
     signals: at least one. scaling: `lr.scaling` of the run. sync: its `comm.sync`; None: unknown.
     """
