@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict, get_type_hints
 
-from kfuse.comm.sync import Sync
+from kfuse.comm.sync import LOCAL, MODES, Sync
 
 # Behind what is said of a worker that did not come in time.
 BUSY = "if it was only busy, as with an evaluation: a longer comm.timeout_s, in a script kf.init(comm_timeout_s=...)"
@@ -97,8 +97,8 @@ class CommSettings(TypedDict, total=False):
             "how the workers keep together: ssgd (every step's gradients are reduced), local:N (each updates by "
             "itself, models are averaged every N steps: local SGD), sma (each has a model of its own, drawn to a "
             "central one), pair (each averages its model with another one's and waits for nobody; needs a supervisor)",
-            choices=("ssgd", "sma", "pair"),
-            pattern=r"local:0*[1-9]\d{0,5}",
+            choices=MODES,
+            pattern=LOCAL,
             form="local:N",
         ),
     ]

@@ -392,10 +392,13 @@ def push(statistics: Statistics, step: int, seed: int) -> None:
     of_ranks[:, 0] = torch.from_numpy(rng.random(3))
     if step % 3 == 0:
         of_ranks[:, 1:4] = digest_slots(torch.tensor(int(rng.integers(2**62))))
+    if local := rng.random() < 0.3:
+        record[squared_norm] = math.nan
+    statistics.bf16_sums = bool(rng.integers(2))
     if rng.random() < 0.1:
         record[0] = record[2] = record[squared_norm] = math.inf
         record[skipped] = 1.0
-    statistics.push(step, "samples", record)
+    statistics.push(step, "samples", record, local)
 
 
 @settings(max_examples=25)
@@ -415,6 +418,7 @@ def test_state_carries_on_bitwise(before: int, unread: int, lag: int, seed: int)
     for step in range(before, before + 30):
         for statistics in (original, copy):
             push(statistics, step, seed)
+        assert copy.arrived == original.arrived  # which steps had a gradient that was not finite
         assert repr(copy.read(lag)) == repr(original.read(lag))
     assert repr(copy.wait()) == repr(original.wait())
     assert repr(copy.state_dict()) == repr(original.state_dict())

@@ -8,28 +8,28 @@ pair       each worker averages its model with that of another one, and waits fo
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-MODES = ("ssgd", "local", "sma", "pair")
-EVERY_MAX = 2**20  # most steps between synchronisations
+MODES = ("ssgd", "sma", "pair")  # those that a word names
+LOCAL = r"local:0*([1-9]\d{0,5})"  # the pattern of `local:N`
 
 
 @dataclass(frozen=True)
 class Sync:
     """A mode, and how many steps lie between synchronisations: with `local` N, else 1."""
 
-    mode: str = "ssgd"  # one of `MODES`
+    mode: str = "ssgd"  # "local", or one of `MODES`
     every: int = 1
 
     @staticmethod
     def parse(text: object) -> Sync:
         """Returns what a text ("ssgd", "local:8") stands for. Raises ValueError for anything else."""
-        mode, colon, every = text.partition(":") if isinstance(text, str) else ("", "", "")
-        if mode not in MODES or (mode == "local") != bool(colon) or (colon and not every.isdecimal()):
-            raise ValueError(f"comm.sync={text}: must be one of ssgd, local:N, sma, pair")
-        if colon and not 1 <= int(every) <= EVERY_MAX:
-            raise ValueError(f"comm.sync={text}: N must be 1 to {EVERY_MAX}")
-        return Sync(mode, int(every) if colon else 1)
+        if isinstance(text, str) and text in MODES:
+            return Sync(text)
+        if not isinstance(text, str) or (local := re.fullmatch(LOCAL, text)) is None:
+            raise ValueError(f"comm.sync={text}: must be one of {', '.join(MODES)}, local:N with N from 1 to 999999")
+        return Sync("local", int(local[1]))
 
     def __str__(self) -> str:
         """The text that `parse` takes."""

@@ -180,7 +180,7 @@ class Statistics:
 
     def state_dict(self) -> dict[str, Any]:
         """The running estimate, the latest step and those not yet read, in plain values."""
-        in_flight = [(item.step, item.unit, item.values()) for item in self._in_flight]
+        in_flight = [(it.step, it.unit, it.values(), it.local, it.bf16_sums) for it in self._in_flight]
         latest = self._latest
         if latest is None and self._newest is not None:
             latest = self._stats(self._newest, self.noise_scale.means_alone())
@@ -199,10 +199,11 @@ class Statistics:
         self.noise_scale.load_state_dict(state["noise_scale"])
         theirs = state["figures"]
         self._in_flight = deque()
-        for step, unit, record in state["in_flight"]:
+        for step, unit, record, *gradients in state["in_flight"]:
             if theirs != self._figures:  # the script has changed
                 record = record[: len(record) - theirs] + [math.nan] * self._figures
-            self._in_flight.append(_Record(step, unit, torch.tensor(record, dtype=torch.float64), None, self._figures))
+            host = torch.tensor(record, dtype=torch.float64)
+            self._in_flight.append(_Record(step, unit, host, None, self._figures, *gradients))
         self._unread = list(map(_of_plain, state["unread"]))
         names = state["figure_names"]
         self.figure_names = None if names is None else tuple(names)

@@ -98,7 +98,7 @@ class Audit:
 
     def before_step(self, samples: StepSamples) -> int | None:
         """Chooses the coming step's audit. Returns its micro-batch, for the step's plan; None if there is no audit."""
-        self._chosen, self._before = None, []
+        self._chosen, self._before, self._opt.engine.audited = None, [], None
         at = self._progress
         # Where workers are not synchronised at every step, each has parameters of its own.
         if not at.is_local and self._session.group is not self._unequal:
