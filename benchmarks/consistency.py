@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 import kfuse as kf
+from kfuse.comm.digest import digest
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.tail import digest
 from kfuse.models import GPT
 
 VOCABULARY, BLOCK, SAMPLES = 256, 64, 8

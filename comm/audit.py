@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
-from kfuse.comm.tail import digest
+from kfuse.comm.digest import digest
 
 if TYPE_CHECKING:
     from kfuse.comm.engine import Engine

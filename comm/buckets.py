@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kfuse.comm import devices
+from kfuse.comm.devices import Place, quick
 from kfuse.comm.sum_tree import LeafStep
-from kfuse.comm.tail import Place, quick
 from kfuse.kernels import BLOCK, PackArguments, PackTable, pack
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from torch.nn import Parameter
 
 from kfuse.comm import devices, gradients, transports
 from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_parameters
+from kfuse.comm.digest import digest
 from kfuse.comm.executor import Executor
 from kfuse.comm.gradients import STILL_THERE, GradientHooks
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
 from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import REMEDY, KeptStep, MicroBatch, Reduced, Step, StepPlan
-from kfuse.comm.tail import digest
 
 if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
     from kfuse.comm.audit import AuditedGradient
@@ -67,7 +67,7 @@ class Engine:
         kinds = [index for index, params in enumerate(groups) for _ in params]
         # What the optimizer sets.
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
-        # What else than parameters must be equal on all ranks: tensors, and the `salt` of `tail.digest`.
+        # What else than parameters must be equal on all ranks: tensors, and the `salt` of `digest`.
         self.compared: Callable[[], tuple[Sequence[Tensor], int]] = lambda: ((), 0)
         self.audited: AuditedGradient | None = None  # where steps may have an audit
         self.parts = 1  # bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)
@@ -154,7 +154,7 @@ class Engine:
             _LOG.info("comm.schedule=%s: %s: %s", options.schedule, self.choice.schedule, self.choice.reason)
         self.transport_name = self.topology or options.transport(self.choice.schedule if self.choice else None)
         self.measurement.set_group(group.rank, group.size, self.figures)
-        if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
+        if self.buckets[-1].tail != (numel := self.measurement.tail):
             self.buckets[-1].renew(numel)
         whole, matrices, apart = transports.make_programs(
             options, self.transport_name, self.group.adds_up, self.mirrors
@@ -259,15 +259,6 @@ class Engine:
         if now.close() and then_wait:
             self.on_last_micro_batch()
 
-    def digest(self) -> Tensor | None:
-        """Returns the digest of what must be equal on all ranks, in a step where they compare it; else None."""
-        every = self.options.check_every
-        compared = every is not None and self.step % every == 0 and not self.now.is_local and self.group.size > 1
-        if not compared:
-            return None
-        tensors, salt = self.compared()
-        return digest([*self.params, *tensors], salt)
-
     # -- the reduction and the update -----------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -285,7 +276,8 @@ class Engine:
         # and nobody updates, before all gradients are where they are needed.
         last = self.buckets[-1]
         self.executor.share_sums(self.measurement.norms, *([last.sum] if now.tail_waits else []))
-        self._take(kept, self.measurement.record(last.tails[0], now))
+        differs = self._workers_differ()  # nothing is changed by the step yet
+        self._take(kept, self.measurement.record(last.tails[0], now), differs)
         if self._first_steps:
             self._first_steps -= 1
             if not self._first_steps:  # the first update may compile too: the second step's messages wait for it
@@ -293,12 +285,24 @@ class Engine:
         self.step += 1
         self.now = Step(self)
 
-    def _take(self, kept: KeptStep, record: Tensor) -> None:
+    def _workers_differ(self) -> bool:
+        """Whether what must be equal on all ranks is not, in a step in which they compare it. The host waits for the
+        device then. Raises CommError.
+        """
+        every = self.options.check_every
+        if every is None or self.step % every or self.now.is_local or self.group.size == 1:
+            return False
+        tensors, salt = self.compared()
+        mine = digest([*self.params, *tensors], salt).reshape(1).to(self.group.device)
+        found = torch.stack(self.group.all_gather(mine, f"step {self.step}, digests of the parameters"))
+        return bool((found != found[0]).any())
+
+    def _take(self, kept: KeptStep, record: Tensor, differs: bool = False) -> None:
         now = kept.now
         if self.averaged.tensors:
             self.averaged.apply(self.buckets[-1].layout.params, kept.changes, kept.total_weight)
         used = kept.tail[: len(self.params)] if now.unused else None
-        kept.reduced = Reduced(record, used, frozenset(now.unused), now)
+        kept.reduced = Reduced(record, used, frozenset(now.unused), now, differs)
         self.reduced, self._gradients_set = kept.reduced, True
 
     def updates(self) -> Iterator[Bucket]:

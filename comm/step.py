@@ -55,10 +55,11 @@ class StepPlan:
 class Reduced:
     """The result of a step's reduction, on the device. The mean gradient is in the buckets."""
 
-    record: Tensor  # float64 [RECORD_SLOTS + workers * RANK_SLOTS], the step's figures: see `Tail.record`
+    record: Tensor  # float64 [RECORD_SLOTS + workers + figures]: see `Measurement.record`
     used: Tensor | None  # fp32 [parameters]: micro-batches of all that gave it a gradient. None: this worker's all did
     unused: frozenset[int]  # parameters that none of this worker's micro-batches gave a gradient
     now: Step  # the step that was reduced
+    differs: bool  # the workers no longer have the same model, as they found in this step
 
 
 class MicroBatch:
@@ -237,7 +238,7 @@ class Step:
             )
         if engine.averaged.tensors:
             engine.averaged.pack(last, self.leaf, self.scale / self.parts)
-        engine.measurement.write(last, self, None if self.told else engine.digest())
+        engine.measurement.write(last, self)
         if current.last:
             engine.measurement.stopwatch.stop(self.done + 1)
         self.weight += current.weight
@@ -281,7 +282,7 @@ class Step:
         return self.closed
 
     def _contribute_nothing(self) -> None:
-        """Sends zeros, with the digest; with reproducible sums there is no slot to write to."""
+        """Sends zeros; with reproducible sums there is no slot to write to."""
         engine = self._engine
         engine.averaged.begin_step()
         engine.measurement.stopwatch.forget()
@@ -289,8 +290,6 @@ class Step:
         if not engine.options.reproducible:
             for bucket in engine.buckets:
                 bucket.slot(0).zero_()
-            if (digest := engine.digest()) is not None:
-                engine.measurement.tail.write_digest(engine.buckets[-1].tail_sum, digest)
         launched = engine.gradient_buckets if self.tail_waits else engine.buckets
         engine.executor.launch(launched, engine.step, self.is_local)
 

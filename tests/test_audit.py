@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import kfuse as kf
-from kfuse.comm.tail import digest
+from kfuse.comm.digest import digest
 from kfuse.train.audit import choose, culprit
 from kfuse.train.step import StepSamples
 

@@ -100,7 +100,7 @@ def test_workers_that_differ_are_told_what_differs(state: str) -> None:
         assert found.keys() == expected.keys()
         for name, (step, said) in found.items():
             assert expected[name] in said and "\n" not in said, said
-            assert 3 <= step <= 6, (name, step)
+            assert 3 <= step <= 4, (name, step)
 
 
 def scheduled() -> int:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.comm.measurement import TAIL_SLOTS
 from kfuse.comm.step import StepPlan
-from kfuse.comm.tail import RANK_SLOTS, TAIL_SLOTS, digest_slots
 from kfuse.statistics.step_stats import Statistics, StepStats
 
 Array = NDArray[np.float64]
@@ -381,17 +381,15 @@ def test_gradients_unscaled_by_hand_are_unknown_not_wrong() -> None:
 def push(statistics: Statistics, step: int, seed: int) -> None:
     """A step's record as the engine makes it: now and then not finite, or of a single micro-batch."""
     rng = np.random.default_rng([seed, step])
-    record = torch.zeros(TAIL_SLOTS + 2 + 3 * RANK_SLOTS, dtype=torch.float64)  # three workers
-    squared_norm, skipped, of_ranks = TAIL_SLOTS, TAIL_SLOTS + 1, record[TAIL_SLOTS + 2 :].view(3, RANK_SLOTS)
+    record = torch.zeros(TAIL_SLOTS + 2 + 3, dtype=torch.float64)  # three workers
+    squared_norm, skipped = TAIL_SLOTS, TAIL_SLOTS + 1
     micro_batches = int(rng.integers(1, 5))
     samples = 7.0 * micro_batches
     record[:4] = torch.tensor([samples * rng.gamma(2.0), samples, samples * rng.normal(), micro_batches])
     record[4:8] = torch.from_numpy(rng.random(4))  # the leader's times and Fisher information
     record[8:13] = torch.tensor([rng.integers(0, 100), rng.random(), 0, 0, 1])  # the control word
     record[squared_norm] = rng.gamma(2.0) / 2
-    of_ranks[:, 0] = torch.from_numpy(rng.random(3))
-    if step % 3 == 0:
-        of_ranks[:, 1:4] = digest_slots(torch.tensor(int(rng.integers(2**62))))
+    record[TAIL_SLOTS + 2 :] = torch.from_numpy(rng.random(3))
     if local := rng.random() < 0.3:
         record[squared_norm] = math.nan
     statistics.bf16_sums = bool(rng.integers(2))

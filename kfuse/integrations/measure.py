@@ -33,7 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfuse.comm import devices, tail
+from kfuse.comm import devices
+from kfuse.comm import measurement as t
 from kfuse.integrations import log
 from kfuse.kernels import BLOCK
 from kfuse.statistics.step_stats import Statistics, StepStats
@@ -295,13 +296,12 @@ class Monitor:
         variance = (message[SQUARES] / weights**2 - k * of_mean) / (1 - k)
         # `moments` computes (SUM_SQUARES - B |gbar|^2) / (M - 1), which shall be B V.
         more = torch.where(micro_batches > 1, (micro_batches - 1) * variance, 0.0)
-        slots = tail.RECORD_SLOTS + self.workers * tail.RANK_SLOTS
-        record = torch.zeros(slots, dtype=torch.float64, device=self.device)
-        record[tail.SUM_SQUARES] = samples * (of_mean + more)
-        record[tail.SAMPLES], record[tail.MICRO_BATCHES] = samples.nan_to_num(), micro_batches
-        record[tail.LOSS], record[tail.GRAD_SQ] = math.nan, of_mean
+        record = torch.zeros(t.RECORD_SLOTS + self.workers, dtype=torch.float64, device=self.device)
+        record[t.SUM_SQUARES] = samples * (of_mean + more)
+        record[t.SAMPLES], record[t.MICRO_BATCHES] = samples.nan_to_num(), micro_batches
+        record[t.LOSS], record[t.GRAD_SQ] = math.nan, of_mean
         if self._scaler is not None:
-            record[tail.SKIPPED] = (~torch.isfinite(seen)).double()  # by the scaler
+            record[t.SKIPPED] = (~torch.isfinite(seen)).double()  # by the scaler
         self._statistics.keep_unread = bool(log.TARGETS or self.observers)
         self._statistics.push(self._steps, "micro-batches" if self.samples is None else "samples", record)
         self._steps += 1

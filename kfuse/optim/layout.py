@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
 from kfuse.comm.buckets import Bucket, flat_zeros
-from kfuse.comm.tail import Place, quick
+from kfuse.comm.devices import Place, quick
 
 if TYPE_CHECKING:
     from kfuse.optim.rules import Rule

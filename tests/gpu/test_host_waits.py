@@ -31,6 +31,11 @@ def test_one_a_step_where_workers_may_change(schedule: str, optimizer: str) -> N
             assert waits == []
 
 
+def test_only_steps_that_compare_the_workers_wait_for_the_digests() -> None:
+    with job(lag=AHEAD, check_every=2) as it:
+        assert [bool(it.recorder.waits_of(it.bare_step)) for _ in range(4)] == [True, False, True, False]
+
+
 def test_an_averaging_of_local_sgd_waits_for_its_message() -> None:
     with job(lag=AHEAD, parameters=torch.bfloat16) as it:
         for _ in range(2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 import kfuse as kf
-from kfuse.comm import tail
-from kfuse.optim import consistency
 
 pytestmark = pytest.mark.full
 
@@ -91,19 +88,3 @@ def of_another_worker_alone(it: Job) -> None:
 def test_steps_and_parameters_that_are_left_out(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for act in (bare_steps, steps_that_are_left_out, scaled_steps_with_overflows, of_another_worker_alone):
         same(optimizer, act, monkeypatch)
-
-
-@pytest.mark.parametrize(("lag", "reads"), [(0, False), (2, True), (None, False)])
-def test_all_workers_learn_of_a_difference_after_the_same_step(
-    lag: int | None, reads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However far their devices are behind, and whoever reads statistics: what follows is a collective."""
-    digests = itertools.count()
-    monkeypatch.setattr(tail, "digest_from_slots", lambda slots: next(digests))
-    monkeypatch.setattr(consistency, "first_difference", lambda *given: "all")
-    with job(lag=lag) as it:
-        with pytest.raises(kf.ConsistencyError, match="step 0: "):
-            for _ in range(20):
-                it.bare_step()
-                assert not reads or it.opt.stats is not None
-        assert it.opt.engine.step == 9
