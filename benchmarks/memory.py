@@ -23,7 +23,6 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.sharded_gradient import ShardedGradient
 from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import bound, bytes_a_parameter, plan_range
 from kfuse.data import worker_range
@@ -70,7 +69,7 @@ class StandIn(Group):
 
     def _count(self, what: str) -> Pending:
         kinds = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
-        storages = [found.untyped_storage() for found in kinds if type(found) is not ShardedGradient]  # it has none
+        storages = [found.untyped_storage() for found in kinds]
         self.most = max(self.most, covered((each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages))
         return self.message(self, what, [])
 

@@ -102,7 +102,7 @@ class Engine:
         before = self.gradient_buckets
         self._build(buffers, summed)
         for bucket, old in zip(self.gradient_buckets, before, strict=True):  # what the optimizer has set
-            bucket.parameters, bucket.unscale = old.parameters, old.unscale
+            bucket.parameters = old.parameters
         self.set_group(self.group)
 
     def carry_figures(self, count: int) -> None:

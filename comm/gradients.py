@@ -72,7 +72,7 @@ class GradientHooks:
 
     def _refuse_another(self, grad: Tensor, bucket: Bucket, k: int) -> None:
         """Raises RuntimeError for the last step's gradient, and for a second one in a micro-batch."""
-        if _is_of_a_step(grad, bucket, k):
+        if grad is bucket.views[k]:
             raise RuntimeError(STILL_THERE)
         if bucket.packed or bucket.grads[k] is not None:
             raise RuntimeError(f"{self._names[bucket.layout.params[k]]} received a second gradient: {REMEDY}")
@@ -99,7 +99,7 @@ class GradientHooks:
         """
         for k, index in enumerate(bucket.layout.params):
             if (grad := self._params[index].grad) is not None:
-                if _is_of_a_step(grad, bucket, k):
+                if grad is bucket.views[k]:
                     raise RuntimeError(STILL_THERE)
                 if bucket.packed or bucket.grads[k] is not None:
                     raise RuntimeError(
@@ -113,7 +113,7 @@ class GradientHooks:
 
     def still_there(self) -> bool:
         return any(
-            self._params[index].grad is view
+            view is not None and self._params[index].grad is view
             for bucket in self._buckets
             for index, view in zip(bucket.layout.params, bucket.views, strict=True)
         )
@@ -127,11 +127,6 @@ class GradientHooks:
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
                 if self._params[index].grad is view:
                     self._params[index].grad = None
-
-
-def _is_of_a_step(grad: Tensor | None, bucket: Bucket, k: int) -> bool:
-    """Whether it is the gradient that a step was made with; of another engine's step too if it is sharded."""
-    return grad is bucket.views[k] or (bucket.sharded and type(grad) is type(bucket.views[k]))
 
 
 _OWNERS: dict[int, weakref.ref[Engine]] = {}  # by the parameter's id, which no other has while the engine lives

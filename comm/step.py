@@ -304,7 +304,8 @@ class Step:
         engine.executor.wait(self.is_local)
         total_weight = engine.measurement.total_weight(last.tail_sum, self)
         engine.measurement.measure(total_weight, engine.executor.measured)
-        return KeptStep(engine.step, self, last.tail_sum, last.views, total_weight)
+        changes = last.view(last.mean) if engine.averaged.tensors else []
+        return KeptStep(engine.step, self, last.tail_sum, changes, total_weight)
 
 
 @dataclass

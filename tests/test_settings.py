@@ -117,6 +117,7 @@ REFUSED: list[dict[str, Any]] = [
     {"optimizers": 2, "lr.scaling": "adascale"},
     {"scaler": True, "comm.sync": "sma"},
     {"scaler": True, "job": "elastic"},
+    {"scaler": True, "comm.state": "sharded"},
     {"train.epochs": 3, "data": "stream", "train.steps": 3},
     {"train.steps": None, "data": "stream"},
     {"lr.decay": "linear", "run.steps": None},

@@ -308,7 +308,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.last_lr = self.base_lr * self.lr_factor
             if self.pair is not None and self.pair.mix(self.updates.weights()):
                 self.updates.weights_changed()
-            begun = self.begun = Update(self.engine.step - 1, reduced, scaled, self.reducer.in_doubt, self.lr_factor)
+            in_doubt, unused = self.reducer.in_doubt, self.reducer.unused
+            begun = self.begun = Update(self.engine.step - 1, reduced, scaled, in_doubt, unused, self.lr_factor)
             if not (reduced.now.is_local and not reduced.now.done):
                 self.updates.update(begun)
         except RuntimeError as error:  # comm.state=sharded: sums of shards, or updated parameters, did not arrive

@@ -48,6 +48,7 @@ class Update:
     reduced: Reduced
     scaled: Scaling
     in_doubt: Collection[int]  # indices of parameters that are left alone where `reduced.used` is 0
+    unused: Collection[int]  # and of those that no worker gave a gradient
     lr_factor: float
     owner_is_lost: bool = False  # the update is resumed after a loss: the worker whose shards this one mirrors is gone
 
@@ -90,7 +91,8 @@ class Updates:
         self.engine = engine
 
     def update(self, given: Update) -> None:
-        """Updates all parameters whose `.grad` is set (their mean gradient, in their dtype; in the buckets fp32).
+        """Updates all parameters whose `.grad` is set (their mean gradient, in their dtype; in the buckets fp32), with
+        sharded state all that some worker gave a gradient.
 
         Raises CommError with sharded state.
         """
@@ -275,11 +277,10 @@ def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int
     scaled = Scaling(record, factor, skip, finite=skip is None or not bool(skip))
     if not has_begun(opt, step):
         opt.last_lr = opt.base_lr * opt.lr_factor
-        opt.begun = Update(step, reduced, scaled, (), opt.lr_factor)
+        opt.begun = Update(step, reduced, scaled, (), (), opt.lr_factor)
     try:
-        opt.synchronize()  # sets each p.grad, which tells what is updated
-        opt.updates.update(Update(step, reduced, scaled, opt.reducer.in_doubt, opt.lr_factor, owner_is_lost))
+        opt.synchronize()  # finds which parameters are updated
+        in_doubt, unused = opt.reducer.in_doubt, opt.reducer.unused
+        opt.updates.update(Update(step, reduced, scaled, in_doubt, unused, opt.lr_factor, owner_is_lost))
     finally:
         opt.engine.reduced = None
-        for p in opt.engine.params:
-            p.grad = None

@@ -41,7 +41,7 @@ def is_supported(case: Case) -> bool:
         return False
     if case.loop == "local" and (case.state == "sharded" or case.transport == "reproducible"):
         return False
-    return not (case.elastic and case.loop == "scaled")
+    return not ((case.elastic or case.state == "sharded") and case.loop == "scaled")
 
 
 def run(it: Job, loop: str) -> None:

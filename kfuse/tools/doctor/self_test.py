@@ -175,7 +175,7 @@ def _reduce_once(options: CommOptions, group: Group) -> list[Tensor]:
     engine.finish()
     means: dict[int, Tensor] = {}
     for bucket in engine.gradient_buckets:
-        means |= zip(bucket.layout.params, (view.detach().cpu() for view in bucket.views), strict=True)
+        means |= zip(bucket.layout.params, (view.cpu() for view in bucket.view(bucket.mean)), strict=True)
     engine.close()
     return [means[index] for index in range(len(SHAPES))]
 
