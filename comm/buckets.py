@@ -15,7 +15,7 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.devices import Place, quick
 from kfuse.comm.sum_tree import LeafStep
-from kfuse.kernels import BLOCK, PackArguments, PackTable, pack
+from kfuse.kernels import BLOCK, PackArguments, PackTable, pack, take_changed
 
 T = TypeVar("T")
 ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
@@ -261,13 +261,9 @@ class Bucket:
         return same and list(map(Tensor.stride, self._shown)) == self._shown_strides
 
     def take_visible(self) -> None:
-        """Elements of 16-bit gradients that were changed since p.grad was set replace those of the mean, which is fp32.
-
-        By their values, since not every way to change a tensor leaves a trace (`p.grad.data.mul_`).
-        """
+        """Elements of 16-bit gradients that were changed since p.grad was set replace those of the mean in fp32."""
         if self.visible is not self.mean:
-            same = self.mean.to(self.layout.dtype) == self.visible
-            torch.where(same, self.mean, self.visible, out=self.mean)
+            take_changed(self.visible, self.mean)
 
     def begin_micro_batch(self) -> None:
         self.grads: list[Tensor | None] = [None] * len(self.shapes)

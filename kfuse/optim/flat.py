@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from kfuse.comm.buckets import Bucket, flat_zeros
 from kfuse.comm.engine import Engine
+from kfuse.kernels import take_changed
 from kfuse.optim.layout import (
     MASTER,
     BucketState,
@@ -21,7 +22,6 @@ from kfuse.optim.layout import (
     Part,
     fill,
     refuse_overlaps,
-    take_changed,
     with_own_storage,
 )
 from kfuse.optim.rules import Rule

@@ -239,14 +239,6 @@ def refuse_overlaps(named: list[tuple[Parameter, str]]) -> None:
             )
 
 
-def take_changed(param: Tensor, master: Tensor) -> None:
-    """Elements of a 16-bit `param` that are not the rounded fp32 `master` were changed since the last update: they
-    replace it. The host does not look whether there are any: it would wait for a GPU.
-    """
-    same = master.to(param.dtype) == param
-    torch.where(same, master, param, out=master)
-
-
 def fill(places: Iterable[Tensor], values: Sequence[Tensor | None]) -> None:
     """Copies each value to its place; None: zeros. One that lies there already is not copied."""
     for place, value in zip(places, values, strict=True):

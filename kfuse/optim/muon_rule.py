@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kfuse.comm.buckets import Bucket
+from kfuse.kernels import take_changed
 from kfuse.kernels.orthogonal import orthogonalise
-from kfuse.optim.layout import Piece, take_changed
+from kfuse.optim.layout import Piece
 from kfuse.optim.rules import AdamWRule, Options, Rule, known_to_skip
 from kfuse.optim.updates import Update
 
