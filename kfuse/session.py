@@ -19,13 +19,14 @@ import torch.distributed as dist
 from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import Group, drop_retired, keep_for_ever
-from kfuse.comm.settings import CommOptions, CommSettings
+from kfuse.comm.settings import CommOptions
 from kfuse.elastic import notice, protocol
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.logs import set_up_logging
 from kfuse.membership import Record, Session
 from kfuse.observe.lock import share
 from kfuse.settings import rules
+from kfuse.settings.declared import CommSettings
 from kfuse.settings.tree import by_key, resolved
 
 if TYPE_CHECKING:  # only where a supervisor has started this worker

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kfuse as kf
-from kfuse.comm.settings import CommSettings, Setting
 from kfuse.settings import rules
+from kfuse.settings.declared import CommSettings, Setting
 from kfuse.settings.tree import (
     AT_SHELL,
     SCRIPTS_ONLY,

@@ -19,7 +19,6 @@ from transformers.trainer_utils import align_special_tokens
 
 from kfuse import session
 from kfuse.comm import devices
-from kfuse.comm.settings import CommSettings
 from kfuse.data import MapData
 from kfuse.data.fetching import fetch
 from kfuse.elastic.protocol import ENV_CONTROL
@@ -29,6 +28,7 @@ from kfuse.integrations.transformers_refuse import refuse
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer, Optimizer
 from kfuse.policies.compose import ComposePolicy
+from kfuse.settings.declared import CommSettings
 from kfuse.settings.tree import TrainSettings
 from kfuse.train import fit as loop
 from kfuse.train.step import generators_restored
