@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import kfuse as kf
 from kfuse import session
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.step import StepPlan
+from kfuse.comm.step_state import StepPlan
 
 LAYERS, LR, POOL = 8, 1e-3, 8
 

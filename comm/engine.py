@@ -16,29 +16,22 @@ from torch.nn import Parameter
 
 from kfuse.comm import devices, gradients, transports
 from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_parameters
-from kfuse.comm.digest import digest
 from kfuse.comm.executor import Executor
 from kfuse.comm.gradients import STILL_THERE, GradientHooks
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.step import REMEDY, KeptStep, MicroBatch, Reduced, Step, StepPlan
+from kfuse.comm.step import REMEDY, EngineParts, KeptStep, Reduced, Step
+from kfuse.comm.step_state import MicroBatch, StepPlan
 
 if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
-    from kfuse.comm.audit import AuditedGradient
     from kfuse.comm.cost import Choice
 
 _LOG = logging.getLogger("kfuse")
 
 
-class Engine:
+class Engine(EngineParts):
     """Reduces the gradients of `groups` (parameters that may share a bucket) over a `group` of workers."""
-
-    group: Group  # the lane of the view's group that this engine uses
-    device: torch.device  # where the parameters and buckets lie
-    buckets: list[Bucket]  # the last one carries the tail
-    now: Step  # the coming step, or the one under way
-    gradient_buckets: list[Bucket]  # that hold gradients: all but a last one that has only averaged buffers and tail
 
     def __init__(
         self,
@@ -66,10 +59,10 @@ class Engine:
             raise ValueError(f"comm.sync={options.sync}: must be ssgd with parameters of float64")
         kinds = [index for index, params in enumerate(groups) for _ in params]
         # What the optimizer sets.
-        self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
+        self.on_last_micro_batch = lambda: None
         # What else than parameters must be equal on all ranks: tensors, and the `salt` of `digest`.
         self.compared: Callable[[], tuple[Sequence[Tensor], int]] = lambda: ((), 0)
-        self.audited: AuditedGradient | None = None  # where steps may have an audit
+        self.audited = None
         self.parts = 1  # bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)
         self.figures = 0  # slots of the tail for a step function's figures
         # What decisions and measured messages have chosen.
@@ -78,10 +71,9 @@ class Engine:
         self.tree: str | tuple[int, ...] | None = None
         self.choice: Choice | None = None  # what `comm.schedule=auto` chose by measured messages; None: no choice
         # How far it is.
-        self.step = 0  # steps completed
-        self.reduced: Reduced | None = None  # the last step's result, until the optimizer takes it
+        self.step, self.reduced = 0, None
         self.kept: KeptStep | None = None  # with sharded state: the last reduced step, until the next one begins
-        self.superseded = False  # a newer engine has taken over some of the parameters
+        self.superseded = False
         # Whether a backward outside `MicroBatch` is a micro-batch. If not its gradients stay with their parameters.
         self.bare_backwards = True
         self._warned = set[str]()
@@ -292,6 +284,8 @@ class Engine:
         every = self.options.check_every
         if every is None or self.step % every or self.now.is_local or self.group.size == 1:
             return False
+        from kfuse.comm.digest import digest  # one worker alone does not need it
+
         tensors, salt = self.compared()
         mine = digest([*self.params, *tensors], salt).reshape(1).to(self.group.device)
         found = torch.stack(self.group.all_gather(mine, f"step {self.step}, digests of the parameters"))
@@ -338,11 +332,6 @@ class Engine:
             self.averaged.put_back()  # an audit that failed has undone the step's changes
             self.reduced, self._gradients_set = self.kept.reduced, True
         self.kept.resumed = True
-
-    def warn_once(self, message: str, *values: object) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            _LOG.warning(message, *values)
 
     # -- where the step stands ------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.devices import Event, Place, quick
-from kfuse.comm.step import Step
+from kfuse.comm.step_state import StepState
 from kfuse.kernels import BLOCK, BlockSumsqArguments, SumPartialsArguments, block_sumsq, num_blocks, sum_partials
 
 SUM_SQUARES = 0  # sum over micro-batches of b_j |g_j|^2
@@ -72,7 +72,7 @@ class Measurement:
         self._usual[: self._params] = self._usual[self._params + MICRO_BATCHES] = 1.0
         self._usual[self._params + LOSS] = math.nan
 
-    def write(self, bucket: Bucket, now: Step) -> None:
+    def write(self, bucket: Bucket, now: StepState) -> None:
         """Writes the tail of the micro-batch that ends to the last bucket."""
         assert now.current is not None
         squares: Tensor | float = 0.0  # `record` has it
@@ -143,7 +143,7 @@ class Measurement:
             tail[index] = number
         place.add_(tail) if accumulate else place.copy_(tail)
 
-    def total_weight(self, tail: Tensor, now: Step) -> Tensor | None:
+    def total_weight(self, tail: Tensor, now: StepState) -> Tensor | None:
         """float64 scalar: what the reduced buckets are to be divided by; None if they hold means."""
         if now.weights_are_known:
             return None
@@ -188,7 +188,7 @@ class Measurement:
                     kept = self._blocks_of[bucket.index] = BlockSumsqArguments(bucket.own, norms)
                 block_sumsq.run(kept)
 
-    def record(self, tail: Place, now: Step) -> Tensor:
+    def record(self, tail: Place, now: StepState) -> Tensor:
         """The step's record from the reduced tail, once `norms` has the sums of squares of all shards.
 
         float64 [RECORD_SLOTS + workers + figures] on the device: the slots named above, |gbar|^2 and whether the update

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.comm.measurement import TAIL_SLOTS
-from kfuse.comm.step import StepPlan
+from kfuse.comm.step_state import StepPlan
 from kfuse.statistics.step_stats import Statistics, StepStats
 
 Array = NDArray[np.float64]

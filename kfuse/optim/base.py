@@ -16,7 +16,7 @@ from kfuse.comm import devices
 from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import Group
-from kfuse.comm.step import MicroBatch, StepPlan
+from kfuse.comm.step_state import MicroBatch, StepPlan
 from kfuse.optim.consistency import (
     ConsistencyError,
     averaged_buffers,

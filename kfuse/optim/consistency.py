@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from kfuse.comm import devices
-from kfuse.comm.digest import digest
 from kfuse.comm.group import Group
 from kfuse.optim.updates import Updates
 
@@ -148,6 +147,8 @@ def where_workers_differ(updates: Updates, numbers: Mapping[str, float], model: 
 
     model: has names for the parameters. Raises CommError.
     """
+    from kfuse.comm.digest import digest  # few jobs need it
+
     engine, names = updates.engine, updates.engine.names
     if model is not None:
         known = {id(p): f"parameter {name}" for name, p in model.named_parameters()}

@@ -17,14 +17,13 @@ from kfuse.comm.engine import Engine
 from kfuse.kernels import take_changed
 from kfuse.optim.layout import (
     MASTER,
-    BucketState,
     Entry,
     Part,
     fill,
     refuse_overlaps,
     with_own_storage,
 )
-from kfuse.optim.rules import Rule
+from kfuse.optim.rules import BucketState, Rule
 from kfuse.optim.updates import Updates, named_parameters
 
 

@@ -19,8 +19,8 @@ from kfuse.comm.engine import Engine
 from kfuse.comm.group import CommError
 from kfuse.optim import sharding
 from kfuse.optim.flat import FlatState, has_moments
-from kfuse.optim.layout import MASTER, BucketState, Entry, Piece, piece_of, refuse_overlaps
-from kfuse.optim.rules import fisher
+from kfuse.optim.layout import MASTER, Entry, Piece, piece_of, refuse_overlaps
+from kfuse.optim.rules import BucketState, fisher
 from kfuse.optim.updates import Update, named_parameters
 
 _NEVER_LOADED = {"amsgrad": True, "differentiable": True}
@@ -127,7 +127,7 @@ class FlatUpdates(FlatState):
             if not self._counted:
                 state.count_update(which, skip)
             for part, found in zip(state.parts, pieces, strict=True):
-                piece = piece_of(bucket, state, part, which, first, skip)
+                piece = piece_of(bucket, state.param, state.steps, part, which, first, skip)
                 if piece is not None:
                     found.append(piece)
         return pieces

@@ -106,7 +106,8 @@ class Audit:
         if self._chosen is None:
             return None
         self._before = _buffers(self._model)
-        self._opt.engine.audited = self._audited = AuditedGradient(self._opt.engine)
+        engine = self._opt.engine
+        engine.audited = self._audited = AuditedGradient(engine.gradient_buckets, engine.params, engine.device)
         return self._chosen.micro_batch
 
     def compare(self, step: Step) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kfuse.comm.step import StepPlan
+from kfuse.comm.step_state import StepPlan
 from kfuse.optim import DistributedOptimizer
 from kfuse.train.progress import Stage
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kfuse.checkpoint.manager import uncompiled
 from kfuse.comm.group import CommError
-from kfuse.comm.step import StepPlan
+from kfuse.comm.step_state import StepPlan
 from kfuse.statistics.figures import StepContext
 from kfuse.train import evaluation
 from kfuse.train.context import TrainContext, active, exits_are_errors

@@ -89,7 +89,7 @@ def test_a_buckets_parameters_are_shared_beside_the_next_ones_update() -> None:
         backward()
         with actions(recorder) as found:
             opt.step()
-    first = next(place for place, action in enumerate(found) if "optim/layout" in action.what)
+    first = next(place for place, action in enumerate(found) if "optim/rules" in action.what)
     shares = [action for action in found[first:] if action.is_message]  # one or two for each bucket
     beside = list(between(found, shares))
     assert sum(bool(operations) for _, operations in beside) >= len(opt.engine.gradient_buckets) - 1

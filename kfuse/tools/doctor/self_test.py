@@ -27,7 +27,7 @@ from kfuse.comm.cost import choose_program, probe
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.step import MicroBatch, StepPlan
+from kfuse.comm.step_state import MicroBatch, StepPlan
 from kfuse.tools.doctor.kernel_checks import CHECKS, check
 
 SAMPLES = (3, 5, 2, 4, 1)  # of each micro-batch of the reduction; rank 0 has the first three, rank 1 the others
