@@ -6,26 +6,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
-from kfuse.comm.tail import digest
-
-if TYPE_CHECKING:
-    from kfuse.comm.engine import Engine
+from kfuse.comm.digest import digest
 
 
 class AuditedGradient:
-    """Digests of the gradients of an engine's parameters: its `audited`."""
+    """Digests of the gradients of an engine's parameters, which are in these buckets: its `audited`."""
 
     repeats = False  # the backward under way is that of `again`: the engine leaves its gradients alone
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._device = engine, devices.of(engine.device)
+    def __init__(self, buckets: Sequence[Bucket], params: Sequence[Parameter], device: torch.device) -> None:
+        self._buckets, self._params, self._device = buckets, params, devices.of(device)
         self._digests: dict[int, Tensor] = {}  # by bucket
 
     def take(self, bucket: Bucket) -> None:
@@ -37,7 +34,7 @@ class AuditedGradient:
 
         int64 scalar on the device, without a wait.
         """
-        digests = [self._digests[bucket.index] for bucket in self._engine.gradient_buckets]
+        digests = [self._digests[bucket.index] for bucket in self._buckets]
         self._keep_here(digests)  # forwards on other streams have their hooks there
         return digest([torch.stack(digests)])
 
@@ -55,9 +52,9 @@ class AuditedGradient:
             [
                 bucket.laid_out(k, grad)
                 for k, i in enumerate(bucket.layout.params)
-                if (grad := self._engine.params[i].grad) is not None
+                if (grad := self._params[i].grad) is not None
             ]
-            for bucket in self._engine.gradient_buckets
+            for bucket in self._buckets
         ]
         self._keep_here([grad for each in grads for grad in each])
         return digest([torch.stack([self._digest_of(each) for each in grads])])

@@ -5,21 +5,17 @@ The layout is a pure function of the parameters' sizes, so that every worker, an
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from kfuse.comm import devices
+from kfuse.comm.devices import Place, quick
 from kfuse.comm.sum_tree import LeafStep
-from kfuse.comm.tail import Place, quick
-from kfuse.kernels import BLOCK, PackArguments, PackTable, pack
-
-if TYPE_CHECKING:
-    from kfuse.comm.sharded_gradient import Unscale
+from kfuse.kernels import BLOCK, PackArguments, PackTable, pack, take_changed
 
 T = TypeVar("T")
 ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
@@ -139,13 +135,12 @@ class Bucket:
     own: Tensor  # `mean[shard]`
     before: Tensor  # `mean[mirrored]`
     parameters: Tensor | None  # [body], in their dtype; shared after a sharded update. The optimizer sets it
-    views: Sequence[Tensor]  # each parameter's gradient: a view of `visible`, or with sharded state a `ShardedGradient`
-    unscale: Unscale | None  # With sharded state: what GradScaler's unscaling does. The optimizer sets it.
+    # Each parameter's gradient, a view of `visible`; with sharded state None, since no worker has all of it.
+    views: Sequence[Tensor | None]
     sumsq: Tensor  # fp32: sums of squares of one micro-batch's own gradient, which `pack` writes. Measurement sets it
     places: list[Tensor]  # of each parameter in `mean`, laid out as its gradients are
     calls: list[list[int]]  # which gradients are packed together: on a CPU each large one alone, first; then the rest
     call_of: dict[int, int]  # the number of each large one's call
-    added_to: bool  # with sharded state: since the step's backward another one was to add to a `p.grad` of the bucket
 
     def __init__(
         self,
@@ -173,7 +168,7 @@ class Bucket:
         self.body, self.tail = layout.numel, 0
         self.kind = torch.float64 if layout.dtype is torch.float64 else torch.float32
         self.shards, self.owned = [slice(0, self.body)], []
-        self.part, self.mirrored, self.parameters, self.unscale = slice(0, self.body), slice(0, 0), None, None
+        self.part, self.mirrored, self.parameters = slice(0, self.body), slice(0, 0), None
         self.table = PackTable.build([t.numel() for t in mine], list(layout.offsets), self.device)
         large = [] if devices.of(self.device).asynchronous else [k for k, t in enumerate(mine) if t.numel() >= LARGE]
         rest = [k for k in range(len(mine)) if k not in large]
@@ -197,15 +192,16 @@ class Bucket:
         self.assign(self.part, self.mirrored)
         self.places = [self.laid_out(k, view) for k, view in enumerate(self.view(self.mean))]
         self.visible = self.mean
-        if self.sharded:
-            kinds = self.view(torch.empty(self.body, dtype=self.layout.dtype, device="meta"))
-            make = pkgutil.resolve_name("kfuse.comm.sharded_gradient:ShardedGradient")  # few jobs need it
-            self.views = [make(self, k, kind) for k, kind in enumerate(kinds)]
-            return
-        if self.layout.dtype != self.kind:
+        if self.layout.dtype != self.kind and not self.sharded:
             self.visible = torch.zeros(self.body, dtype=self.layout.dtype, device=self.device)
-        self.views = self.view(self.visible)
-        self._addresses = [view.data_ptr() for view in self.views]
+        self.renew_views()
+
+    def renew_views(self) -> None:
+        """Makes `views` anew."""
+        self._shown = [] if self.sharded else self.view(self.visible)
+        self.views = self._shown or [None] * len(self.shapes)
+        self._addresses = [view.data_ptr() for view in self._shown]
+        self._shown_strides = [view.stride() for view in self._shown]
 
     def of(self, params: Sequence[T]) -> list[T]:
         """This bucket's of an engine's parameters."""
@@ -259,38 +255,20 @@ class Bucket:
         order = self.orders[k]
         return gradient if order is None else gradient.permute(order)
 
-    def displaced(self) -> list[int]:
-        """Returns which of `views` are views no more, since `p.grad.data = tensor` gave them other memory."""
-        if self.sharded:
-            return []  # they refuse it
-        if list(map(Tensor.data_ptr, self.views)) == self._addresses and all(map(Tensor.is_contiguous, self.views)):
-            return []
-        places = self.view(self.visible)
-        return [
-            k
-            for k, (view, place) in enumerate(zip(self.views, places, strict=True))
-            if view.data_ptr() != place.data_ptr() or view.stride() != place.stride()
-        ]
-
-    def put_back(self, which: Collection[int]) -> None:
-        """Makes these of `views` views again."""
-        places = self.view(self.visible) if which else ()
-        for k in which:
-            self.views[k].data = places[k]
+    def are_views(self) -> bool:
+        """Whether all of `views` are views still: `p.grad.data = tensor` gives one other memory, or other strides."""
+        same = list(map(Tensor.data_ptr, self._shown)) == self._addresses
+        return same and list(map(Tensor.stride, self._shown)) == self._shown_strides
 
     def take_visible(self) -> None:
-        """Elements of 16-bit gradients that were changed since p.grad was set replace those of the mean, which is fp32.
-
-        By their values, since not every way to change a tensor leaves a trace (`p.grad.data.mul_`).
-        """
+        """Elements of 16-bit gradients that were changed since p.grad was set replace those of the mean in fp32."""
         if self.visible is not self.mean:
-            same = self.mean.to(self.layout.dtype) == self.visible
-            torch.where(same, self.mean, self.visible, out=self.mean)
+            take_changed(self.visible, self.mean)
 
     def begin_micro_batch(self) -> None:
         self.grads: list[Tensor | None] = [None] * len(self.shapes)
         self.missing = len(self.shapes)
-        self.packed = self.added_to = False
+        self.packed = False
 
 
 def make_buckets(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from kfuse.comm import devices, transports
-from kfuse.comm.group import Group
+from kfuse.comm.group import Costs, Group
 from kfuse.comm.schedule import GRADIENT, SHARD, Op, Program
 
 PROBED = ("all_reduce", "all_to_all", "share")  # the kinds of messages that are measured: methods of `Group`
@@ -41,18 +41,6 @@ class Traffic:
 
     messages: float
     bytes: float
-
-
-@dataclass(frozen=True)
-class Costs:
-    """A group's fitted constants: alpha and beta by kind of message (`PROBED`)."""
-
-    alpha: Mapping[str, float]
-    beta: Mapping[str, float]
-    gamma: float
-    largest_bytes: float = float("inf")  # of the messages that were measured: nothing is known of much larger ones
-    probe_s: float = 0.0
-    hosts: Sequence[str] = ()  # names of the machines on which they were measured, sorted
 
 
 @dataclass(frozen=True)

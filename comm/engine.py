@@ -21,24 +21,17 @@ from kfuse.comm.gradients import STILL_THERE, GradientHooks
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.step import REMEDY, KeptStep, MicroBatch, Reduced, Step, StepPlan
-from kfuse.comm.tail import digest
+from kfuse.comm.step import REMEDY, EngineParts, KeptStep, Reduced, Step
+from kfuse.comm.step_state import MicroBatch, StepPlan
 
 if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
-    from kfuse.comm.audit import AuditedGradient
     from kfuse.comm.cost import Choice
 
 _LOG = logging.getLogger("kfuse")
 
 
-class Engine:
+class Engine(EngineParts):
     """Reduces the gradients of `groups` (parameters that may share a bucket) over a `group` of workers."""
-
-    group: Group  # the lane of the view's group that this engine uses
-    device: torch.device  # where the parameters and buckets lie
-    buckets: list[Bucket]  # the last one carries the tail
-    now: Step  # the coming step, or the one under way
-    gradient_buckets: list[Bucket]  # that hold gradients: all but a last one that has only averaged buffers and tail
 
     def __init__(
         self,
@@ -66,10 +59,10 @@ class Engine:
             raise ValueError(f"comm.sync={options.sync}: must be ssgd with parameters of float64")
         kinds = [index for index, params in enumerate(groups) for _ in params]
         # What the optimizer sets.
-        self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
-        # What else than parameters must be equal on all ranks: tensors, and the `salt` of `tail.digest`.
+        self.on_last_micro_batch = lambda: None
+        # What else than parameters must be equal on all ranks: tensors, and the `salt` of `digest`.
         self.compared: Callable[[], tuple[Sequence[Tensor], int]] = lambda: ((), 0)
-        self.audited: AuditedGradient | None = None  # where steps may have an audit
+        self.audited = None
         self.parts = 1  # bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)
         self.figures = 0  # slots of the tail for a step function's figures
         # What decisions and measured messages have chosen.
@@ -78,10 +71,9 @@ class Engine:
         self.tree: str | tuple[int, ...] | None = None
         self.choice: Choice | None = None  # what `comm.schedule=auto` chose by measured messages; None: no choice
         # How far it is.
-        self.step = 0  # steps completed
-        self.reduced: Reduced | None = None  # the last step's result, until the optimizer takes it
+        self.step, self.reduced = 0, None
         self.kept: KeptStep | None = None  # with sharded state: the last reduced step, until the next one begins
-        self.superseded = False  # a newer engine has taken over some of the parameters
+        self.superseded = False
         # Whether a backward outside `MicroBatch` is a micro-batch. If not its gradients stay with their parameters.
         self.bare_backwards = True
         self._warned = set[str]()
@@ -102,7 +94,7 @@ class Engine:
         before = self.gradient_buckets
         self._build(buffers, summed)
         for bucket, old in zip(self.gradient_buckets, before, strict=True):  # what the optimizer has set
-            bucket.parameters, bucket.unscale = old.parameters, old.unscale
+            bucket.parameters = old.parameters
         self.set_group(self.group)
 
     def carry_figures(self, count: int) -> None:
@@ -154,7 +146,7 @@ class Engine:
             _LOG.info("comm.schedule=%s: %s: %s", options.schedule, self.choice.schedule, self.choice.reason)
         self.transport_name = self.topology or options.transport(self.choice.schedule if self.choice else None)
         self.measurement.set_group(group.rank, group.size, self.figures)
-        if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
+        if self.buckets[-1].tail != (numel := self.measurement.tail):
             self.buckets[-1].renew(numel)
         whole, matrices, apart = transports.make_programs(
             options, self.transport_name, self.group.adds_up, self.mirrors
@@ -259,15 +251,6 @@ class Engine:
         if now.close() and then_wait:
             self.on_last_micro_batch()
 
-    def digest(self) -> Tensor | None:
-        """Returns the digest of what must be equal on all ranks, in a step where they compare it; else None."""
-        every = self.options.check_every
-        compared = every is not None and self.step % every == 0 and not self.now.is_local and self.group.size > 1
-        if not compared:
-            return None
-        tensors, salt = self.compared()
-        return digest([*self.params, *tensors], salt)
-
     # -- the reduction and the update -----------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -285,7 +268,8 @@ class Engine:
         # and nobody updates, before all gradients are where they are needed.
         last = self.buckets[-1]
         self.executor.share_sums(self.measurement.norms, *([last.sum] if now.tail_waits else []))
-        self._take(kept, self.measurement.record(last.tails[0], now))
+        differs = self._workers_differ()  # nothing is changed by the step yet
+        self._take(kept, self.measurement.record(last.tails[0], now), differs)
         if self._first_steps:
             self._first_steps -= 1
             if not self._first_steps:  # the first update may compile too: the second step's messages wait for it
@@ -293,12 +277,26 @@ class Engine:
         self.step += 1
         self.now = Step(self)
 
-    def _take(self, kept: KeptStep, record: Tensor) -> None:
+    def _workers_differ(self) -> bool:
+        """Whether what must be equal on all ranks is not, in a step in which they compare it. The host waits for the
+        device then. Raises CommError.
+        """
+        every = self.options.check_every
+        if every is None or self.step % every or self.now.is_local or self.group.size == 1:
+            return False
+        from kfuse.comm.digest import digest  # one worker alone does not need it
+
+        tensors, salt = self.compared()
+        mine = digest([*self.params, *tensors], salt).reshape(1).to(self.group.device)
+        found = torch.stack(self.group.all_gather(mine, f"step {self.step}, digests of the parameters"))
+        return bool((found != found[0]).any())
+
+    def _take(self, kept: KeptStep, record: Tensor, differs: bool = False) -> None:
         now = kept.now
         if self.averaged.tensors:
             self.averaged.apply(self.buckets[-1].layout.params, kept.changes, kept.total_weight)
         used = kept.tail[: len(self.params)] if now.unused else None
-        kept.reduced = Reduced(record, used, frozenset(now.unused), now)
+        kept.reduced = Reduced(record, used, frozenset(now.unused), now, differs)
         self.reduced, self._gradients_set = kept.reduced, True
 
     def updates(self) -> Iterator[Bucket]:
@@ -334,11 +332,6 @@ class Engine:
             self.averaged.put_back()  # an audit that failed has undone the step's changes
             self.reduced, self._gradients_set = self.kept.reduced, True
         self.kept.resumed = True
-
-    def warn_once(self, message: str, *values: object) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            _LOG.warning(message, *values)
 
     # -- where the step stands ------------------------------------------------------------------------------------
 

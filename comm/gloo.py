@@ -10,18 +10,15 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from kfuse.comm.group import EARLY, REDUCE_OPS, SLICE_S, CommError, Group, Pending, first_line
+from kfuse.comm.group import EARLY, REDUCE_OPS, SLICE_S, CommError, Group, Links, Pending, first_line
 from kfuse.comm.settings import BUSY
-
-if TYPE_CHECKING:
-    from kfuse.comm.topology import Links
 
 _SLICE = timedelta(seconds=SLICE_S)
 _SWAP_BELOW, _SWAP_BELOW_ON_ONE_HOST = 2**16, 2**20

@@ -5,17 +5,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from kfuse.comm.buckets import Bucket, dense_order
-from kfuse.comm.step import REMEDY
-
-if TYPE_CHECKING:
-    from kfuse.comm.engine import Engine
+from kfuse.comm.step import REMEDY, EngineParts
 
 STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() after opt.step()"
 
@@ -23,7 +20,7 @@ STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() a
 class GradientHooks:
     """Post-accumulate hooks: each moves its parameter's new `.grad` into the bucket's `grads`, and sets it to None."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineParts) -> None:
         self._engine, self._params, self._names = engine, engine.params, engine.names
         self._buckets = engine.gradient_buckets
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -72,7 +69,7 @@ class GradientHooks:
 
     def _refuse_another(self, grad: Tensor, bucket: Bucket, k: int) -> None:
         """Raises RuntimeError for the last step's gradient, and for a second one in a micro-batch."""
-        if _is_of_a_step(grad, bucket, k):
+        if grad is bucket.views[k]:
             raise RuntimeError(STILL_THERE)
         if bucket.packed or bucket.grads[k] is not None:
             raise RuntimeError(f"{self._names[bucket.layout.params[k]]} received a second gradient: {REMEDY}")
@@ -99,7 +96,7 @@ class GradientHooks:
         """
         for k, index in enumerate(bucket.layout.params):
             if (grad := self._params[index].grad) is not None:
-                if _is_of_a_step(grad, bucket, k):
+                if grad is bucket.views[k]:
                     raise RuntimeError(STILL_THERE)
                 if bucket.packed or bucket.grads[k] is not None:
                     raise RuntimeError(
@@ -113,7 +110,7 @@ class GradientHooks:
 
     def still_there(self) -> bool:
         return any(
-            self._params[index].grad is view
+            view is not None and self._params[index].grad is view
             for bucket in self._buckets
             for index, view in zip(bucket.layout.params, bucket.views, strict=True)
         )
@@ -129,20 +126,15 @@ class GradientHooks:
                     self._params[index].grad = None
 
 
-def _is_of_a_step(grad: Tensor | None, bucket: Bucket, k: int) -> bool:
-    """Whether it is the gradient that a step was made with; of another engine's step too if it is sharded."""
-    return grad is bucket.views[k] or (bucket.sharded and type(grad) is type(bucket.views[k]))
+_OWNERS: dict[int, weakref.ref[EngineParts]] = {}  # by the parameter's id, which no other has while the engine lives
 
 
-_OWNERS: dict[int, weakref.ref[Engine]] = {}  # by the parameter's id, which no other has while the engine lives
-
-
-def owner(parameter: Parameter) -> Engine | None:
+def owner(parameter: Parameter) -> EngineParts | None:
     reference = _OWNERS.get(id(parameter))
     return None if reference is None else reference()
 
 
-def take_over(params: Sequence[Parameter], engine: Engine) -> None:
+def take_over(params: Sequence[Parameter], engine: EngineParts) -> None:
     """Makes `engine` the parameters' only owner. With two, the first hook would take the gradient from the second."""
     for key in [key for key, reference in _OWNERS.items() if reference() is None]:
         del _OWNERS[key]
@@ -154,7 +146,7 @@ def take_over(params: Sequence[Parameter], engine: Engine) -> None:
         _OWNERS[id(param)] = weakref.ref(engine)
 
 
-def check_owner(engine: Engine) -> None:
+def check_owner(engine: EngineParts) -> None:
     """Raises RuntimeError if a newer engine has taken parameters over: this one's would no longer be trained."""
     if engine.superseded:
         raise RuntimeError(
@@ -202,7 +194,7 @@ def at_the_end_of_outer_backward(act: Callable[[], None]) -> None:
     at_the_end_of_backward(at_end)
 
 
-def close_together(engine: Engine) -> None:
+def close_together(engine: EngineParts) -> None:
     """Closes the engine's micro-batch, as backward is over. All engines that took part start their last messages.
 
     Then each waits for its own, in the same order on every rank: a reduction may have several phases, and an engine
@@ -224,7 +216,7 @@ def _wait_for_closed() -> None:
         engine.on_last_micro_batch()
 
 
-_CLOSED: list[Engine] = []
+_CLOSED: list[EngineParts] = []
 
 
 def check_parameters(params: Sequence[Parameter], names: Sequence[str]) -> None:

@@ -10,10 +10,11 @@ import ctypes
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -23,10 +24,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from kfuse.comm.buckets import ALIGN
 from kfuse.comm.settings import BUSY
-
-if TYPE_CHECKING:
-    from kfuse.comm.cost import Costs
-    from kfuse.comm.topology import Links
 
 SLICE_S = 0.02  # between two looks of a wait
 EARLY = 10  # times comm.timeout_s: the limit until each optimizer has made two steps
@@ -68,6 +65,33 @@ class Pending:
         With gloo the host waits. With NCCL it does not, and `Group.settle` tells of a later failure.
         """
         self.wait()
+
+
+@dataclass(frozen=True)
+class Links:
+    """The measured links of a view, by rank and rank. Both matrices are symmetric, and the same on every worker."""
+
+    latencies: tuple[tuple[float, ...], ...]  # seconds of a message of a few bytes; 0.0 from a rank to itself
+    throughputs: tuple[tuple[float | None, ...], ...]  # bytes a second beyond that; None from a rank to itself
+
+    def seconds(self, nbytes: int) -> list[list[float]]:
+        """By rank and rank: seconds that a message of `nbytes` takes, latency + bytes / throughput."""
+        return [
+            [0.0 if rate is None else latency + nbytes / rate for latency, rate in zip(*row, strict=True)]
+            for row in zip(self.latencies, self.throughputs, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A group's constants, as `cost.probe` fits them: alpha and beta by kind of message (`cost.PROBED`)."""
+
+    alpha: Mapping[str, float]
+    beta: Mapping[str, float]
+    gamma: float
+    largest_bytes: float = float("inf")  # of the messages that were measured: nothing is known of much larger ones
+    probe_s: float = 0.0
+    hosts: Sequence[str] = ()  # names of the machines on which they were measured, sorted
 
 
 class Group:
@@ -284,12 +308,6 @@ class Group:
 
         Inside `in_pairs` only. Raises CommError or RuntimeError.
         """
-
-    def measure_links(self) -> Links:
-        """See `topology.measure`, which is imported here: few jobs need it."""
-        from kfuse.comm.topology import measure
-
-        return measure(self)
 
     def take_links(self, links: Links) -> None:
         """Sets `links`, of all lanes."""

@@ -1,32 +1,45 @@
-"""What is measured in a step: the gradients' norms, and how long the worker's own part takes."""
+"""What is measured in a step: the gradients' norms, how long the worker's own part takes, and what the tail carries.
+
+The tail is a few fp32 numbers at the end of the last bucket, which are summed with the gradients in one message. First
+one flag per parameter (how many micro-batches gave it a gradient), then the slots named below, then one of each rank:
+its seconds a micro-batch (0.0: unknown). Last come the figures of a step function, if there is one, each times the
+micro-batch's samples.
+
+Sums over all micro-batches come out of the same reduction as the gradients. Where one rank alone writes, the sum is
+what it wrote: integers up to 2^24, and all fp32 values, stay exact when zeros are added.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
-from kfuse.comm.devices import Event
-from kfuse.comm.step import Step
-from kfuse.comm.tail import (
-    DATA_WAIT,
-    DECISION,
-    FISHER_TRACE,
-    GRAD_SQ,
-    LOSS,
-    SAMPLES,
-    STEP_TIME,
-    SUM_SQUARES,
-    Place,
-    Tail,
-    digest_slots,
-    quick,
-)
+from kfuse.comm.devices import Event, Place, quick
+from kfuse.comm.step_state import StepState
 from kfuse.kernels import BLOCK, BlockSumsqArguments, SumPartialsArguments, block_sumsq, num_blocks, sum_partials
+
+SUM_SQUARES = 0  # sum over micro-batches of b_j |g_j|^2
+SAMPLES = 1  # sum of b_j
+LOSS = 2  # sum of b_j times the micro-batch's mean loss; NaN where a loss was not given
+MICRO_BATCHES = 3
+STEP_TIME = 4  # seconds that the step before took on the leader; 0.0: unknown
+DATA_WAIT = 5  # the part of it that the leader waited for data
+FISHER_TRACE = 6  # of the diagonal Fisher information, by the leader's optimizer state before the step; 0.0: unknown
+FISHER_MAX = 7  # its largest entry
+DECISION = 8  # number of the leader's decision that this step announces; 0.0: none
+TAIL_SLOTS = 9
+
+GRAD_SQ = TAIL_SLOTS  # in a step's record, after the slots: |gbar|^2
+SKIPPED = TAIL_SLOTS + 1  # 1 if the update was left out
+RECORD_SLOTS = TAIL_SLOTS + 2  # then the seconds of each rank, and the sums of a step function's figures
 
 _LAPS = 8  # steps that a host may be ahead of its GPU, before the time of a micro-batch is unknown
 
@@ -34,7 +47,7 @@ _LAPS = 8  # steps that a host may be ahead of its GPU, before the time of a mic
 class Measurement:
     """Measures the gradients in an engine's buckets; writes each micro-batch's tail, and reads the step's record."""
 
-    tail: Tail  # the tail's layout for the present group
+    tail: int  # elements of the tail in the present group
     norms: Tensor  # fp32: sums of squares of the mean gradient, one for each block of each bucket
 
     def __init__(self, gradient_buckets: Sequence[Bucket], params: int, device: torch.device) -> None:
@@ -47,16 +60,20 @@ class Measurement:
             bucket.sumsq = sumsq
         self._total = SumPartialsArguments(self._sumsq, torch.zeros((), dtype=torch.float64, device=device))
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
-        self._quick_totals = quick(self._totals)  # of a record: see Tail.record
+        self._quick_totals = quick(self._totals)  # of a record: |gbar|^2, and 0 for an update that is not left out
         self.renew()
         self.stopwatch = Stopwatch(device)
 
     def set_group(self, rank: int, size: int, figures: int) -> None:
         """Goes on with other workers. Between steps. figures: slots of the tail for a step function's figures."""
-        self.tail, self._leads, self._figures = Tail(self._params, rank, size, figures), rank == 0, figures
+        self._rank, self._figures = rank, figures
+        self.tail = self._params + TAIL_SLOTS + size + figures
+        self._usual = np.zeros(self.tail, np.float32)  # what every micro-batch's tail begins from
+        self._usual[: self._params] = self._usual[self._params + MICRO_BATCHES] = 1.0
+        self._usual[self._params + LOSS] = math.nan
 
-    def write(self, bucket: Bucket, now: Step, digest: Tensor | None) -> None:
-        """Writes the tail of the micro-batch that ends to the last bucket. digest: in some steps, with the first."""
+    def write(self, bucket: Bucket, now: StepState) -> None:
+        """Writes the tail of the micro-batch that ends to the last bucket."""
         assert now.current is not None
         squares: Tensor | float = 0.0  # `record` has it
         if not now.alone:
@@ -66,18 +83,67 @@ class Measurement:
             squares *= now.parts**2  # the loss was divided
         own: dict[int, Tensor | float] = {}
         if not now.told:
-            own = {self.tail.own: self.stopwatch.seconds_before}
-            own.update(enumerate(() if digest is None else digest_slots(digest), self.tail.own + 1))
-            if (plan := now.plan) is not None and self._leads:
+            own = {TAIL_SLOTS + self._rank: self.stopwatch.seconds_before}
+            if (plan := now.plan) is not None and self._rank == 0:
                 own |= {STEP_TIME: plan.times[0], DATA_WAIT: plan.times[1], DECISION: float(plan.decision)}
                 own.update(enumerate(() if plan.fisher is None else plan.fisher, FISHER_TRACE))
         bucket.slot(now.leaf.slot)  # makes it, if it is not there
-        place = bucket.tails[now.leaf.slot]
-        weight, loss, figures = float(now.current.weight), now.current.loss, now.current.figures
-        self.tail.write(place, now.leaf.accumulate, weight, squares, loss, now.missed, figures, own)
+        place, current = bucket.tails[now.leaf.slot], now.current
+        self.write_tail(
+            place, now.leaf.accumulate, float(current.weight), squares, current.loss, now.missed, current.figures, own
+        )
         now.told = True
 
-    def total_weight(self, tail: Tensor, now: Step) -> Tensor | None:
+    def write_tail(
+        self,
+        place: Place,
+        accumulate: bool,
+        samples: float,
+        sum_squares: Tensor | float,
+        loss: Tensor | float | None,
+        missed: Collection[int],
+        figures: Sequence[Tensor | float],
+        own: Mapping[int, Tensor | float],
+    ) -> None:
+        """Writes a micro-batch's tail to `place` (fp32 [tail]), or adds it to what is there. Never waits for a GPU.
+
+        sum_squares: |g_j|^2, float64 on the device. loss: its mean loss. missed: parameters that it gave no gradient.
+        figures: scalars, means over the micro-batch's samples. own: with a rank's first one of the step, what
+        it alone writes, by slot: one named above, or the rank's.
+        """
+        slots, values = self._params, self._usual.copy()
+        for index in missed:
+            values[index] = 0.0
+        weighted: dict[int, Tensor | float] = {slots + SUM_SQUARES: sum_squares}  # times the samples
+        if loss is not None:
+            weighted[slots + LOSS] = loss
+        if figures:
+            weighted.update(enumerate(figures, self.tail - self._figures))
+        on_device: dict[int, Tensor] = {}
+        with np.errstate(all="ignore"):
+            values[slots + SAMPLES] = samples
+            for slot, number in own.items():
+                if isinstance(number, Tensor):
+                    on_device[slots + slot] = number
+                else:
+                    values[slots + slot] = number
+            if not isinstance(place, Tensor):
+                for index, scalar in weighted.items():
+                    values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
+                for index, number in on_device.items():
+                    values[index] = number.item()
+                place[:] = place + values if accumulate else values
+                return
+        host_values = devices.of(place.device).pinned((self.tail,), torch.float32)
+        host_values.copy_(torch.from_numpy(values))
+        tail = host_values.to(place.device, non_blocking=True)
+        for index, scalar in weighted.items():
+            tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
+        for index, number in on_device.items():
+            tail[index] = number
+        place.add_(tail) if accumulate else place.copy_(tail)
+
+    def total_weight(self, tail: Tensor, now: StepState) -> Tensor | None:
         """float64 scalar: what the reduced buckets are to be divided by; None if they hold means."""
         if now.weights_are_known:
             return None
@@ -122,14 +188,19 @@ class Measurement:
                     kept = self._blocks_of[bucket.index] = BlockSumsqArguments(bucket.own, norms)
                 block_sumsq.run(kept)
 
-    def record(self, tail: Place, now: Step) -> Tensor:
-        """The step's record (see `Tail.record`), once `norms` has the sums of squares of all shards.
+    def record(self, tail: Place, now: StepState) -> Tensor:
+        """The step's record from the reduced tail, once `norms` has the sums of squares of all shards.
+
+        float64 [RECORD_SLOTS + workers + figures] on the device: the slots named above, |gbar|^2 and whether the update
+        was left out, the seconds of each rank, the sums of a step function's figures.
 
         Weights that are no numbers of samples are put into units of samples: with W the sum of the weights w_j and B
         the step's samples, w_j becomes w_j B / W. S is then unbiased where a micro-batch's variance goes as 1 / w_j.
         """
         sum_partials.run(self._norm)
-        record = self.tail.record(tail, self._quick_totals)
+        slots, of_ranks = self._params, self._params + TAIL_SLOTS
+        parts: Any = (tail[slots:of_ranks], self._quick_totals, tail[of_ranks:])
+        record = torch.cat(parts) if isinstance(tail, Tensor) else torch.from_numpy(np.concatenate(parts))
         if now.alone:
             values = record.numpy()
             values[SUM_SQUARES] = values[SAMPLES] * values[GRAD_SQ]

@@ -30,7 +30,7 @@ class NcclGroup(Communicator):
         return self._start(what, "all_to_all", lambda pg: [pg.alltoall_base(out, tensor, list(into), list(cut))])
 
     def to_few(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
-        """Sends and receives in one group of NCCL's: 6) above."""
+        """Sends and receives in one group of NCCL's: 6) of `communicator`."""
         brings = [(peer, part) for peer, part in enumerate(out.split_with_sizes(list(into))) if part.numel()]
         sends = [(peer, part) for peer, part in enumerate(tensor.split_with_sizes(list(cut))) if part.numel()]
 

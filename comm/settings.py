@@ -1,232 +1,81 @@
-"""How a setting is declared, and the settings that decide how gradients are reduced: the arguments of `kf.init`.
-
-`kfuse.settings` makes one tree of these and of the other sections. Nothing here needs torch.
-"""
+"""How gradients are reduced: the options of an engine, and the names of transports and trees."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypedDict, get_type_hints
-
-from kfuse.comm.sync import Sync
+from typing import Any
 
 # Behind what is said of a worker that did not come in time.
 BUSY = "if it was only busy, as with an evaluation: a longer comm.timeout_s, in a script kf.init(comm_timeout_s=...)"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Declares a setting in a TypedDict: `batch_size: Annotated[int, Setting(32, "samples ...", at_least=1)]`.
-
-    The annotated type says what kind of value it takes, and whether `null` is allowed.
-    """
-
-    default: Any
-    help: str  # what it is, its unit, and what special values mean
-    at_least: float | None = None
-    at_most: float | None = None
-    above: float | None = None
-    below: float | None = None
-    choices: tuple[str, ...] = ()  # if not empty: the values that are allowed
-    pattern: str = ""  # A regular expression. With `choices`: of further values that are allowed; else of all.
-    form: str = ""  # the pattern in words
-
-    def is_in_range(self, value: Any) -> bool:
-        """Returns whether a value of the right type is allowed. NaN and infinity never are."""
-        if isinstance(value, list):
-            return all(map(self.is_in_range, value))
-        if isinstance(value, str):
-            matches = bool(self.pattern) and re.fullmatch(self.pattern, value) is not None
-            return value in self.choices or matches or not (self.choices or self.pattern)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return True
-        return (
-            abs(value) <= sys.float_info.max
-            and (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
-
-    @property
-    def range(self) -> str:
-        """What a value must be, in words: "at least 1"; "" where every value of its type is allowed."""
-        if self.choices or self.pattern:
-            alone = "one of " if len(self.choices) > 1 else ""
-            return alone + ", ".join(filter(None, [*self.choices, self.form]))
-        if self.at_least is not None and self.at_most is not None:
-            return f"{self.at_least} to {self.at_most}"
-        words = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
-        return ", ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
-
-
-class CommSettings(TypedDict, total=False):
-    """How gradients are reduced over the workers: the arguments of `kf.init`."""
-
-    comm_schedule: Annotated[
-        str,
-        Setting(
-            "auto",
-            "how gradients are reduced; auto: allreduce, on CPUs all_to_all where messages show it quicker; with "
-            "comm.reproducible=true all_to_all, with comm.state=sharded reduce_scatter; symmetric (experimental): GPUs "
-            "read each other's memory, with a fixed number of workers; a dotted path: your own Transport class",
-            choices=("auto", "allreduce", "reduce_scatter", "all_to_all", "tree", "symmetric"),
-            pattern=r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+",
-            form="package.module.Class",
-        ),
-    ]
-    comm_state: Annotated[
-        str,
-        Setting(
-            "replicated",
-            "where optimizer state lies; sharded: each worker keeps and updates its part (ZeRO-1), with FusedAdamW, "
-            "FusedSGD or FusedLAMB",
-            choices=("replicated", "sharded"),
-        ),
-    ]
-    comm_tree: Annotated[
-        str, Setting("binary", "shape of comm.schedule=tree", choices=("binary", "star", "host", "latency"))
-    ]
-    comm_sync: Annotated[
-        str,
-        Setting(
-            "ssgd",
-            "how the workers keep together: ssgd (every step's gradients are reduced), local:N (each updates by "
-            "itself, models are averaged every N steps: local SGD), sma (each has a model of its own, drawn to a "
-            "central one), pair (each averages its model with another one's and waits for nobody; needs a supervisor)",
-            choices=("ssgd", "sma", "pair"),
-            pattern=r"local:0*[1-9]\d{0,5}",
-            form="local:N",
-        ),
-    ]
-    comm_outer_lr: Annotated[
-        float, Setting(1.0, "with comm.sync=local:N: rate of the outer step to the average; DiLoCo: 0.7", above=0)
-    ]
-    comm_outer_momentum: Annotated[
-        float,
-        Setting(
-            0.0, "with comm.sync=local:N: Nesterov momentum of outer steps; DiLoCo: 0.9; 0: none", at_least=0, below=1
-        ),
-    ]
-    comm_sma_alpha: Annotated[
-        float | None,
-        Setting(
-            None, "with comm.sync=sma: how strongly models are drawn together; null: 1 / workers", above=0, at_most=1
-        ),
-    ]
-    comm_sma_momentum: Annotated[
-        float, Setting(0.9, "with comm.sync=sma: momentum of the central model", at_least=0, below=1)
-    ]
-    comm_dtype: Annotated[
-        str,
-        Setting(
-            "fp32",
-            "type of gradients in messages; bf16 halves the bytes, and auto then takes all_to_all, which adds in fp32",
-            choices=("fp32", "bf16"),
-        ),
-    ]
-    comm_bucket_mb: Annotated[
-        float,
-        Setting(
-            25.0,
-            "MiB of fp32 gradients reduced together; the default, DDP's, lets reductions overlap with backward",
-            above=0,
-        ),
-    ]
-    comm_reproducible: Annotated[bool, Setting(False, "the same bits for any number of workers")]
-    comm_check_every: Annotated[
-        int | None, Setting(100, "steps between comparisons of all workers' parameters; null: never", at_least=1)
-    ]
-    comm_audit_every: Annotated[
-        int | None,
-        Setting(
-            None,
-            "steps between audits: a micro-batch is run again on another worker, and the gradients are compared; null: "
-            "never; needs comm.reproducible=true",
-            at_least=1,
-        ),
-    ]
-    comm_audit_on_corruption: Annotated[
-        str,
-        Setting(
-            "report",
-            "what follows where an audit's gradients differ; report: an event, and training goes on; replace: the "
-            "worker that two others contradict is ended, another one is started, and the step is made again; stop: the "
-            "job ends",
-            choices=("report", "replace", "stop"),
-        ),
-    ]
-    comm_timeout_s: Annotated[
-        float,
-        Setting(
-            60.0,
-            "seconds without an answer, after which a worker counts as lost; ten times as many until each optimizer "
-            "has made two steps: one worker may compile for longer than the others",
-            above=0,
-            at_most=10**6,
-        ),
-    ]
-    elastic_redundancy: Annotated[
-        str,
-        Setting(
-            "mirror",
-            "where a lost worker's part of the sharded optimizer state comes from; mirror: another worker, where "
-            "possible on another host, has a copy and repeats its updates; none: all go back to the last checkpoint; "
-            "without effect with comm.state=replicated, where each worker has all of it",
-            choices=("mirror", "none"),
-        ),
-    ]
-
-
-def declared(group: type) -> dict[str, tuple[Any, Setting]]:
-    """Returns the type and the declaration of each setting of a TypedDict, by name."""
-    hints = get_type_hints(group, include_extras=True)
-    return {name: (hint.__origin__, hint.__metadata__[0]) for name, hint in hints.items()}
-
-
-DEFAULTS = {name: setting.default for name, (_, setting) in declared(CommSettings).items()}
-
 
 TRANSPORT_NAMES = ("allreduce", "all_to_all", "reduce_scatter", "tree", "symmetric")
 TO_SHARDS = ("all_to_all", "reduce_scatter", "symmetric")  # leave each worker its shard of the sum: for sharded state
 CONTRIBUTIONS = ("all_to_all", "symmetric")  # bring all contributions, to be added up in one order: reproducible sums
 TREES = ("binary", "star", "host", "latency")  # the shapes that the transport `tree` knows by name
+MODES = ("ssgd", "sma", "pair")  # of comm.sync, those that a word names
+LOCAL = r"local:0*([1-9]\d{0,5})"  # the pattern of `local:N`
+
+
+@dataclass(frozen=True)
+class Sync:
+    """How the workers keep together, and how many steps lie between synchronisations: with `local` N, else 1.
+
+    ssgd       every step's gradients are reduced: all workers have one model (synchronous SGD)
+    local:N    each worker updates with its own gradients; their models are averaged every N steps (local SGD)
+    sma        each worker has a model of its own, which is drawn to a central one (synchronous model averaging)
+    pair       each worker averages its model with that of another one, and waits for nobody
+    """
+
+    mode: str = "ssgd"  # "local", or one of `MODES`
+    every: int = 1
+
+    @staticmethod
+    def parse(text: object) -> Sync:
+        """Returns what a text ("ssgd", "local:8") stands for. Raises ValueError for anything else."""
+        if isinstance(text, str) and text in MODES:
+            return Sync(text)
+        if not isinstance(text, str) or (local := re.fullmatch(LOCAL, text)) is None:
+            raise ValueError(f"comm.sync={text}: must be one of {', '.join(MODES)}, local:N with N from 1 to 999999")
+        return Sync("local", int(local[1]))
+
+    def __str__(self) -> str:
+        """The text that `parse` takes."""
+        return f"{self.mode}:{self.every}" if self.mode == "local" else self.mode
 
 
 @dataclass(frozen=True)
 class CommOptions:
-    """The settings of `CommSettings`, which explains them, without their sections' names. `kfuse.settings` checks them.
+    """How gradients are reduced, with the defaults. `kfuse.settings.declared.CommSettings` explains and checks them.
 
     A schedule is also the name of a transport, or the dotted path of a Transport class.
     """
 
-    schedule: str = DEFAULTS["comm_schedule"]
-    dtype: str = DEFAULTS["comm_dtype"]
-    state: str = DEFAULTS["comm_state"]
-    redundancy: str = DEFAULTS["elastic_redundancy"]
-    bucket_mb: float = DEFAULTS["comm_bucket_mb"]
-    reproducible: bool = DEFAULTS["comm_reproducible"]
-    tree: str = DEFAULTS["comm_tree"]
-    sync: str = DEFAULTS["comm_sync"]
-    outer_lr: float = DEFAULTS["comm_outer_lr"]
-    outer_momentum: float = DEFAULTS["comm_outer_momentum"]
-    sma_alpha: float | None = DEFAULTS["comm_sma_alpha"]
-    sma_momentum: float = DEFAULTS["comm_sma_momentum"]
-    check_every: int | None = DEFAULTS["comm_check_every"]
-    audit_every: int | None = DEFAULTS["comm_audit_every"]
-    audit_on_corruption: str = DEFAULTS["comm_audit_on_corruption"]
+    schedule: str = "auto"
+    dtype: str = "fp32"
+    state: str = "replicated"
+    redundancy: str = "mirror"
+    bucket_mb: float = 25.0
+    reproducible: bool = False
+    tree: str = "binary"
+    sync: str = "ssgd"
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    sma_alpha: float | None = None
+    sma_momentum: float = 0.9
+    check_every: int | None = 100
+    audit_every: int | None = None
+    audit_on_corruption: str = "report"
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> CommOptions:
-        """Returns those among `settings`, by name. `comm_timeout_s` is the group's."""
-        return cls(**{name.partition("_")[2]: settings[name] for name in DEFAULTS if name != "comm_timeout_s"})
+        """Returns those among `settings`, which have them by their names there: see `named`."""
+        return cls(**{name.partition("_")[2]: settings[name] for name in cls().named()})
 
     def named(self) -> dict[str, Any]:
         """Returns them by their names as settings: `comm_sync`, `elastic_redundancy`."""
-        return {name: getattr(self, name.partition("_")[2]) for name in DEFAULTS if name != "comm_timeout_s"}
+        return {f"{'elastic' if name == 'redundancy' else 'comm'}_{name}": value for name, value in vars(self).items()}
 
     @property
     def synchronisation(self) -> Sync:

@@ -8,21 +8,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from kfuse.comm.buckets import PACKED, Bucket
+from kfuse.comm.buckets import PACKED, AveragedBuffers, Bucket
+from kfuse.comm.devices import StreamOrder
+from kfuse.comm.executor import Executor
+from kfuse.comm.group import Group
+from kfuse.comm.measurement import Measurement
+from kfuse.comm.settings import CommOptions
+from kfuse.comm.step_state import MicroBatch, StepPlan, StepState
 from kfuse.comm.sum_tree import ADD, WRITE, LeafStep
 from kfuse.kernels import pack
 
-if TYPE_CHECKING:
-    from kfuse.comm.engine import Engine
+if TYPE_CHECKING:  # few jobs need it
+    from kfuse.comm.audit import AuditedGradient
 
+_LOG = logging.getLogger("kfuse")
 
 REMEDY = (
     "one backward is one micro-batch. For several a step, iterate over a step of kf.DataLoader, or wrap each in "
@@ -33,98 +41,67 @@ REMEDY = (
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """A step as its training loop knows it before the first forward."""
-
-    samples: int
-    ranges: tuple[range, ...]  # by rank, the micro-batches that the worker is to run
-    local: int | None = None  # this worker's own samples, if each worker updates with its own mean gradient (local SGD)
-    decision: int = 0  # the number of the decision that is announced; 0: none. This and the next two: only rank 0's
-    times: tuple[float, float] = (0.0, 0.0)  # seconds of the step before, and of its wait for data; 0.0: unknown
-    fisher: Tensor | None = None  # fp32 [2] on the device: trace and largest entry of the diagonal Fisher information
-    by_weight: bool = False  # micro-batches weigh otherwise than by samples: the sum is known after the reduction
-    audited: int | None = None  # the micro-batch whose gradient's digest its worker takes (`AuditedGradient`)
-
-    @property
-    def micro_batches(self) -> int:
-        """M, over all workers."""
-        return sum(map(len, self.ranges))
-
-
-@dataclass(frozen=True)
 class Reduced:
     """The result of a step's reduction, on the device. The mean gradient is in the buckets."""
 
-    record: Tensor  # float64 [RECORD_SLOTS + workers * RANK_SLOTS], the step's figures: see `Tail.record`
+    record: Tensor  # float64 [RECORD_SLOTS + workers + figures]: see `Measurement.record`
     used: Tensor | None  # fp32 [parameters]: micro-batches of all that gave it a gradient. None: this worker's all did
     unused: frozenset[int]  # parameters that none of this worker's micro-batches gave a gradient
     now: Step  # the step that was reduced
+    differs: bool  # the workers no longer have the same model, as they found in this step
 
 
-class MicroBatch:
-    """Context of one micro-batch. Set `loss` (its mean loss, detached) before backward to have it averaged too."""
+class EngineParts:
+    """What a step and the hooks of gradients know of the engine that they belong to: it is one."""
 
-    def __init__(self, engine: Engine, weight: float, last: bool, several_backwards: bool = False) -> None:
-        """weight: in the mean gradient: its samples, if not told otherwise. last: of this worker's in the step.
+    options: CommOptions
+    group: Group  # the lane of the view's group that this engine uses
+    lane: int
+    params: list[Parameter]
+    names: list[str]  # of the parameters, for messages
+    device: torch.device  # where the parameters and buckets lie
+    on_gpu: bool
+    streams: StreamOrder
+    buckets: list[Bucket]  # the last one carries the tail
+    gradient_buckets: list[Bucket]  # that hold gradients: all but a last one that has only averaged buffers and tail
+    averaged: AveragedBuffers
+    measurement: Measurement
+    executor: Executor
+    audited: AuditedGradient | None  # where steps may have an audit
+    step: int  # steps completed
+    now: Step  # the coming step, or the one under way
+    reduced: Reduced | None  # the last step's result, until the optimizer takes it
+    superseded: bool  # a newer engine has taken over some of the parameters
+    on_last_micro_batch: Callable[[], None]  # its backward is over, all buckets are launched. The optimizer sets it.
+    _warned: set[str]
 
-        several_backwards: gradients add up in `p.grad` until the micro-batch closes.
-        """
-        self._engine, self.weight, self.last, self.several_backwards = engine, weight, last, several_backwards
-        self.loss: Tensor | float | None = None
-        self.figures: Sequence[Tensor | float] = ()  # scalars to be averaged like the loss, one for each slot at most
+    def wants_gradient(self) -> bool:
+        """Whether to take the gradient that has just arrived."""
+        raise NotImplementedError
 
-    def __enter__(self) -> MicroBatch:
-        self._engine.open_micro_batch(self)
-        return self
+    def close_micro_batch(self, then_wait: bool = True) -> None:
+        """Ends the micro-batch under way."""
+        raise NotImplementedError
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is None:
-            self._engine.close_micro_batch()
-        else:
-            self._engine.abort()
+    def close(self) -> None:
+        """Removes the hooks."""
+        raise NotImplementedError
+
+    def warn_once(self, message: str, *values: object) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            _LOG.warning(message, *values)
 
 
-class Step:
+class Step(StepState):
     """The step under way. The engine calls `follow` if it has a plan, then `open`, `pack` and `close` by turns."""
 
-    plan: StepPlan | None = None
-    expected: int | None = None  # micro-batches that this worker has in the plan
-    implicit: bool = False  # a bare backward, outside opt.micro_batch
-    parts: int = 1  # bare backwards in the step, each of a loss divided by their number
-    current: MicroBatch | None = None
-    leaf: LeafStep = WRITE  # what this worker does with the current micro-batch's gradients
-    scale: float = 1.0  # by which they are multiplied
-    done: int = 0  # micro-batches finished
-    told: bool = False  # the tail has what only this rank writes
-    weight: float = 0.0  # sum of the finished ones' weights
-    closed: bool = False  # the last one is finished, or under way with all of its buckets packed
-    collects: bool = False  # hooks take gradients, and need not ask the engine
-    had_graph: bool = False  # a gradient came with its graph: backward(create_graph=True)
-    # The current micro-batch is the step's only one, on a CPU: its gradient is the mean, and its norm the mean's. (A
-    # GPU's kernel measures as it copies, at no further cost.)
-    alone: bool = False
-
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineParts) -> None:
+        super().__init__()
         self._engine = engine
-        self.missed = set[int]()  # parameters that the current micro-batch gave no gradient
-        self.unused = set[int]()  # parameters that none of the finished micro-batches gave a gradient
         self._leaves: Sequence[LeafStep] | None = None  # with the canonical tree: how this worker sums its own
         self._audited: int | None = None  # which of this worker's, from 0, has the digest of its gradient taken
         engine.executor.reset()
-
-    @property
-    def begun(self) -> bool:
-        return self.done > 0 or self.current is not None
-
-    @property
-    def is_local(self) -> bool:
-        """Gradients stay with their worker; only the tail is reduced."""
-        return self.plan is not None and self.plan.local is not None
-
-    @property
-    def weights_are_known(self) -> bool:
-        """Gradients are scaled to their mean while packing, since the sum of the weights is known before."""
-        return self.implicit or (self.plan is not None and not self.plan.by_weight)
 
     @property
     def tail_waits(self) -> bool:
@@ -237,7 +214,7 @@ class Step:
             )
         if engine.averaged.tensors:
             engine.averaged.pack(last, self.leaf, self.scale / self.parts)
-        engine.measurement.write(last, self, None if self.told else engine.digest())
+        engine.measurement.write(last, self)
         if current.last:
             engine.measurement.stopwatch.stop(self.done + 1)
         self.weight += current.weight
@@ -281,7 +258,7 @@ class Step:
         return self.closed
 
     def _contribute_nothing(self) -> None:
-        """Sends zeros, with the digest; with reproducible sums there is no slot to write to."""
+        """Sends zeros; with reproducible sums there is no slot to write to."""
         engine = self._engine
         engine.averaged.begin_step()
         engine.measurement.stopwatch.forget()
@@ -289,8 +266,6 @@ class Step:
         if not engine.options.reproducible:
             for bucket in engine.buckets:
                 bucket.slot(0).zero_()
-            if (digest := engine.digest()) is not None:
-                engine.measurement.tail.write_digest(engine.buckets[-1].tail_sum, digest)
         launched = engine.gradient_buckets if self.tail_waits else engine.buckets
         engine.executor.launch(launched, engine.step, self.is_local)
 
@@ -305,7 +280,8 @@ class Step:
         engine.executor.wait(self.is_local)
         total_weight = engine.measurement.total_weight(last.tail_sum, self)
         engine.measurement.measure(total_weight, engine.executor.measured)
-        return KeptStep(engine.step, self, last.tail_sum, last.views, total_weight)
+        changes = last.view(last.mean) if engine.averaged.tensors else []
+        return KeptStep(engine.step, self, last.tail_sum, changes, total_weight)
 
 
 @dataclass

@@ -9,32 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from kfuse.comm.group import Group
+from kfuse.comm.group import Group, Links
 
 SAME = 1.5  # times are alike within this factor: a measurement in a busy network is no more exact
 _MOST_CHUNKS, _CHUNK_BYTES = 8, 2**18
 
 
-@dataclass(frozen=True)
-class Links:
-    """The measured links of a view, by rank and rank. Both matrices are symmetric, and the same on every worker."""
-
-    latencies: tuple[tuple[float, ...], ...]  # seconds of a message of a few bytes; 0.0 from a rank to itself
-    throughputs: tuple[tuple[float | None, ...], ...]  # bytes a second beyond that; None from a rank to itself
-
-    def seconds(self, nbytes: int) -> list[list[float]]:
-        """By rank and rank: seconds that a message of `nbytes` takes, latency + bytes / throughput."""
-        return [
-            [0.0 if rate is None else latency + nbytes / rate for latency, rate in zip(*row, strict=True)]
-            for row in zip(self.latencies, self.throughputs, strict=True)
-        ]
-
-    def tree(self, nbytes: int) -> list[int]:
-        return spanning_tree(alike(self.seconds(nbytes)), chunks(nbytes))
+def best_tree(links: Links, nbytes: int) -> list[int]:
+    """Each rank's parent in the tree along which a buffer of `nbytes` is summed soonest."""
+    return spanning_tree(alike(links.seconds(nbytes)), chunks(nbytes))
 
 
 def alike(times: Sequence[Sequence[float]]) -> list[list[float]]:

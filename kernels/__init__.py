@@ -16,7 +16,7 @@ from kfuse.kernels.reduction import (
     sum_partials,
 )
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
-from kfuse.kernels.updates import AdamOptions, AdamWArguments, SGDOptions, adamw, lamb, lamb_trust, sgd
+from kfuse.kernels.updates import AdamOptions, AdamWArguments, SGDOptions, adamw, lamb, lamb_trust, sgd, take_changed
 
 need(NAMES)
 
@@ -41,4 +41,5 @@ __all__ = [
     "reduce",
     "sgd",
     "sum_partials",
+    "take_changed",
 ]

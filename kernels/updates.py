@@ -163,12 +163,14 @@ class LAMBArguments(UpdateArguments):
         require("lamb: trust", self.trust, (len(self.table.numels),), torch.float32)
 
 
-def take_changed(param: Tensor, master: Tensor) -> None:
-    """On the CPU: elements of `param` that are not the rounded master were changed since the last update. They replace
-    it. param: bf16 or fp16. master: fp32, of the same shape.
+def take_changed(param: Tensor, master: Tensor, looks: bool = False) -> None:
+    """Elements of `param` that are not the rounded `master` were changed since it was rounded: they replace it.
+
+    By their values, since not every way to change a tensor leaves a trace (`p.grad.data.mul_`). param: bf16 or fp16.
+    master: fp32, of the same shape. looks: whether there are any, which is quicker and would wait for a GPU.
     """
     same = master.to(param.dtype) == param
-    if not same.all():
+    if not looks or not same.all():
         torch.where(same, master, param, out=master)
 
 
@@ -192,7 +194,7 @@ def _fused(
     if given.skipped:
         return
     if given.master is not None:
-        take_changed(given.param, given.master)
+        take_changed(given.param, given.master, looks=True)
     # PyTorch's fused optimizers divide by the scale, and write the quotient back to the gradient.
     scale = None if given.grad_scale is None or given.grad_scale.item() == 1.0 else given.grad_scale.reciprocal()
     weights, grad = given.weights, given.grad
@@ -253,7 +255,7 @@ def _lamb_norms(given: LAMBArguments, gradients: Sequence[Tensor], partials: Ten
     first = 0
     for param, p, m, v, g, edges in zip(*flats, gradients, table.edges, strict=True):
         if given.master is not None:
-            take_changed(param, p)
+            take_changed(param, p, looks=True)
         head = edges[1] % CHUNK if p.numel() else 0  # a first chunk that is cut short goes alone
         for start, end in pairwise(sorted({0, *range(head, p.numel(), PIECE), p.numel()})):
             chunks = -(-(end - start) // CHUNK)

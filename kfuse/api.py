@@ -144,8 +144,10 @@ def peer_latencies() -> list[float]:
     Every worker must call it between the same steps. It takes some milliseconds a worker, more on slow links. Policies
     then see latencies and throughputs in `Signals`. Raises CommError, RuntimeError with comm.sync=pair.
     """
+    from kfuse.comm.topology import measure
+
     group = _group()
-    return list(group.measure_links().latencies[group.rank])
+    return list(measure(group).latencies[group.rank])
 
 
 def resize(workers: int) -> None:

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import Group, drop_retired, keep_for_ever
-from kfuse.comm.settings import CommOptions, CommSettings
+from kfuse.comm.settings import CommOptions
 from kfuse.elastic import notice, protocol
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.logs import set_up_logging
 from kfuse.membership import Record, Session
 from kfuse.observe.lock import share
 from kfuse.settings import rules
+from kfuse.settings.declared import CommSettings
 from kfuse.settings.tree import by_key, resolved
 
 if TYPE_CHECKING:  # only where a supervisor has started this worker
@@ -121,7 +122,9 @@ def join_fixed_group(
     group, view = rendezvous.form_group(_take_device(comm), timeout_s)
     group.first_steps.add(group)
     if comm.tree == "latency":
-        group.measure_links()
+        from kfuse.comm.topology import measure  # few jobs need it
+
+        measure(group)
     made = _use(Session(group, comm, record=record))
     made.view = view
     made.log_view()

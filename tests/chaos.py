@@ -231,7 +231,7 @@ class Chaos(BasePolicy):
         from kfuse.comm.engine import Engine
         from kfuse.comm.executor import Executor
         from kfuse.comm.gloo import GlooGroup
-        from kfuse.comm.step import MicroBatch
+        from kfuse.comm.step_state import MicroBatch
         from kfuse.comm.transports import AllReduce
         from kfuse.comm.transports.all_to_all import AllToAll, TwoWorkers
         from kfuse.optim import base, sharding

@@ -21,10 +21,11 @@ import kfuse as kf
 from kfuse import session
 from kfuse.cli.check import prepare, validate
 from kfuse.comm.group import Group
-from kfuse.comm.settings import CommOptions, CommSettings
+from kfuse.comm.settings import CommOptions
 from kfuse.data import DataSplit
 from kfuse.elastic.protocol import Member, View
 from kfuse.settings import rules
+from kfuse.settings.declared import CommSettings
 from kfuse.settings.tree import ConfigError, by_key, resolved
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import kfuse as kf
-from kfuse.comm.tail import digest
+from kfuse.comm.digest import digest
 from kfuse.train.audit import choose, culprit
 from kfuse.train.step import StepSamples
 
@@ -242,6 +242,19 @@ def test_one_worker_runs_it_twice_and_finds_that_a_model_is_not_deterministic(tm
         assert len(events) == (4 if differs else 0)
         assert all("not deterministic" in event["note"] for event in events)
     assert caplog.text.count("not deterministic") == 1
+
+
+def test_a_step_without_an_audit_takes_gradients_as_any_other() -> None:
+    kf.init(comm_reproducible=True, comm_audit_every=2)
+    net, audited = Network(), list[bool]()
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+
+    class Watches(kf.BasePolicy):
+        def after_step(self) -> None:
+            audited.append(opt.engine.audited is not None)
+
+    kf.fit(net, data(), opt, kf.Hook(Watches()), train_epochs=1, batch_size=BATCH)
+    assert audited == [True, False, True, False]
 
 
 # -- the training is the same -------------------------------------------------------------------------------------

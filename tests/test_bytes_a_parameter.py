@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.sharded_gradient import ShardedGradient
-from kfuse.comm.step import StepPlan
+from kfuse.comm.step_state import StepPlan
 from kfuse.comm.sum_tree import aligned_ranges, bound, bytes_a_parameter, plan_range
 from kfuse.session import reset
 
@@ -45,7 +44,7 @@ class Silent(Group):
 
     def _count(self, what: str) -> Pending:
         tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
-        storages = [found.untyped_storage() for found in tensors if type(found) is not ShardedGradient]  # it has none
+        storages = [found.untyped_storage() for found in tensors]
         total = reached = 0  # a parameter's storage may be a part of a flat buffer's
         for start, end in sorted((each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages):
             total += max(0, end - max(start, reached))

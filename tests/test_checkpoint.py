@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from warm import CONTEXT
 
 from kfuse.checkpoint import HostCopy, Snapshots, manager
-from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest, load_plain
+from kfuse.checkpoint.format import FORMAT, Checkpointer, CheckpointError, load, load_newest, load_plain
 from kfuse.checkpoint.format import _encode as encode
 
 PATIENCE_S = 120.0
@@ -244,13 +244,13 @@ def test_any_flipped_bit_and_truncated_or_missing_files_are_named(damaged: Path,
 
 def test_what_is_no_manifest_is_passed_over_and_named(damaged: Path) -> None:
     wrong: list[dict[str, Any]] = [{}, {"files": []}, {"files": {"model.pt": 3}}, {"files": {"model.pt": {}}}]
-    for content in (b"3", b"\0", b"[" * 100_000, *(encode({"format": 3} | rest) for rest in wrong)):
+    for content in (b"3", b"\0", b"[" * 100_000, *(encode({"format": FORMAT} | rest) for rest in wrong)):
         (damaged / "manifest.json").write_bytes(content)
         events: list[dict[str, Any]] = []
         assert load_newest(damaged.parent, events.append) is None
         assert re.search(r"(manifest\.json|model\.pt): damaged", events[0]["why"])
     (damaged / "manifest.json").write_bytes(encode({"format": 1}))
-    with pytest.raises(CheckpointError, match=r"manifest\.json: format version 1 is unknown; this kfuse reads 3"):
+    with pytest.raises(CheckpointError, match=rf"format version 1 is unknown; this kfuse reads {FORMAT}"):
         load(damaged)
 
 

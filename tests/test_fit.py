@@ -127,7 +127,7 @@ def test_orders_of_the_leader_take_effect_on_every_worker_at_one_step() -> None:
         ("set_topology", "symmetric", "must be named at the start, as comm.schedule"),
         ("set_tree", "oak", "must be one of binary, star, host, latency"),
         ("set_tree", [0.5], r"tree \[0\.5\]: must be one of"),
-        ("set_sync", 4, "must be one of ssgd, local:N, sma, pair"),
+        ("set_sync", 4, "must be one of ssgd, sma, pair, local:N"),
         ("set_batch_size", 0, "must be at least 1"),
         ("set_lr", -1.0, "must be a finite number above 0"),
         ("set_lr", 1e-40, r"set_lr\(1e-40\): must be 1.18e-38 to 3.4e\+38, fp32's range"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from typing import Any
 
 import pytest
@@ -188,46 +187,30 @@ def test_gradients_that_share_their_memory_are_each_packed_as_they_are() -> None
     assert torch.equal(first.view(-1), -slope - 1)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("adamw", torch.float32), ("wrapped", torch.bfloat16)], ids=str)
-def test_data_of_a_gradient_that_was_replaced(kind: str, dtype: torch.dtype) -> None:
-    """`p.grad.data = tensor`: in other memory, of another dtype, or the same memory with other strides."""
-    weights = [nn.Parameter(torch.arange(9, dtype=dtype).view(3, 3)), nn.Parameter(torch.ones(4, dtype=dtype))]
-    twins = copy.deepcopy(weights)
-    opts = [make(params) for make, params in zip(OPTIMIZERS[kind], (weights, twins), strict=True)]
-    new = [
-        lambda grad: torch.full((3, 3), 7.0, dtype=dtype),
-        lambda grad: grad.t(),
-        lambda grad: torch.full((3, 3), -2.0, dtype=torch.float64) if kind != "wrapped" else grad,
-        lambda grad: torch.zeros(3, 3, dtype=dtype),
-        lambda grad: grad,
-    ]
-    slope = torch.linspace(-1, 1, 9).view(3, 3)
-    for step, replaced in enumerate(new):
-        for params, each in zip((weights, twins), opts, strict=True):
-            each.zero_grad()
-            ((params[0] * slope).sum() + params[1].square().sum()).backward()
-            grad = params[0].grad
-            assert grad is not None and torch.equal(grad, slope.to(dtype))
-            value = replaced(grad.data)
-            grad.data = value if params is weights else value.to(dtype)
-            if step == 3:  # dropped, by other means than opt.zero_grad()
-                for p in params:
-                    p.grad = None
-                continue
-            each.step()
-    tolerance = 1e-5 if dtype == torch.float32 else 0.05
-    torch.testing.assert_close(weights, twins, rtol=tolerance, atol=tolerance)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_data_of_a_gradient_that_was_replaced_is_refused(dtype: torch.dtype) -> None:
+    """`p.grad.data = tensor`: other memory, or the same with other strides. The next step's gradients are right."""
+    p = nn.Parameter(torch.ones(3, 3, dtype=dtype))
+    opt = kf.FusedSGD([p], lr=0.5)
+    for replaced in (lambda grad: torch.ones(3, 3, dtype=dtype), lambda grad: grad.data.t()):
+        p.square().sum().backward()
+        assert p.grad is not None and torch.equal(p.grad, torch.full_like(p, 2.0))
+        p.grad.data = replaced(p.grad)
+        with pytest.raises(RuntimeError, match=r"^p\.grad\.data = \.\.\. after backward: set p\.grad = "):
+            opt.step()
+        assert torch.equal(p, torch.ones_like(p))
+        opt.zero_grad()
+    p.square().sum().backward()
+    assert p.grad is not None
+    p.grad.data = p.grad.data  # as nn.Module.to does
+    opt.step()
+    assert torch.equal(p, torch.zeros_like(p))
 
 
-def test_data_of_a_gradient_of_another_shape_is_refused() -> None:
+def test_a_parameter_of_another_shape_is_refused() -> None:
     p = nn.Parameter(torch.ones(2, 3))
     opt = kf.FusedSGD([p], lr=0.1)
     p.square().sum().backward()
-    assert p.grad is not None
-    p.grad.data = torch.ones(3)
-    with pytest.raises(RuntimeError, match=r"^parameter 0 of shape \(2, 3\): its p.grad.data has shape \(3,\)$"):
-        opt.step()
-    assert torch.equal(p, torch.ones(2, 3))
     opt.zero_grad()
     p.data = torch.ones(1)
     with pytest.raises(RuntimeError, match=r"^parameter 0 was torch.float32 \[2, 3\] and is torch.float32 \[1\] now"):

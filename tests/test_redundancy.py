@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm.group import CommError
 from kfuse.membership import Session
-from kfuse.optim.updates import begun_update, has_begun, resume_update
+from kfuse.optim.resume import begun_update, has_begun, resume_update
 from kfuse.session import reset
 
 

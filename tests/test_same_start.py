@@ -11,13 +11,10 @@ import torch
 import torch.nn.functional as F
 from distributed import WorkersFailed, on_workers, run_workers
 from elastic_job import run_job, words
-from hypothesis import given
-from hypothesis import strategies as st
 from problems import all_equal, problem, update
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm.tail import digest_from_slots, digest_slots
 from kfuse.optim.base import latest_optimizer
 from kfuse.session import current
 
@@ -79,13 +76,6 @@ def test_a_training_that_is_another_one_on_one_rank_is_refused(what: str, told: 
         run_workers(2, fit_another, what)
 
 
-@given(value=st.integers(-(2**63), 2**63 - 1))
-def test_a_digest_survives_the_sum_over_ranks(value: int) -> None:
-    total = digest_slots(torch.tensor(value)) + 3 * torch.zeros(3)
-    assert digest_from_slots(total.tolist()) == value % 2**64
-    assert digest_from_slots([0.0, 0.0, 0.0]) is None
-
-
 def diverge(how: str) -> list[int]:
     """Rank 1 changes something in step 13; returns the steps made until the job ended with an error."""
     kf.init(comm_check_every=5)
@@ -118,10 +108,10 @@ def diverge(how: str) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["loader", "bare"])
-def test_workers_that_differ_end_within_two_checks(how: str) -> None:
+def test_workers_that_differ_end_in_the_next_check(how: str) -> None:
     results = run_workers(2, diverge, how)
     assert results[0] == results[1] != [], "no rank noticed"
-    assert 13 <= results[0][0] <= 13 + 2 * 5
+    assert results[0][0] == 15
 
 
 class SpoilsRank1(kf.BasePolicy):

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kfuse as kf
-from kfuse.comm.settings import CommSettings, Setting
 from kfuse.settings import rules
+from kfuse.settings.declared import CommSettings, Setting
 from kfuse.settings.tree import (
     AT_SHELL,
     SCRIPTS_ONLY,
@@ -117,6 +117,7 @@ REFUSED: list[dict[str, Any]] = [
     {"optimizers": 2, "lr.scaling": "adascale"},
     {"scaler": True, "comm.sync": "sma"},
     {"scaler": True, "job": "elastic"},
+    {"scaler": True, "comm.state": "sharded"},
     {"train.epochs": 3, "data": "stream", "train.steps": 3},
     {"train.steps": None, "data": "stream"},
     {"lr.decay": "linear", "run.steps": None},

@@ -20,7 +20,7 @@ from problems import update
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm.tail import RANK_SLOTS, TAIL_SLOTS, digest_slots
+from kfuse.comm.measurement import TAIL_SLOTS
 from kfuse.statistics.step_stats import Statistics, StepStats
 
 Array = NDArray[np.float64]
@@ -364,21 +364,22 @@ def test_gradients_unscaled_by_hand_are_unknown_not_wrong() -> None:
 def push(statistics: Statistics, step: int, seed: int) -> None:
     """A step's record as the engine makes it: now and then not finite, or of a single micro-batch."""
     rng = np.random.default_rng([seed, step])
-    record = torch.zeros(TAIL_SLOTS + 2 + 3 * RANK_SLOTS, dtype=torch.float64)  # three workers
-    squared_norm, skipped, of_ranks = TAIL_SLOTS, TAIL_SLOTS + 1, record[TAIL_SLOTS + 2 :].view(3, RANK_SLOTS)
+    record = torch.zeros(TAIL_SLOTS + 2 + 3, dtype=torch.float64)  # three workers
+    squared_norm, skipped = TAIL_SLOTS, TAIL_SLOTS + 1
     micro_batches = int(rng.integers(1, 5))
     samples = 7.0 * micro_batches
     record[:4] = torch.tensor([samples * rng.gamma(2.0), samples, samples * rng.normal(), micro_batches])
     record[4:8] = torch.from_numpy(rng.random(4))  # the leader's times and Fisher information
     record[8:13] = torch.tensor([rng.integers(0, 100), rng.random(), 0, 0, 1])  # the control word
     record[squared_norm] = rng.gamma(2.0) / 2
-    of_ranks[:, 0] = torch.from_numpy(rng.random(3))
-    if step % 3 == 0:
-        of_ranks[:, 1:4] = digest_slots(torch.tensor(int(rng.integers(2**62))))
+    record[TAIL_SLOTS + 2 :] = torch.from_numpy(rng.random(3))
+    if local := rng.random() < 0.3:
+        record[squared_norm] = math.nan
+    statistics.bf16_sums = bool(rng.integers(2))
     if rng.random() < 0.1:
         record[0] = record[2] = record[squared_norm] = math.inf
         record[skipped] = 1.0
-    statistics.push(step, "samples", record)
+    statistics.push(step, "samples", record, local)
 
 
 @settings(max_examples=25)
@@ -398,6 +399,7 @@ def test_state_carries_on_bitwise(before: int, unread: int, lag: int, seed: int)
     for step in range(before, before + 30):
         for statistics in (original, copy):
             push(statistics, step, seed)
+        assert copy.arrived == original.arrived  # which steps had a gradient that was not finite
         assert repr(copy.read(lag)) == repr(original.read(lag))
     assert repr(copy.wait()) == repr(original.wait())
     assert repr(copy.state_dict()) == repr(original.state_dict())

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 from scipy.sparse.csgraph import minimum_spanning_tree
 
 import kfuse as kf
-from kfuse.comm.tail import DECISION, RANK_SLOTS, RECORD_SLOTS, Tail
+from kfuse.comm.measurement import DECISION, RECORD_SLOTS, TAIL_SLOTS, Measurement
 from kfuse.comm.topology import (
     SAME,
     Links,
     alike,
+    best_tree,
     check_parents,
     chunks,
     depths,
@@ -103,8 +105,8 @@ def test_a_small_message_and_a_large_one_have_different_trees() -> None:
         [pytest.approx(1.1e-3), 0.0, pytest.approx(1.1e-2)],
         [pytest.approx(1.0001), pytest.approx(1.1e-2), 0.0],
     ]
-    assert {frozenset(link) for link in links_of(links.tree(8))} == {frozenset((0, 1)), frozenset((0, 2))}
-    assert {frozenset(link) for link in links_of(links.tree(10**6))} == {frozenset((0, 1)), frozenset((1, 2))}
+    assert {frozenset(link) for link in links_of(best_tree(links, 8))} == {frozenset((0, 1)), frozenset((0, 2))}
+    assert {frozenset(link) for link in links_of(best_tree(links, 10**6))} == {frozenset((0, 1)), frozenset((1, 2))}
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8])
@@ -155,16 +157,15 @@ def test_all_workers_measure_the_same_links(workers: int) -> None:
 
 @given(st.integers(1, 64), st.integers(0, 2**24))
 def test_what_one_rank_writes_arrives_in_the_tail_as_it_was_sent(ranks: int, decision: int) -> None:
-    totals = torch.zeros(2, dtype=torch.float64)
-    place = np.zeros(Tail(3, 0, ranks, figures=2).numel, np.float32)
+    tail = Measurement([], 3, torch.device("cpu"))
+    tail.set_group(0, ranks, 2)
+    place = np.zeros(tail.tail, np.float32)
     for rank in range(ranks):
-        tail = Tail(3, rank, ranks, figures=2)
         of_rank = np.zeros_like(place)
         for first in (True, False):  # two micro-batches
-            own = {tail.own: 0.5 + rank, tail.own + 1: 2.0, DECISION: float(decision * (rank == 0))}
-            tail.write(of_rank, not first, 1.0, totals[0], 1.0, figures=[7.0, 8.0], own=own if first else None)
+            own = {TAIL_SLOTS + rank: 0.5 + rank, DECISION: float(decision * (rank == 0))} if first else {}
+            tail.write_tail(of_rank, not first, 1.0, 0.0, 1.0, (), [7.0, 8.0], own)
         place += of_rank
-    values = Tail(3, 0, ranks, figures=2).record(place, totals.numpy()).tolist()[:-2]
-    assert values[DECISION] == decision
-    assert values[RECORD_SLOTS + 1 :: RANK_SLOTS] == [2.0] * ranks
-    assert values[RECORD_SLOTS::RANK_SLOTS] == [0.5 + rank for rank in range(ranks)]
+    values = tail.record(place, SimpleNamespace(alone=False, plan=None)).tolist()  # type: ignore[arg-type]
+    assert values[DECISION] == decision and values[-2:] == [14.0 * ranks, 16.0 * ranks]
+    assert values[RECORD_SLOTS:-2] == [0.5 + rank for rank in range(ranks)]

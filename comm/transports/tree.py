@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kfuse.comm.group import Group, Pending
+from kfuse.comm.group import Group, Links, Pending
 from kfuse.comm.sum_tree import Merge
-from kfuse.comm.topology import Links, check_parents, chunks, depths
+from kfuse.comm.topology import best_tree, check_parents, chunks, depths
 
 _LOG = logging.getLogger("kfuse")
 
@@ -83,7 +83,7 @@ class Tree:
         if links is not self._links:
             self._links, self._by_bytes = links, {}
         if nbytes not in self._by_bytes:
-            self._by_bytes[nbytes] = found = _Shape(links.tree(nbytes))
+            self._by_bytes[nbytes] = found = _Shape(best_tree(links, nbytes))
             if self._group.rank == 0:
                 _LOG.info("comm.tree=latency: messages of %d bytes go along the parents %s", nbytes, found.parents)
         return self._by_bytes[nbytes]

@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on elastic workers: kfuse-run --workers 2 examples/frameworks/trainer_elastic.py
 
-Also on one: python examples/frameworks/trainer_elastic.py. `fit(trainer)` takes the place of `trainer.train()`; a
-worker that is lost in the middle changes no bit. Needs transformers (pip install 'kfuse[transformers]').
+Also on one: python examples/frameworks/trainer_elastic.py. `fit` takes the place of `trainer.train()`; a worker that is
+lost in the middle changes no bit. Needs transformers (pip install 'kfuse[transformers]').
 """
 
 import torch
@@ -24,6 +24,6 @@ arguments = TrainingArguments(
 )  # fmt: skip
 torch.manual_seed(0)
 trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
-output = fit(trainer)  # a policy: fit(trainer, kf.Hook(CriticalBatchPolicy()))
+output = fit(trainer, tokens=True)  # a policy: fit(trainer, kf.Hook(CriticalBatchPolicy()), tokens=True)
 if output is not None and kf.rank() == 0:
     print(output.metrics)

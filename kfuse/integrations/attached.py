@@ -15,6 +15,11 @@ from kfuse.integrations.ddp import ddp_hook
 from kfuse.integrations.measure import Monitor, Options
 from kfuse.optim import DistributedOptimizer
 
+TOKENS = (
+    "{call}: this trainer counts tokens, and kfuse must be told whether the model divides its loss by them: must be "
+    "{call}(trainer, tokens=True) for a causal language model such as Llama, tokens=False where a micro-batch's loss "
+    "is a mean (classification, BERT, T5, ...)"
+)
 LOGGED = ("noise_scale", "noise_scale_low", "noise_scale_high")
 
 

@@ -21,7 +21,6 @@ from kfuse.comm.gradients import at_the_end_of_backward
 from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
 
 _OUTLIVED: list[RemovableHandle] = []  # hooks of watches that are gone
-CHANGED = "`.grad` was changed between two backwards of a step, for example clipped or set to zero"
 
 
 class OfOneModel:
@@ -100,23 +99,18 @@ class BackwardWatch(ABC):
         if not self.monitor.micro_batches:
             if gradients:
                 earlier = total_square(gradients)
-                self.only_where(earlier == 0, "`.grad` had a gradient before the step's first backward: call zero_grad")
+                self._conditions.append(earlier == 0)  # else it had a gradient before the step's first backward
         elif not gradients and not self.waits():  # dropped, by zero_grad without a step
             self.monitor.drop()
             self.begin_step()
             self._forwards = 1
         elif self.before != self.after:
-            self.unknown(CHANGED)
+            self.unknown()  # changed between two backwards of a step, for example clipped
         self._measures = self.begins()
 
-    def only_where(self, condition: Tensor, why: str) -> None:
-        """Makes this step's squares unknown unless `condition`, a bool scalar on the device, is true."""
-        self._conditions.append(condition)
-        self.monitor.explain(why, perhaps=True)
-
-    def unknown(self, why: str) -> None:
+    def unknown(self) -> None:
+        """Makes this step's squares unknown."""
         self._unknown = True
-        self.monitor.explain(why)
 
     def square(self) -> Tensor | float:
         """Returns |s_j|^2 of the backward under way or just over, or NaN where it is unknown.
@@ -126,7 +120,7 @@ class BackwardWatch(ABC):
         """
         self._backwards += 1
         if self._backwards > self._forwards:
-            self.unknown("the step had more backwards than forwards of the model, called as model(...)")
+            self.unknown()
         if self._unknown or not self.norms:
             return math.nan
         square = sum_squares(self.norms)
@@ -266,6 +260,4 @@ class OneProcess(BackwardWatch):
             self._square = total_square(self.gradients()) if self.monitor.last else math.nan
 
     def end_step(self) -> None:
-        if not self.monitor.last:
-            self.monitor.explain("an optimizer stepped within an accumulation")
         self.monitor.step(self.monitor.message(torch.as_tensor(self._square)))

@@ -24,6 +24,8 @@ def ddp_hook(
 ) -> Monitor:
     """Measures the gradient statistics of a DDP model in its communication hook; parameters keep plain DDP's bits.
 
+    But for the rounding of 1 / n with `gradient_as_bucket_view=True` where the number of workers is no power of two.
+
     Call it on every rank, after the model was wrapped and before its first backward. A step is a backward that DDP
     reduces, with the backwards under `no_sync()` before it; each backward is a micro-batch. One message of 48 bytes a
     step is added: it travels while the optimizer and the next forward run.
@@ -57,10 +59,6 @@ class _Hook(BackwardWatch):
         named = ddp.module.named_parameters()
         params = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore]
         device = one_device("kf.ddp_hook", params)
-        # Without a hook DDP multiplies a gradient by 1 / n as it copies it into its bucket, and divides by n one that
-        # lies there already. For powers of two there is no difference.
-        self._divides = ddp.gradient_as_bucket_view and self._workers & (self._workers - 1) != 0
-        self._places: dict[int, int] = {}  # by id of the parameter, where its gradient lay before this backward
         self._means: list[Tensor] = []  # the buckets, which have the mean gradient when backward is over
         self._syncs = False  # DDP reduces in the backwards of the newest forward
         self._watches = False  # the parameters have hooks
@@ -105,9 +103,6 @@ class _Hook(BackwardWatch):
         """The gradient is measured parameter by parameter where the buckets will hold another one."""
         self._means, self._reduced = [], False
         self._of_buckets = self._syncs and not self.kept
-        if self._divides:
-            grads = ((id(param), param.grad) for param in self.params)
-            self._places = {key: grad.untyped_storage().data_ptr() for key, grad in grads if grad is not None}
         if not self._of_buckets:
             self._watch_parameters()
         return not self._of_buckets
@@ -121,30 +116,19 @@ class _Hook(BackwardWatch):
         if not self._began:
             self.reached()
             self.before = []  # some gradients are there by now
-            self.unknown("the backward did not come from the model's outputs")
+            self.unknown()  # the backward did not come from the model's outputs
             self._watch_parameters()  # from now on it may
         if buffer.dtype in (torch.bfloat16, torch.float16):
             self.monitor.low_precision()
         if self._of_buckets:
             self.norms += block_norms(buffer)
-        self._divide(buffer, bucket)
+        buffer.mul_(1.0 / self._workers)  # as DDP does where it copies a gradient into its bucket
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         self._means.append(buffer)
         if bucket.is_last():  # and all gradients are there
             self._reduced = True
             self.monitor.micro_batch(self.square())
         return work.get_future().then(drop_before_exit(lambda future: future.value()[0]))
-
-    def _divide(self, buffer: Tensor, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
-        here = buffer.untyped_storage().data_ptr()
-        if not self._divides or here not in self._places.values():
-            buffer.mul_(1.0 / self._workers)
-            return
-        for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if self._places.get(id(param)) == here:
-                view.div_(self._workers)
-            else:
-                view.mul_(1.0 / self._workers)
 
     def _end(self) -> None:
         if self._syncs and not self._reduced:  # static_graph: DDP has queued its first reduction behind this call

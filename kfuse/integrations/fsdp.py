@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from kfuse.integrations.backward import CHANGED, BackwardWatch
+from kfuse.integrations.backward import BackwardWatch
 from kfuse.integrations.measure import Monitor, Options, one_device, total_square
 from kfuse.kernels.private_names import need
 
@@ -88,7 +88,7 @@ class _Sharded(BackwardWatch):
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
         if torch.is_grad_enabled() and self._began:
-            self.unknown("a backward raised, and FSDP2 may keep a part of its gradient")
+            self.unknown()  # the backward raised, and FSDP2 may keep a part of its gradient
         super().before_forward(module, arguments)
 
     def _before_unit(self, unit: nn.Module, arguments: object) -> None:
@@ -105,7 +105,7 @@ class _Sharded(BackwardWatch):
     def begins(self) -> bool:
         """torch._foreach functions, as clipping uses, leave the versions of DTensors: so squares are compared too."""
         if self.monitor.micro_batches and self.kept and self._left is not None:
-            self.only_where(total_square(self.gradients()) == self._left, CHANGED)
+            self._conditions.append(total_square(self.gradients()) == self._left)
         return True
 
     def waits(self) -> bool:
@@ -114,7 +114,7 @@ class _Sharded(BackwardWatch):
     def ended(self) -> None:
         self._pending -= {index for index, before in enumerate(self.before) if before != self.after[index]}
         if any(mark is not None and index not in self._gathered for index, mark in enumerate(self.after)):
-            self.unknown("a parameter's unit of FSDP2 was not entered by its forward")
+            self.unknown()  # a parameter's unit of FSDP2 was not entered by its forward
         self.monitor.micro_batch(self.square())
         gradients = self.gradients()
         self._left = total_square(gradients) if gradients else None
@@ -122,8 +122,6 @@ class _Sharded(BackwardWatch):
     def end_step(self) -> None:
         # Without a part of the gradient its square is unknown.
         total = torch.tensor(math.nan) if self._pending or self._left is None else self._left
-        if self._pending:
-            self.monitor.explain("the step's last backward was without gradient sync")
         # FSDP2 divides the sum over the workers by its divisor; under HSDP several workers have the same shards.
         factor = (self._divisor() / self._workers) ** 2 * self._shards / self._workers
         message = self.monitor.message(total * factor)
@@ -137,7 +135,7 @@ class _Sharded(BackwardWatch):
     def begin_step(self) -> None:
         super().begin_step()
         if self._pending:
-            self.unknown("the step before ended with a gradient that FSDP2 had not reduced, and adds to this one")
+            self.unknown()  # FSDP2 had not reduced a gradient as the step before ended, and adds it to this one
 
     def gradients(self) -> list[Tensor]:
         """Returns this rank's shards of the gradients."""

@@ -22,7 +22,6 @@ import atexit
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -33,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfuse.comm import devices, tail
+from kfuse.comm import devices
+from kfuse.comm import measurement as t
 from kfuse.integrations import log
 from kfuse.kernels import BLOCK
 from kfuse.statistics.step_stats import Statistics, StepStats
@@ -75,6 +75,8 @@ TOTAL = 5  # |t|^2: the sum of what each worker measured of its part of t
 MESSAGE_SLOTS = 6
 
 _LOG = logging.getLogger("kfuse")
+_ONE_MICRO_BATCH = "one micro-batch a step: nothing to compare it with; accumulate, or use kf.nn's layers"
+_UNKNOWN = "a gradient was not finite, or a backward's was not that of one micro-batch: see docs/monitoring.md"
 
 
 def block_norms(values: Tensor) -> list[Tensor]:
@@ -156,7 +158,6 @@ class Monitor:
         self.handles: list[Any] = []  # of hooks, which `close` removes
         self.observers: list[Callable[[StepStats], object]] = []  # get each step's figures, a step or two later
         self.watch: Callable[[], Any] = lambda: None  # returns what sees the model's forwards, while the model is there
-        self._whys = deque[tuple[int, str]](maxlen=16)  # the newest finished steps' reasons, for those that had one
         self._told = set[str]()  # the reasons that were logged
         self._steps = 0  # whose message has arrived
         self._seen = 0.0  # samples of the steps that `log_to` was there for
@@ -170,7 +171,6 @@ class Monitor:
         self._squares = torch.zeros((), dtype=torch.float64, device=self.device)
         self._sums: list[Any] = [0.0] * 4  # MICRO_BATCHES to SQUARED_WEIGHTS_BY_SAMPLES, numbers or scalar tensors
         self.micro_batches = 0
-        self._why = self._perhaps = ""  # the first reasons given that figures are, or perhaps are, unknown
 
     # -- for training loops ------------------------------------------------------------------------------------------
 
@@ -233,13 +233,6 @@ class Monitor:
 
     # -- for the integrations, in the order in which a step calls them -----------------------------------------------
 
-    def explain(self, why: str, perhaps: bool = False) -> None:
-        """Says why figures of the step under way are unknown. perhaps: they may be; only the device knows."""
-        if perhaps:
-            self._perhaps = self._perhaps or why
-        else:
-            self._why = self._why or why
-
     def micro_batch(self, square: Tensor | float) -> None:
         """Takes in a micro-batch. square: |s_j|^2 as seen, float64 scalar on the device; NaN: unknown."""
         self.micro_batches += 1
@@ -263,8 +256,6 @@ class Monitor:
         sums = [torch.as_tensor(each, dtype=torch.float64, device=self.device) for each in self._sums]
         message[MICRO_BATCHES:TOTAL] = torch.stack(sums)
         message[TOTAL] = total.to(self.device) * self._unscale()
-        if why := self._why or self._perhaps:
-            self._whys.append((self._steps + (self._pending is not None), why))
         self.drop()
         return message
 
@@ -295,13 +286,12 @@ class Monitor:
         variance = (message[SQUARES] / weights**2 - k * of_mean) / (1 - k)
         # `moments` computes (SUM_SQUARES - B |gbar|^2) / (M - 1), which shall be B V.
         more = torch.where(micro_batches > 1, (micro_batches - 1) * variance, 0.0)
-        slots = tail.RECORD_SLOTS + self.workers * tail.RANK_SLOTS
-        record = torch.zeros(slots, dtype=torch.float64, device=self.device)
-        record[tail.SUM_SQUARES] = samples * (of_mean + more)
-        record[tail.SAMPLES], record[tail.MICRO_BATCHES] = samples.nan_to_num(), micro_batches
-        record[tail.LOSS], record[tail.GRAD_SQ] = math.nan, of_mean
+        record = torch.zeros(t.RECORD_SLOTS + self.workers, dtype=torch.float64, device=self.device)
+        record[t.SUM_SQUARES] = samples * (of_mean + more)
+        record[t.SAMPLES], record[t.MICRO_BATCHES] = samples.nan_to_num(), micro_batches
+        record[t.LOSS], record[t.GRAD_SQ] = math.nan, of_mean
         if self._scaler is not None:
-            record[tail.SKIPPED] = (~torch.isfinite(seen)).double()  # by the scaler
+            record[t.SKIPPED] = (~torch.isfinite(seen)).double()  # by the scaler
         self._statistics.keep_unread = bool(log.TARGETS or self.observers)
         self._statistics.push(self._steps, "micro-batches" if self.samples is None else "samples", record)
         self._steps += 1
@@ -336,14 +326,7 @@ class Monitor:
         """Returns why S of a finished step is unknown, and logs it if it is new; None where S is known."""
         if stats.grad_variance is not None:
             return None
-        if stats.micro_batches < 2:
-            why = "one micro-batch a step: nothing to compare it with; accumulate, or use kf.nn's layers"
-        elif stats.step in dict(self._whys):
-            why = dict(self._whys)[stats.step]
-        elif stats.grad_norm is None:
-            why = "a gradient was not finite"
-        else:
-            why = "unknown on another worker"
+        why = _ONE_MICRO_BATCH if stats.micro_batches < 2 else _UNKNOWN
         if why not in self._told and self._rank == 0:
             _LOG.warning("monitor %r: gradient variance and noise scale of step %d: %s", self.name, stats.step, why)
         self._told.add(why)

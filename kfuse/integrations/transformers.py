@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.optimization import GreedyLR
 
 from kfuse.integrations.accelerate import length_of, refuse_shards_of_sequences
-from kfuse.integrations.attached import figures, known, monitor_of
+from kfuse.integrations.attached import TOKENS, figures, known, monitor_of
 from kfuse.integrations.growth import Growth
 from kfuse.integrations.measure import Monitor
 from kfuse.integrations.transformers_fit import fit, init
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["Attached", "Growth", "attach", "fit", "init"]
 
 _FILE = "kfuse_growth.pt"  # in a checkpoint
-_TOKENS = (
-    "attach: this trainer counts tokens, and kfuse must be told whether the model divides its loss by them: must be "
-    "attach(trainer, tokens=True) for a causal language model such as Llama, tokens=False where a micro-batch's loss "
-    "is a mean (classification, BERT, T5, ...)"
-)
 
 
 def attach(trainer: Trainer, *, tokens: bool | None = None, growth: Growth | None = None) -> Attached:
@@ -78,7 +73,7 @@ class Attached(TrainerCallback):  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if num_items_in_batch is not None and self._tokens is None:
-            raise ValueError(_TOKENS)
+            raise ValueError(TOKENS.format(call="attach"))
         if self._measured is not model:
             self.monitor, self._measured = monitor_of("attach", model, self._trainer.accelerator.scaler), model
             if self._growth is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Unpack
@@ -19,16 +18,16 @@ from transformers.trainer_utils import align_special_tokens
 
 from kfuse import session
 from kfuse.comm import devices
-from kfuse.comm.settings import CommSettings
 from kfuse.data import MapData
 from kfuse.data.fetching import fetch
 from kfuse.elastic.protocol import ENV_CONTROL
-from kfuse.integrations.attached import figures, known
+from kfuse.integrations.attached import TOKENS, figures, known
 from kfuse.integrations.transformers_callbacks import Callbacks
 from kfuse.integrations.transformers_refuse import refuse
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer, Optimizer
 from kfuse.policies.compose import ComposePolicy
+from kfuse.settings.declared import CommSettings
 from kfuse.settings.tree import TrainSettings
 from kfuse.train import fit as loop
 from kfuse.train.step import generators_restored
@@ -59,14 +58,17 @@ def init(**settings: Unpack[CommSettings]) -> Session:
     return made
 
 
-def fit(trainer: Trainer, hook: loop.Hook | None = None, **settings: Unpack[TrainSettings]) -> TrainOutput | None:
+def fit(
+    trainer: Trainer, hook: loop.Hook | None = None, *, tokens: bool | None = None, **settings: Unpack[TrainSettings]
+) -> TrainOutput | None:
     """Trains as `trainer.train()` would on one process, on whatever workers there are; returns what that returns.
 
     None on a worker that left before the end. The trainer's model, data, collator, loss, optimizer, scheduler,
     callbacks and arguments count. A step has gradient_accumulation_steps micro-batches of per_device_train_batch_size
     samples, over all workers together, in Trainer's order. docs/frameworks.md has the rest.
 
-    hook, settings: as kf.fit's, but for those settings that TrainingArguments have.
+    hook, settings: as kf.fit's, but for those settings that TrainingArguments have. tokens: as `attach`'s: whether the
+    loss is divided by the tokens that the trainer counts; needed where it counts them.
 
     Raises ValueError or TypeError, before training, for what it does not train as Trainer does.
     """
@@ -108,7 +110,7 @@ def fit(trainer: Trainer, hook: loop.Hook | None = None, **settings: Unpack[Trai
             opt,
             loop.Hook(callbacks if hook is None else ComposePolicy(callbacks, hook.policy)),
             step_fn=_step(trainer, opt, callbacks, losses),
-            weight_fn=_weight(trainer, model, data, micro, adapts=hook is not None),
+            weight_fn=_weight(trainer, data, micro, tokens, adapts=hook is not None),
             scheduler=scheduler,
             **own,
         )
@@ -201,51 +203,30 @@ def _items(trainer: Trainer, batch: Any, device: str | torch.device) -> Tensor |
 
 
 def _weight(
-    trainer: Trainer, model: nn.Module, data: _Samples, micro: int, adapts: bool
+    trainer: Trainer, data: _Samples, micro: int, tokens: bool | None, adapts: bool
 ) -> Callable[[Any], float] | None:
     """Returns by what kfuse weighs a micro-batch's mean loss, so that the step's is Trainer's.
 
     Trainer gives each micro-batch the tokens N of the whole step, and adds up the losses sum_j / N; or it averages the
     micro-batches' losses. Here each gets its own tokens n_j, and kfuse's mean of sum_j / n_j by the weights n_j is the
-    same number, which no worker has to know before. That needs a loss that is divided by the number given, which the
-    first micro-batch shows. Raises ValueError for one that is neither.
+    same number, which no worker has to know before. That needs a loss that is divided by the number given. Raises
+    ValueError where `tokens` is needed, and for a loss of which Trainer's sum is no mean.
     """
     with generators_restored(trainer.args.device):
         batch = fetch(data, data.order(0)[:micro], trainer.args.seed, 0)
-    items = _items(trainer, batch, trainer.args.device)
+    items = _items(trainer, batch, "cpu")
+    if items is not None and tokens is None:
+        raise ValueError(TOKENS.format(call="fit"))
     divides = trainer.loss_is_scaled_for_ga
     if divides is None:
         divides = trainer.compute_loss_func is not None or (trainer.model_accepts_loss_kwargs and items is not None)
-    if items is not None:
-        once, twice = _losses(trainer, model, batch, items)
-        rounding = 1e-5 if not trainer.args.bf16 and {p.dtype for p in model.parameters()} == {torch.float32} else 1e-3
-        is_divided = math.isclose(once, 2 * twice, rel_tol=rounding)
-        if not is_divided and not math.isclose(once, twice, rel_tol=rounding):
-            raise ValueError("fit: a part of the loss is divided by num_items_in_batch: must be all of it, or nothing")
-        if divides and is_divided:
-            return lambda batch: max(float(_items(trainer, batch, "cpu")), _NO_TOKENS)  # type: ignore[arg-type]
-        if not divides and is_divided:
-            raise ValueError(
-                "fit: loss_is_scaled_for_ga=False, and the loss is divided by num_items_in_batch: must not"
-            )
+    if items is not None and tokens:
+        if not divides:
+            raise ValueError("fit: loss_is_scaled_for_ga=False, and tokens=True: must not divide its loss by them")
+        return lambda batch: max(float(_items(trainer, batch, "cpu")), _NO_TOKENS)  # type: ignore[arg-type]
     if divides and (adapts or trainer.args.gradient_accumulation_steps > 1):
         raise ValueError(
             "fit: the loss is not a sum divided by num_items_in_batch, so that Trainer would add up the means of a "
             "step's micro-batches: set trainer.loss_is_scaled_for_ga = False to average them"
         )
     return None if len(data) % micro == 0 else lambda batch: 1.0  # Trainer weighs an epoch's short last one alike
-
-
-def _losses(trainer: Trainer, model: nn.Module, batch: Any, items: Tensor) -> list[float]:
-    """Returns the first micro-batch's loss, divided by its own number of items, and by twice that."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()  # both with the same dropout: none
-    with torch.no_grad(), generators_restored(trainer.args.device):
-        inputs = trainer._prepare_inputs(batch)
-        losses = [
-            float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=items.clamp(min=1) * times))
-            for times in (1, 2)
-        ]
-    for module, training in modes.items():
-        module.training = training
-    return losses

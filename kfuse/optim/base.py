@@ -16,8 +16,16 @@ from kfuse.comm import devices
 from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import Group
-from kfuse.comm.step import MicroBatch, StepPlan
-from kfuse.optim.consistency import Comparison, averaged_buffers, carried_states, numeric_options, share_from_first
+from kfuse.comm.step_state import MicroBatch, StepPlan
+from kfuse.optim.consistency import (
+    ConsistencyError,
+    averaged_buffers,
+    carried_states,
+    numeric_options,
+    salt,
+    share_from_first,
+    where_workers_differ,
+)
 from kfuse.optim.reducer import Reducer
 from kfuse.optim.refuse import refuse_own_loop, refuse_sync_batchnorm, refuse_unplanned, refuse_wrapped
 from kfuse.optim.scaling import NonfiniteWarning, scaling
@@ -63,11 +71,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.statistics = Statistics()
         self.statistics.at_fixed_lag = session.elastic
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
-        self._warning, self._comparison = NonfiniteWarning(), Comparison(updates, self._numbers)
+        self._warning = NonfiniteWarning()
         self.pair: Pair | None = None  # averages the weights with another worker's before each update
         self.updates = updates  # makes the updates, and has the state for them
         self.reducer = Reducer(session, updates)
-        self.engine.compared = self._comparison.compared
+        self.engine.compared = self._compared
         session.on_group_change(self._set_group)
         session.on_planned_change(updates.hand_over)
         self.make_latest()
@@ -150,7 +158,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def carry_figures(self, count: int) -> None:
         """Between trainings: each step's record has so many numbers of a step function's (kf.fit calls it)."""
-        self.statistics.carry_figures(count)
+        self.statistics.figure_names = None  # as of before the first forward
         self.engine.carry_figures(count)
 
     # -- micro-batches --------------------------------------------------------------------------------------------
@@ -292,11 +300,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         loss_scale: Tensor | None = getattr(self, "grad_scale", None)
         try:
+            if reduced.differs:
+                where = where_workers_differ(self.updates, self._numbers(), self.reducer.tracked)
+                step = self.engine.step - 1
+                raise ConsistencyError(f"step {step}: the workers no longer have the same model: {where}")
             scaled = scaling(reduced, self.engine, self.clip_norm, self.skip_nonfinite, found_inf, loss_scale)
             self.last_lr = self.base_lr * self.lr_factor
             if self.pair is not None and self.pair.mix(self.updates.weights()):
                 self.updates.weights_changed()
-            begun = self.begun = Update(self.engine.step - 1, reduced, scaled, self.reducer.in_doubt, self.lr_factor)
+            in_doubt, unused = self.reducer.in_doubt, self.reducer.unused
+            begun = self.begun = Update(self.engine.step - 1, reduced, scaled, in_doubt, unused, self.lr_factor)
             if not (reduced.now.is_local and not reduced.now.done):
                 self.updates.update(begun)
         except RuntimeError as error:  # comm.state=sharded: sums of shards, or updated parameters, did not arrive
@@ -306,7 +319,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.pair is not None:
             self.pair.publish(self.updates.weights(), self.engine.step)
         self.take_statistics(begun, warns=found_inf is None)  # with GradScaler skips are how it finds its scale
-        self._comparison.check(begun.step, self.statistics, self.reducer.tracked)
         if begun.step == 0:
             self.reducer.refuse_late_buffers()
         return loss
@@ -315,10 +327,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The update is made: keeps its figures. warns: of a gradient that is not finite."""
         unit = "micro-batches" if update.reduced.now.implicit else self.reducer.unit
         self.statistics.bf16_sums = self.engine.bf16_sums
-        self.statistics.push(update.step, unit, update.scaled.record, update.reduced.now.is_local)
+        local, figures = update.reduced.now.is_local, self.engine.figures
+        self.statistics.push(update.step, unit, update.scaled.record, local, figures)
         if warns:
             leads, finite = self._session.group.rank == 0, update.scaled.finite
             self._warning.after_step(update.step, finite, self.statistics.arrived, self.skip_nonfinite, leads)
+
+    def _compared(self) -> tuple[list[Tensor], int]:
+        """Returns what else than parameters must be equal on all workers: see `Engine.compared`."""
+        return [counts for _, counts in self.updates.counts()], salt(self._numbers())
 
     def _numbers(self) -> dict[str, float]:
         numbers = {f"the learning rate of group {k}": rate for k, rate in enumerate(self.learning_rates())}

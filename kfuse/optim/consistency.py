@@ -6,7 +6,7 @@ import hashlib
 import math
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from kfuse.comm import devices
 from kfuse.comm.group import Group
-from kfuse.comm.tail import digest
 from kfuse.optim.updates import Updates
-from kfuse.statistics.step_stats import Statistics
 
 
 def share_from_first(group: Group, tensors: Sequence[Tensor]) -> None:
@@ -144,51 +142,24 @@ class ConsistencyError(RuntimeError):
     """
 
 
-class Comparison:
-    """An optimizer's comparison with the other workers."""
+def where_workers_differ(updates: Updates, numbers: Mapping[str, float], model: nn.Module | None) -> str:
+    """Names the first that differs of an optimizer's numbers, parameters and numbers of updates. Every rank calls it.
 
-    def __init__(self, updates: Updates, numbers: Callable[[], dict[str, float]]) -> None:
-        """numbers: returns the settings that must be equal on all workers, by name."""
-        self._updates, self._numbers = updates, numbers
-        self._digests: dict[int, list[Tensor]] = {}
+    model: has names for the parameters. Raises CommError.
+    """
+    from kfuse.comm.digest import digest  # few jobs need it
 
-    def compared(self) -> tuple[Sequence[Tensor], int]:
-        """Returns what else than parameters must be equal on all workers, in a step in which they compare.
-
-        With sharded state the update replaces a parameter that differs by its owners' values. So each one's digest is
-        kept, to name it.
-        """
-        engine = self._updates.engine
-        if engine.options.sharded:
-            self._digests[engine.step] = [digest([p]) for p in engine.params]
-        return [counts for _, counts in self._updates.counts()], salt(self._numbers())
-
-    def check(self, step: int, statistics: Statistics, model: nn.Module | None) -> None:
-        """Raises ConsistencyError, on every rank after the same step, if the ranks differed when they were compared.
-
-        model: has names for the parameters.
-        """
-        engine, compared = self._updates.engine, statistics.compared
-        if not compared or 0 <= step - compared[0][0] < statistics.lag(engine.device):
-            return
-        compared_at, of_ranks = compared.popleft()
-        kept = self._digests.get(compared_at, [])
-        self._digests = {at: digests for at, digests in self._digests.items() if at > compared_at}
-        if len(set(of_ranks)) < 2:
-            return
-        names = engine.names
-        if model is not None:
-            known = {id(p): f"parameter {name}" for name, p in model.named_parameters()}
-            names = [known.get(id(p), name) for p, name in zip(engine.params, names, strict=True)]
-        if len(kept) != len(names):
-            kept = [digest([p]) for p in engine.params]
-        digests = {
-            f"the number of updates of {names[i]}": digest([counts[k]])
-            for indices, counts in self._updates.counts()
-            for k, i in enumerate(indices)
-        }
-        where = first_difference(engine.group, self._numbers(), digests | dict(zip(names, kept, strict=True)))
-        raise ConsistencyError(f"step {compared_at}: the workers no longer have the same model: {where}")
+    engine, names = updates.engine, updates.engine.names
+    if model is not None:
+        known = {id(p): f"parameter {name}" for name, p in model.named_parameters()}
+        names = [known.get(id(p), name) for p, name in zip(engine.params, names, strict=True)]
+    digests = {
+        f"the number of updates of {names[i]}": digest([counts[k]])
+        for indices, counts in updates.counts()
+        for k, i in enumerate(indices)
+    }
+    digests |= {name: digest([p]) for name, p in zip(names, engine.params, strict=True)}
+    return first_difference(engine.group, numbers, digests)
 
 
 def first_difference(group: Group, numbers: Mapping[str, float], digests: Mapping[str, Tensor]) -> str:

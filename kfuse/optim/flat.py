@@ -14,17 +14,16 @@ from torch.nn import Parameter
 
 from kfuse.comm.buckets import Bucket, flat_zeros
 from kfuse.comm.engine import Engine
+from kfuse.kernels import take_changed
 from kfuse.optim.layout import (
     MASTER,
-    BucketState,
     Entry,
     Part,
     fill,
     refuse_overlaps,
-    take_changed,
     with_own_storage,
 )
-from kfuse.optim.rules import Rule
+from kfuse.optim.rules import BucketState, Rule
 from kfuse.optim.updates import Updates, named_parameters
 
 

@@ -19,8 +19,8 @@ from kfuse.comm.engine import Engine
 from kfuse.comm.group import CommError
 from kfuse.optim import sharding
 from kfuse.optim.flat import FlatState, has_moments
-from kfuse.optim.layout import MASTER, BucketState, Entry, Piece, piece_of, refuse_overlaps
-from kfuse.optim.rules import fisher
+from kfuse.optim.layout import MASTER, Entry, Piece, piece_of, refuse_overlaps
+from kfuse.optim.rules import BucketState, fisher
 from kfuse.optim.updates import Update, named_parameters
 
 _NEVER_LOADED = {"amsgrad": True, "differentiable": True}
@@ -114,7 +114,7 @@ class FlatUpdates(FlatState):
         else:
             # Some parameters had no gradient on any worker, now or before: torch leaves those alone, so must we.
             state.together = state.together and not keeps
-            calls = [range(k, k + 1) for k, p in enumerate(params) if p.grad is not None]
+            calls = [range(k, k + 1) for k, has_gradient in enumerate(self._updated(bucket, given)) if has_gradient]
         pieces: list[list[Piece]] = [[] for _ in state.parts]
         for which in calls:
             skip = given.skip_of(bucket.layout.params[which[0]])  # of several in one call none is in doubt
@@ -127,7 +127,7 @@ class FlatUpdates(FlatState):
             if not self._counted:
                 state.count_update(which, skip)
             for part, found in zip(state.parts, pieces, strict=True):
-                piece = piece_of(bucket, state, part, which, first, skip)
+                piece = piece_of(bucket, state.param, state.steps, part, which, first, skip)
                 if piece is not None:
                     found.append(piece)
         return pieces
@@ -135,7 +135,15 @@ class FlatUpdates(FlatState):
     def _all_in_one_call(self, bucket: Bucket, state: BucketState, given: Update) -> bool:
         certain = not given.in_doubt or all(index not in given.in_doubt for index in bucket.layout.params)
         alike = state.together or not state.rule.keeps_state(self.options_of(state))
-        return certain and alike and all([p.grad is not None for p in self.params_of(bucket)])
+        return certain and alike and all(self._updated(bucket, given))
+
+    def _updated(self, bucket: Bucket, given: Update) -> list[bool]:
+        """Whether each of the bucket's parameters is updated: the user may have taken a `p.grad` away; with sharded
+        state there is none.
+        """
+        if bucket.sharded:
+            return [index not in given.unused for index in bucket.layout.params]
+        return [p.grad is not None for p in self.params_of(bucket)]
 
     def _count_together(self, given: Update) -> bool:
         """Counts an update of all parameters, by a kernel or two, if each bucket has its state and one call."""

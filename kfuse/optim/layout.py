@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,6 @@ from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
 from kfuse.comm.buckets import Bucket, flat_zeros
-from kfuse.comm.tail import Place, quick
-
-if TYPE_CHECKING:
-    from kfuse.optim.rules import Rule
 
 MASTER = "master"  # the name in a state_dict of a 16-bit parameter's fp32 weights
 
@@ -121,52 +117,6 @@ class Part:
 
 
 @dataclass
-class BucketState:
-    """A bucket's parameters and optimizer state. Tensors are flat, in the bucket's layout."""
-
-    param: Tensor  # [body], in the parameters' dtype: their own memory
-    group: int  # the parameter group of all of its parameters
-    rule: Rule  # that group's
-    steps: Tensor  # fp32 [parameters]: updates each one has had. Whole on each worker.
-    entries: list[Entry]  # of each parameter
-    own: Part
-    mirror: Part  # what this worker repeats of the worker before it; empty where there is no mirror
-    addresses: list[int] = field(default_factory=list)  # of the parameters, as long as they lie in `param`
-    together: bool = True  # all of the bucket's parameters have had the same updates, so that one call can do them all
-    quick_steps: Place = field(init=False)  # the same memory as `steps`
-    others: list[Part] = field(default_factory=list)  # parts that this worker keeps for others while the group changes
-
-    def __post_init__(self) -> None:
-        self.quick_steps = quick(self.steps)
-
-    def count_update(self, which: range, skip: Tensor | None) -> None:
-        """Counts an update of these parameters; skip: where it is not 0 there is none."""
-        if skip is None and not isinstance(self.quick_steps, Tensor):
-            self.quick_steps[which.start : which.stop] += 1.0
-        else:
-            self.steps[which.start : which.stop].add_(1.0 if skip is None else 1.0 - skip)
-
-    @property
-    def parts(self) -> list[Part]:
-        return [self.own, self.mirror] if self.mirror.width else [self.own]
-
-    @property
-    def has_moments(self) -> bool:
-        return any(entry.known for entry in self.entries)
-
-    @property
-    def has_masters(self) -> bool:
-        return self.param.dtype != torch.float32 and any(entry.mastered for entry in self.entries)
-
-    def held(self) -> list[Part]:
-        return [*self.parts, *self.others]
-
-    def compare_updates(self) -> None:
-        """After `entries` and `steps` were loaded: sets `together`. The host reads them."""
-        self.together = len({entry.known for entry in self.entries}) == 1 and len(set(self.steps.tolist())) == 1
-
-
-@dataclass
 class Piece:
     """What one call updates.
 
@@ -185,10 +135,13 @@ class Piece:
 
 
 def piece_of(
-    bucket: Bucket, state: BucketState, part: Part, which: range, first: bool, skip: Tensor | None
+    bucket: Bucket, param: Tensor, steps: Tensor, part: Part, which: range, first: bool, skip: Tensor | None
 ) -> Piece | None:
-    """The piece of these parameters, one or all; None where nothing of them lies in the part. Kept while it fits."""
-    made_of = (state.param, bucket.mean, state.steps, *part.tensors.values())
+    """The piece of these parameters, one or all; None where nothing of them lies in the part. Kept while it fits.
+
+    param, steps: as in `BucketState`.
+    """
+    made_of = (param, bucket.mean, steps, *part.tensors.values())
     if len(part.made_of) != len(made_of) or not all(map(is_, part.made_of, made_of)):
         part.made_of, part.pieces = made_of, {}
     if (kept := part.pieces.get(which)) is not None:
@@ -199,11 +152,11 @@ def piece_of(
         return None
     part.pieces[which] = Piece(
         extent,
-        param=_cut(state.param, extent.place),
+        param=_cut(param, extent.place),
         master=None if part.master is None else _cut(part.master, extent.within),
         grad=_cut(bucket.mean, extent.place),
         moments={name: _cut(tensor, extent.within) for name, tensor in part.moments.items()},
-        step=state.steps[extent.tensors[0]],
+        step=steps[extent.tensors[0]],
         first=first,
         skip=skip,
     )
@@ -237,14 +190,6 @@ def refuse_overlaps(named: list[tuple[Parameter, str]]) -> None:
                 f"{first} of shape {tuple(p.shape)} and {second} of shape {tuple(q.shape)} share their memory through "
                 ".data: to tie weights, give both modules the same Parameter (b.weight = a.weight)"
             )
-
-
-def take_changed(param: Tensor, master: Tensor) -> None:
-    """Elements of a 16-bit `param` that are not the rounded fp32 `master` were changed since the last update: they
-    replace it. The host does not look whether there are any: it would wait for a GPU.
-    """
-    same = master.to(param.dtype) == param
-    torch.where(same, master, param, out=master)
 
 
 def fill(places: Iterable[Tensor], values: Sequence[Tensor | None]) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kfuse.comm.buckets import Bucket
+from kfuse.kernels import take_changed
 from kfuse.kernels.orthogonal import orthogonalise
-from kfuse.optim.layout import Piece, take_changed
-from kfuse.optim.rules import AdamWRule, Options, Rule, known_to_skip
+from kfuse.optim.layout import Piece
+from kfuse.optim.rules import AdamWRule, Flat, Options, Rule, known_to_skip
 from kfuse.optim.updates import Update
-
-if TYPE_CHECKING:
-    from kfuse.optim.flat_updates import FlatUpdates
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # Jordan's and torch's
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of the Newton-Schulz iteration
@@ -60,7 +58,7 @@ class MuonRule(Rule):
             costs.append(int(options["ns_steps"]) * matrices * (2 * short * short * long + short**3))
         return costs
 
-    def update(self, updates: FlatUpdates, given: Update) -> None:
+    def update(self, updates: Flat, given: Update) -> None:
         engine, alone = updates.engine, updates.sharded or given.reduced.now.is_local
         try:
             if engine.group.size > 1 and not alone and not known_to_skip(given.scaled.skip):
@@ -69,7 +67,7 @@ class MuonRule(Rule):
         finally:
             self._shared = {}
 
-    def _own_factors(self, updates: FlatUpdates, given: Update) -> Iterator[tuple[Bucket, Tensor]]:
+    def _own_factors(self, updates: Flat, given: Update) -> Iterator[tuple[Bucket, Tensor]]:
         """Of each bucket, the last first, [body]: the factors of the matrices that this worker owns; else undefined."""
         rank = updates.engine.group.rank
         for bucket, state in reversed(list(updates.pairs())):

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -20,12 +19,11 @@ from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import owner
 from kfuse.comm.group import CommError
-from kfuse.comm.step import REMEDY, Reduced
+from kfuse.comm.step import Reduced
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
 from kfuse.optim.consistency import averaged_buffers, carried_states
 from kfuse.optim.refuse import refuse_sharded
-from kfuse.optim.scaling import squared_norm_of
 from kfuse.optim.updates import Updates, named_parameters
 
 _LOG = logging.getLogger("kfuse")
@@ -42,7 +40,7 @@ class Reducer:
         self.lost_worker_error: RuntimeError | None = None  # has aborted the step under way; the loop takes it
         # Parameters whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient.
         self.in_doubt: set[int] = set()
-        self._unused: Collection[int] = ()  # parameters that got no gradient in the step that was reduced last
+        self.unused: set[int] = set()  # parameters that no worker gave a gradient in the step that was reduced last
         self.tracked: nn.Module | None = None  # whose buffers' changes are averaged
         self.unit = "micro-batches"  # of the statistics: these, or samples
         self.has_pass = True  # of several optimizers that step in one body: this one's pass has begun in it
@@ -74,8 +72,6 @@ class Reducer:
         self.engine, self._group_of = engine, self._groups_of_trained()  # `rebuild` replaces them
         self._trained_ids = self._ids_of_trained()
         engine.on_last_micro_batch = self.synchronize
-        for bucket in engine.gradient_buckets:
-            bucket.unscale = self._unscale
         if self.tracked is not None:
             engine.track_buffers(averaged_buffers(self.tracked), carried_states(self.tracked))
         self._updates.lay_out(engine)
@@ -140,20 +136,19 @@ class Reducer:
         reduced = self.engine.reduced
         if reduced is None:
             return
-        unused = self._unused = self._unused_by_all(reduced)
-        if reduced.now.done and len(self.in_doubt) == len(self.engine.params):  # no backward at all
-            self._unused = self.in_doubt.copy()
-        self._had_gradients |= len(unused) < len(self.engine.params)
-        self._show_gradients(unused)
+        self.unused = set(self._unused_by_all(reduced))
+        self._had_gradients |= len(self.unused) < len(self.engine.params)
+        self._show_gradients(self.unused)
 
     def _show_gradients(self, unused: Collection[int] = ()) -> None:
-        """Sets each `p.grad` to what its bucket has, but for those that are `unused`."""
+        """Sets each `p.grad` to what its bucket has, but for those that are `unused`. With sharded state none has."""
         for bucket in self.engine.gradient_buckets:
             if bucket.visible is not bucket.mean:
                 bucket.visible.copy_(bucket.mean)
-            bucket.put_back(bucket.displaced())
+            if not bucket.are_views():  # the model's memory format has changed since, and gradients with it
+                bucket.renew_views()
             for p, index, view in zip(bucket.of(self.engine.params), bucket.layout.params, bucket.views, strict=True):
-                if index not in unused:
+                if view is not None and index not in unused:
                     p.grad = view
 
     def _unused_by_all(self, reduced: Reduced) -> Collection[int]:
@@ -194,7 +189,7 @@ class Reducer:
                 len(self.engine.params),
             )
         if reduced is not None:
-            self._take_back_gradients()
+            self._take_back_gradients(reduced)
         return reduced
 
     def _take_gradients_set_by_hand(self, uses_scaler: bool) -> None:
@@ -208,40 +203,36 @@ class Reducer:
             )
         self.engine.take_gradients()
 
-    def _take_back_gradients(self) -> None:
-        """Where the user replaced a `p.grad` or its `.data` (it may also be changed in place), buckets get the values.
+    def _take_back_gradients(self, reduced: Reduced) -> None:
+        """Where the user replaced a `p.grad` (it may also be changed in place), buckets get the values.
 
-        Raises RuntimeError where `.data` has another shape now, where a further backward reached sharded gradients, and
-        where a `p.grad` was set of which the reduction had none: on each worker it may be another one.
+        Raises RuntimeError where its `.data` was replaced, and where a `p.grad` was set of which the reduction had
+        none: on each worker it may be another one.
         """
+        no_backward = reduced.now.done > 0 and len(self.in_doubt) == len(self.engine.params)
         replaced: list[tuple[Bucket, int, Tensor]] = []
         for bucket in self.engine.gradient_buckets:
-            if bucket.added_to:
-                raise RuntimeError(f"another backward before opt.step() reached its gradients: {REMEDY}")
-            displaced, grads = bucket.displaced(), [p.grad for p in bucket.of(self.engine.params)]
-            if not displaced and all(map(operator.is_, grads, bucket.views)):
+            if not bucket.are_views():
+                raise RuntimeError("p.grad.data = ... after backward: set p.grad = ..., or change p.grad in place")
+            if all(map(operator.is_, [p.grad for p in bucket.of(self.engine.params)], bucket.views)):
                 continue
             for k, (index, view) in enumerate(zip(bucket.layout.params, bucket.views, strict=True)):
                 p = self.engine.params[index]
-                if p.grad is None or (p.grad is view and k not in displaced):
+                if p.grad is None or p.grad is view:
                     continue
-                name = self.engine.names[index]
-                if index in self._unused and p.grad.any():  # zeros in place of None are the same everywhere
+                if (no_backward or index in self.unused) and p.grad.any():  # zeros for None are the same everywhere
                     raise RuntimeError(
-                        f"the gradient of {name} was set by hand (p.grad = ...) after the step's gradients were "
-                        "reduced over the workers: set it before the step's last micro-batch ends, in the loop over "
-                        "`step` or in `with opt.micro_batch(...)`; it is that micro-batch's mean gradient"
+                        f"the gradient of {self.engine.names[index]} was set by hand (p.grad = ...) after the step's "
+                        "gradients were reduced over the workers: set it before the step's last micro-batch ends, in "
+                        "the loop over `step` or in `with opt.micro_batch(...)`; it is that micro-batch's mean gradient"
                     )
-                if p.grad.shape != p.shape:
-                    found = tuple(p.grad.shape)
-                    raise RuntimeError(f"{name} of shape {tuple(p.shape)}: its p.grad.data has shape {found}")
                 replaced.append((bucket, k, p.grad.clone()))  # gradients may lie in each other's places
-            bucket.put_back(displaced)
         for bucket, k, gradient in replaced:
             index = bucket.layout.params[k]
             self.engine.params[index].grad = bucket.views[k]
             bucket.view(bucket.visible)[k].copy_(gradient)
             self.in_doubt.discard(index)
+            self.unused.discard(index)
 
     # -- a lost worker --------------------------------------------------------------------------------------------
 
@@ -254,17 +245,5 @@ class Reducer:
             return False
         self.lost_worker_error = error
         self.engine.abort()
-        if not self.engine.options.sharded:  # else those that are reduced are kept, and none can be read
-            self._show_gradients()
+        self._show_gradients()
         return True
-
-    def _unscale(self, buckets: Sequence[int], found_inf: Tensor, inv_scale: Tensor) -> None:
-        """GradScaler's check of gradients that are sharded, the same on all workers. Nothing waits for a GPU."""
-        reduced = self.engine.reduced
-        if reduced is None:
-            raise RuntimeError("GradScaler looks at gradients that opt.step() has used: call opt.zero_grad() after it")
-        _, finite = squared_norm_of(reduced, self.engine)
-        bad = ~torch.as_tensor(finite, device=found_inf.device)
-        torch.maximum(found_inf, bad.to(found_inf.dtype), out=found_inf)  # it is asked once for each dtype
-        for bucket in (self.engine.gradient_buckets[index] for index in buckets):
-            bucket.own.mul_(inv_scale.to(bucket.device))

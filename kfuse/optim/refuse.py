@@ -97,9 +97,16 @@ def refuse_options(lr: float, betas: Sequence[float], eps: float, weight_decay: 
 
 
 def refuse_own_loop(session: Session, uses_scaler: bool) -> None:
-    """Before an update. Raises RuntimeError if an elastic job has its own loop, or uses torch's GradScaler."""
+    """Before an update. Raises RuntimeError if an elastic job has its own loop, and for torch's GradScaler where it
+    would find another scale on each worker, or no gradients to look at.
+    """
     if session.elastic and not session.in_training:
         raise RuntimeError(f"{_OWN_LOOP}; or use a fixed number of workers (torchrun)")
+    if session.comm.sharded and uses_scaler:
+        raise RuntimeError(
+            "GradScaler with comm.state=sharded: it looks at p.grad, and no worker has a whole mean gradient. Use "
+            "autocast with bfloat16, which needs no scaler, or comm.state=replicated"
+        )
     if session.elastic and uses_scaler:
         raise RuntimeError(
             "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise than the "

@@ -1,4 +1,5 @@
-"""The rules by which flat buffers are updated: AdamW's, SGD's and LAMB's, one kernel call for each piece of a bucket.
+"""The rules by which flat buffers are updated: AdamW's, SGD's and LAMB's, one kernel call for each piece of a bucket;
+and a bucket's state, which a rule updates.
 
 With sharded state LAMB's update has two halves, since a tensor's norms are those of all its shards.
 """
@@ -6,23 +7,23 @@ With sharded state LAMB's update has two halves, since a tensor's norms are thos
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
+from kfuse.comm.devices import Place, quick
+from kfuse.comm.engine import Engine
 from kfuse.comm.step import KeptStep
 from kfuse.kernels import CHUNK, AdamOptions, AdamWArguments, PackTable, SGDOptions, adamw, lamb, lamb_trust, sgd
-from kfuse.optim.layout import BucketState, Extent, Part, Piece
+from kfuse.optim.layout import Entry, Extent, Part, Piece
 from kfuse.optim.updates import Update
-
-if TYPE_CHECKING:
-    from kfuse.optim.flat_updates import FlatUpdates
 
 Options = Mapping[str, Any]  # a parameter group
 
@@ -30,6 +31,25 @@ Options = Mapping[str, Any]  # a parameter group
 def known_to_skip(skip: Tensor | None) -> bool:
     """Whether the host knows that the update is skipped. A CUDA device is not asked, since that would wait for it."""
     return skip is not None and not devices.of(skip.device).asynchronous and bool(skip.item())
+
+
+class Flat(Protocol):
+    """Parameters and state in flat buffers, as a rule sees them: see `FlatUpdates`."""
+
+    engine: Engine
+
+    @property
+    def sharded(self) -> bool: ...
+
+    def pairs(self) -> Iterator[tuple[Bucket, BucketState]]: ...
+
+    def options_of(self, state: BucketState) -> dict[str, Any]: ...
+
+    def params_of(self, bucket: Bucket) -> list[Parameter]: ...
+
+    def pieces(self, bucket: Bucket, state: BucketState, given: Update) -> list[list[Piece]]: ...
+
+    def run(self, update: Callable[[Bucket, BucketState], None]) -> None: ...
 
 
 class Rule:
@@ -68,7 +88,7 @@ class Rule:
     def lay_out(self, bucket: Bucket, parts: Sequence[Part]) -> None:
         """The bucket's state, or this worker's parts of it, has been laid out."""
 
-    def update(self, updates: FlatUpdates, given: Update) -> None:
+    def update(self, updates: Flat, given: Update) -> None:
         """Updates this worker's parts of all buckets, and shares its shards. Raises CommError."""
 
         def update(bucket: Bucket, state: BucketState) -> None:
@@ -82,6 +102,52 @@ class Rule:
     def apply(self, piece: Piece, bucket: Bucket, options: Options, given: Update) -> None:
         """Updates a piece's parameters and moments in place."""
         raise NotImplementedError
+
+
+@dataclass
+class BucketState:
+    """A bucket's parameters and optimizer state. Tensors are flat, in the bucket's layout."""
+
+    param: Tensor  # [body], in the parameters' dtype: their own memory
+    group: int  # the parameter group of all of its parameters
+    rule: Rule  # that group's
+    steps: Tensor  # fp32 [parameters]: updates each one has had. Whole on each worker.
+    entries: list[Entry]  # of each parameter
+    own: Part
+    mirror: Part  # what this worker repeats of the worker before it; empty where there is no mirror
+    addresses: list[int] = field(default_factory=list)  # of the parameters, as long as they lie in `param`
+    together: bool = True  # all of the bucket's parameters have had the same updates, so that one call can do them all
+    quick_steps: Place = field(init=False)  # the same memory as `steps`
+    others: list[Part] = field(default_factory=list)  # parts that this worker keeps for others while the group changes
+
+    def __post_init__(self) -> None:
+        self.quick_steps = quick(self.steps)
+
+    def count_update(self, which: range, skip: Tensor | None) -> None:
+        """Counts an update of these parameters; skip: where it is not 0 there is none."""
+        if skip is None and not isinstance(self.quick_steps, Tensor):
+            self.quick_steps[which.start : which.stop] += 1.0
+        else:
+            self.steps[which.start : which.stop].add_(1.0 if skip is None else 1.0 - skip)
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self.own, self.mirror] if self.mirror.width else [self.own]
+
+    @property
+    def has_moments(self) -> bool:
+        return any(entry.known for entry in self.entries)
+
+    @property
+    def has_masters(self) -> bool:
+        return self.param.dtype != torch.float32 and any(entry.mastered for entry in self.entries)
+
+    def held(self) -> list[Part]:
+        return [*self.parts, *self.others]
+
+    def compare_updates(self) -> None:
+        """After `entries` and `steps` were loaded: sets `together`. The host reads them."""
+        self.together = len({entry.known for entry in self.entries}) == 1 and len(set(self.steps.tolist())) == 1
 
 
 class AdamWRule(Rule):
@@ -169,7 +235,7 @@ class LambRule(Rule):
         numels = [shape.numel() for shape in bucket.shapes]
         self._tables[bucket.index, 0, ()] = PackTable.build(numels, bucket.layout.offsets, bucket.device, 0)
 
-    def update(self, updates: FlatUpdates, given: Update) -> None:
+    def update(self, updates: Flat, given: Update) -> None:
         """With sharded state one message more brings the sums of the norms.
 
         Moments change before that message, parameters after it. If a worker is lost meanwhile, moments are updated
@@ -200,7 +266,7 @@ class LambRule(Rule):
         updates.run(apply)
         self._moved = None
 
-    def _move_moments(self, updates: FlatUpdates, tables: Sequence[PackTable], given: Update, kept: KeptStep) -> _Moved:
+    def _move_moments(self, updates: Flat, tables: Sequence[PackTable], given: Update, kept: KeptStep) -> _Moved:
         """tables: of whole buckets."""
         chunks, device = sum(table.num_chunks for table in tables), updates.engine.device
         sums, mirrored = torch.zeros(2, 2 * chunks, dtype=torch.float32, device=device)
@@ -250,7 +316,7 @@ def _of_buckets(sums: Tensor, tables: Sequence[PackTable]) -> list[Tensor]:
 # -- the Fisher information -------------------------------------------------------------------------------------------
 
 
-def fisher(updates: FlatUpdates) -> Tensor | None:
+def fisher(updates: Flat) -> Tensor | None:
     """From `exp_avg_sq`, corrected for its bias as in Adam's update: v / (1 - beta2^updates).
 
     v is a running mean of the squares of the gradient of the mean loss, so that of the empirical Fisher information of

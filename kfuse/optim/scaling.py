@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kfuse.comm import devices
-from kfuse.comm import tail as t
+from kfuse.comm import measurement as t
 from kfuse.comm.engine import Engine
 from kfuse.comm.step import Reduced
 from kfuse.kernels import BLOCK, num_blocks, sum_partials

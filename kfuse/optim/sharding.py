@@ -17,7 +17,8 @@ from torch import Tensor
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
-from kfuse.optim.layout import MASTER, BucketState, Part
+from kfuse.optim.layout import MASTER, Part
+from kfuse.optim.rules import BucketState
 from kfuse.optim.updates import ShardsLost
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
 from kfuse.comm.step import Reduced
 from kfuse.optim.scaling import Scaling
-
-if TYPE_CHECKING:
-    from kfuse.optim.base import DistributedOptimizer
 
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Parameter, str]]:
@@ -48,6 +45,7 @@ class Update:
     reduced: Reduced
     scaled: Scaling
     in_doubt: Collection[int]  # indices of parameters that are left alone where `reduced.used` is 0
+    unused: Collection[int]  # and of those that no worker gave a gradient
     lr_factor: float
     owner_is_lost: bool = False  # the update is resumed after a loss: the worker whose shards this one mirrors is gone
 
@@ -90,7 +88,8 @@ class Updates:
         self.engine = engine
 
     def update(self, given: Update) -> None:
-        """Updates all parameters whose `.grad` is set (their mean gradient, in their dtype; in the buckets fp32).
+        """Updates all parameters whose `.grad` is set (their mean gradient, in their dtype; in the buckets fp32), with
+        sharded state all that some worker gave a gradient.
 
         Raises CommError with sharded state.
         """
@@ -236,50 +235,3 @@ def _average(group: Group, tensors: Sequence[Tensor]) -> None:
     for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         mean = mean.view(tensor.shape)
         tensor.copy_(mean if tensor.is_floating_point() else mean.round())
-
-
-def has_begun(opt: DistributedOptimizer, step: int) -> bool:
-    """Whether this worker has begun the update of this step, with sharded state, and still has its gradients."""
-    kept = opt.engine.kept
-    return kept is not None and kept.step == step and opt.begun is not None and opt.begun.step == step
-
-
-def begun_update(opt: DistributedOptimizer) -> dict[str, Any]:
-    """Returns what others need to make the update that this worker has begun. Plain values and small tensors."""
-    assert opt.begun is not None and opt.engine.kept is not None
-    scaled = opt.begun.scaled
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
-    settings = {"groups": groups, "lr_factor": opt.lr_factor}
-    reduced = {"record": scaled.record, "tail": opt.engine.kept.tail, "changes": opt.engine.kept.changes}
-    return {**reduced, "factor": scaled.factor, "skip": scaled.skip, **settings}
-
-
-@torch.no_grad()
-def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int, owner_is_lost: bool) -> None:
-    """Makes the update of this step as far as it is not made here. Every worker of the new group calls it.
-
-    given: `begun_update` of a worker that has begun. owner_is_lost: the worker whose shards this one mirrors is not in
-    the new group. Raises CommError; then it may be called again, in yet another group.
-    """
-    for group, theirs in zip(opt.param_groups, given["groups"], strict=True):
-        group.update(theirs)
-    opt.lr_factor, device = given["lr_factor"], opt.engine.device
-    # A transfer leaves tensors on the host.
-    record, tail, factor, skip = (
-        None if given[name] is None else given[name].to(device) for name in ("record", "tail", "factor", "skip")
-    )
-    assert record is not None and tail is not None
-    opt.engine.resume(record, tail, [change.to(device) for change in given["changes"]])
-    reduced = opt.engine.reduced
-    assert reduced is not None
-    scaled = Scaling(record, factor, skip, finite=skip is None or not bool(skip))
-    if not has_begun(opt, step):
-        opt.last_lr = opt.base_lr * opt.lr_factor
-        opt.begun = Update(step, reduced, scaled, (), opt.lr_factor)
-    try:
-        opt.synchronize()  # sets each p.grad, which tells what is updated
-        opt.updates.update(Update(step, reduced, scaled, opt.reducer.in_doubt, opt.lr_factor, owner_is_lost))
-    finally:
-        opt.engine.reduced = None
-        for p in opt.engine.params:
-            p.grad = None

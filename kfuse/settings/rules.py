@@ -154,6 +154,7 @@ RULES = (
     Rule("workers.max", AtLeast(3), {"comm.audit_on_corruption": Is("replace")}, "two others must contradict a worker"),
     Rule("comm.state", Is("replicated"), {"optimizer.shards_state": Is(False)}, "it cannot keep a part"),
     Rule("comm.state", Is("replicated"), {"policy.fisher": Is(True)}, "it needs all second moments"),
+    Rule("comm.state", Is("replicated"), {"scaler": Is(True)}, "no worker has a whole gradient that it could look at"),
     Rule("comm.state", Is("replicated"), {"optimizers": IsNot(1)}, "each may be at another update when one is lost"),
     Rule("comm.sync", Is("ssgd"), {"optimizers": IsNot(1)}, "in others the workers' models are one optimizer's"),
     Rule("lr.scaling", IsNot("adascale"), {"optimizers": IsNot(1)}, "its gain is that of one optimizer's gradients"),

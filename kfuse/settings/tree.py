@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict, Union, get_args, get_origin
 
-from kfuse.comm.settings import CommSettings, Setting, declared
+from kfuse.settings.declared import CommSettings, Setting, declared
 
 BATCH_MAX, WORKERS_MAX = 2**24, 2**20  # float32 holds every whole number up to 2**24
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kfuse.comm import devices
-from kfuse.comm import tail as t
+from kfuse.comm import measurement as t
 from kfuse.comm.devices import Event
 from kfuse.statistics.figures import Measured
 from kfuse.statistics.noise_scale import Estimate, NoiseScale, moments, rounding_error
@@ -36,21 +36,18 @@ class StepStats(Measured):
     """On the leader: see `policies.Signals`. Not reproducible."""
     previous_data_wait_s: float | None = field(default=None, compare=False)
     """The part of it that the leader waited for data."""
-    digests: tuple[int, ...] = field(default=(), compare=False, repr=False)
-    """Digests of the parameters of each rank that sent one with this step (see `comm.check_every`), in rank order."""
     figures: dict[str, float] = field(default_factory=dict, compare=False)
     """What a step function returned beside the loss, by name: means over the samples. One that is not finite is left
     out; empty too on a worker that has run no micro-batch so far."""
 
 
-_TUPLES = ("seconds", "digests")  # of StepStats: lists in plain formats
 # Records that may be on their way to the host before it waits for the oldest: so many steps it may be ahead.
 _MOST_IN_FLIGHT = 8
 
 
 @dataclass
 class _Record:
-    """A step's record, on its way to the host or there. Once taken in it has the step's moments and digests."""
+    """A step's record, on its way to the host or there. Once taken in it has the step's moments."""
 
     step: int
     unit: str
@@ -61,7 +58,6 @@ class _Record:
     bf16_sums: bool = True
     variance: float | None = None
     grad_sq: float | None = None
-    digests: tuple[int, ...] = ()
 
     def values(self) -> list[float]:
         """Waits until the record is on the host."""
@@ -86,15 +82,12 @@ class Statistics:
         self.noise_scale = NoiseScale()
         self.bf16_wire = False  # Gradients travel between workers in bf16, so |gbar|^2 has the rounding error of bf16
         self.bf16_sums = True  # From the next `push` on such gradients are added up in bf16 too, as by an all-reduce
-        # Steps that have digests, and these, in order; who has looked at them removes them.
-        self.compared: deque[tuple[int, tuple[int, ...]]] = deque()
         # Steps whose records the last `push` took in, in order, and whether a gradient of theirs was not finite.
         self.arrived: list[tuple[int, bool]] = []
         # `push` waits for the record of the step before, so that all workers know it after the same step.
         self.at_fixed_lag = False
         # Names of a step function's figures, in the order of their slots; None before the first forward.
         self.figure_names: tuple[str, ...] | None = None
-        self._figures = 0  # at the end of each record
         self.keep_unread = False  # Steps are kept until `read` returns them
         self.presented = True  # Each step is read with the noise scale and its interval
         self._in_flight: deque[_Record] = deque()
@@ -102,12 +95,13 @@ class Statistics:
         self._latest: StepStats | None = None
         self._unread: list[StepStats] = []
 
-    def push(self, step: int, unit: str, record: Tensor, local: bool = False) -> None:
+    def push(self, step: int, unit: str, record: Tensor, local: bool = False, figures: int = 0) -> None:
         """Starts copying a step's record to the host, and takes in those of earlier steps that have arrived.
 
         The host waits for a GPU only with `at_fixed_lag`, or where it is too many steps ahead.
-        record: float64 [RECORD_SLOTS + workers * RANK_SLOTS + figures] on the device, from `comm.tail.Tail.record`.
+        record: float64 [RECORD_SLOTS + workers + figures] on the device, from `Measurement.record`.
         unit: "samples" or "micro-batches". local: the gradients were this worker's own, so their norm is unknown.
+        figures: how many of its last numbers are a step function's.
         """
         host, copied = record, None
         if (device := devices.of(record.device)).asynchronous:
@@ -115,7 +109,7 @@ class Statistics:
             host.copy_(record, non_blocking=True)
             copied = device.event()
             copied.record()
-        self._in_flight.append(_Record(step, unit, host, copied, self._figures, local, self.bf16_sums))
+        self._in_flight.append(_Record(step, unit, host, copied, figures, local, self.bf16_sums))
         self.arrived = []
         while len(self._in_flight) > 1 and self._is_due(self._in_flight[0]):
             self._receive(len(self._in_flight) - 1)
@@ -123,10 +117,6 @@ class Statistics:
     def _is_due(self, oldest: _Record) -> bool:
         too_many = len(self._in_flight) > _MOST_IN_FLIGHT
         return self.at_fixed_lag or too_many or oldest.copied is None or oldest.copied.query()
-
-    def lag(self, device: torch.device) -> int:
-        """Steps after which each worker has surely taken in a step's record, whichever steps its GPU has finished."""
-        return _MOST_IN_FLIGHT if devices.of(device).asynchronous and not self.at_fixed_lag else 1
 
     @property
     def latest(self) -> StepStats | None:
@@ -153,11 +143,6 @@ class Statistics:
         numbers += [(item.step, int(item.values()[t.DECISION])) for item in in_flight]
         return [(step, number) for step, number in numbers if number]
 
-    def carry_figures(self, count: int) -> None:
-        """The records of the coming steps end in so many sums of a step function's figures."""
-        self._receive(0)
-        self._figures, self.figure_names = count, None
-
     def begin_run(self, presented: bool = True) -> None:
         """A training begins: from now on every step is kept until it is read. Earlier steps are dropped.
 
@@ -167,7 +152,6 @@ class Statistics:
         self._receive(0)
         self.keep_unread, self.presented, self._unread = True, presented, []
         self._newest = self._latest = None
-        self.compared.clear()
 
     def end_run(self) -> None:
         """The training has ended: steps are no longer kept."""
@@ -180,7 +164,7 @@ class Statistics:
 
     def state_dict(self) -> dict[str, Any]:
         """The running estimate, the latest step and those not yet read, in plain values."""
-        in_flight = [(item.step, item.unit, item.values()) for item in self._in_flight]
+        in_flight = [(it.step, it.unit, it.values(), it.figures, it.local, it.bf16_sums) for it in self._in_flight]
         latest = self._latest
         if latest is None and self._newest is not None:
             latest = self._stats(self._newest, self.noise_scale.means_alone())
@@ -190,19 +174,15 @@ class Statistics:
             "in_flight": in_flight,
             "unread": list(map(_plain, self._unread)),
             "latest": None if latest is None else _plain(latest),
-            "figures": self._figures,
             "figure_names": names,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave."""
         self.noise_scale.load_state_dict(state["noise_scale"])
-        theirs = state["figures"]
         self._in_flight = deque()
-        for step, unit, record in state["in_flight"]:
-            if theirs != self._figures:  # the script has changed
-                record = record[: len(record) - theirs] + [math.nan] * self._figures
-            self._in_flight.append(_Record(step, unit, torch.tensor(record, dtype=torch.float64), None, self._figures))
+        for step, unit, record, *more in state["in_flight"]:
+            self._in_flight.append(_Record(step, unit, torch.tensor(record, dtype=torch.float64), None, *more))
         self._unread = list(map(_of_plain, state["unread"]))
         names = state["figure_names"]
         self.figure_names = None if names is None else tuple(names)
@@ -212,7 +192,6 @@ class Statistics:
             self._latest = replace(
                 stats, noise_scale=now.noise_scale, noise_scale_low=now.low, noise_scale_high=now.high
             )
-        self.compared = deque([(stats.step, stats.digests) for stats in self._unread[-1:] if stats.digests])
 
     def _receive(self, lag: int) -> None:
         while len(self._in_flight) > lag:
@@ -234,16 +213,11 @@ class Statistics:
         if variance is None:
             self.noise_scale.update(None, None)
         else:
-            workers = (len(values) - t.RECORD_SLOTS) // t.RANK_SLOTS
+            workers = len(values) - t.RECORD_SLOTS
             rounding = rounding_error(
                 grad_total, samples, micro_batches, workers if self.bf16_wire else 0, item.bf16_sums
             )
             self.noise_scale.update(variance, grad_sq, (samples, micro_batches), rounding)
-        of_ranks = range(t.RECORD_SLOTS, len(values), t.RANK_SLOTS)
-        digests = [t.digest_from_slots(values[at + 1 : at + t.RANK_SLOTS]) for at in of_ranks]
-        item.digests = tuple(digest for digest in digests if digest is not None)
-        if item.digests:
-            self.compared.append((item.step, item.digests))
         self.arrived.append((item.step, bool(values[t.SKIPPED]) or not (item.local or math.isfinite(grad_total))))
         self._newest, self._latest = item, None
 
@@ -272,18 +246,17 @@ class Statistics:
             decision=int(values[t.DECISION]),
             previous_step_time_s=_known(values[t.STEP_TIME]),
             previous_data_wait_s=values[t.DATA_WAIT] if values[t.STEP_TIME] else None,
-            seconds=tuple(values[t.RECORD_SLOTS :: t.RANK_SLOTS]),
-            digests=newest.digests,
+            seconds=tuple(values[t.RECORD_SLOTS :]),
             figures={name: value for name, value in figures.items() if math.isfinite(value)},
         )
 
 
 def _plain(stats: StepStats) -> dict[str, Any]:
-    return asdict(stats) | {name: list(getattr(stats, name)) for name in _TUPLES}
+    return asdict(stats) | {"seconds": list(stats.seconds)}
 
 
 def _of_plain(stats: dict[str, Any]) -> StepStats:
-    return StepStats(**stats | {name: tuple(stats[name]) for name in _TUPLES})
+    return StepStats(**stats | {"seconds": tuple(stats["seconds"])})
 
 
 def _known(value: float) -> float | None:

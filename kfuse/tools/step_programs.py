@@ -16,7 +16,8 @@ from rich.table import Table
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import plan_parameters
-from kfuse.comm.cost import SCHEDULES, Costs, Job, Price, choose, price
+from kfuse.comm.cost import SCHEDULES, Job, Price, choose, price
+from kfuse.comm.group import Costs
 from kfuse.comm.settings import CommOptions
 from kfuse.comm.transports import make_programs
 from kfuse.cores import cores

@@ -108,7 +108,7 @@ class Audit:
 
     def before_step(self, samples: StepSamples) -> int | None:
         """Chooses the coming step's audit. Returns its micro-batch, for the step's plan; None if there is no audit."""
-        self._chosen, self._before = None, []
+        self._chosen, self._before, self._opt.engine.audited = None, [], None
         at = self.progress
         # Where workers are not synchronised at every step, each has parameters of its own.
         if not at.is_local and self.session.group is not self._unequal:
@@ -116,7 +116,8 @@ class Audit:
         if self._chosen is None:
             return None
         self._before = _buffers(self.given.model)
-        self._opt.engine.audited = self._audited = AuditedGradient(self._opt.engine)
+        engine = self._opt.engine
+        engine.audited = self._audited = AuditedGradient(engine.gradient_buckets, engine.params, engine.device)
         return self._chosen.micro_batch
 
     def compare(self, step: Step) -> None:

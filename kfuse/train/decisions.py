@@ -14,12 +14,11 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kfuse.comm.chunks import plain_copy
-from kfuse.comm.group import CommError
-from kfuse.comm.settings import TRANSPORT_NAMES, TREES
-from kfuse.comm.sync import Sync
+from kfuse.comm.group import CommError, Links
+from kfuse.comm.settings import TRANSPORT_NAMES, TREES, Sync
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
@@ -32,9 +31,6 @@ from kfuse.train.learning_rate import LearningRate
 from kfuse.train.progress import STOP_REASONS, Progress
 from kfuse.train.reporter import Reporter
 from kfuse.train.step import relative_throughput
-
-if TYPE_CHECKING:
-    from kfuse.comm.topology import Links
 
 _SETTINGS, _MEASURED = ([each.name for each in fields(kind)] for kind in (StepSettings, Measured))
 _NUMBERS = itertools.count(1)  # of this process: a number is never used again, in another training neither
@@ -253,7 +249,9 @@ class Decisions:
         """Between two steps: measures the links where the tree needs them; reports new figures. Raises CommError."""
         group = self.session.group
         if self.tree == "latency" and group.links is None and group.size > 1 and not self.session.apart:
-            group.measure_links()
+            from kfuse.comm.topology import measure  # few jobs need it
+
+            measure(group)
         if (links := group.links) is not self._reported_links and links is not None and group.size > 1:
             figures = {"latency_s": links.latencies, "bytes_per_s": links.throughputs}
             self.reporter.event(self.progress.step, "links", **figures)

@@ -24,7 +24,7 @@ from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
 from kfuse.optim import ConsistencyError
 from kfuse.optim.consistency import parameter_layout
-from kfuse.optim.updates import ShardsLost, begun_update, has_begun, resume_update
+from kfuse.optim.updates import ShardsLost
 from kfuse.settings.tree import ConfigError
 from kfuse.train.arguments import TrainArguments
 from kfuse.train.decisions import Decisions, PolicyCalls
@@ -313,6 +313,8 @@ class Recovery:
 
         That one is the most advanced then, and the others take over the rest of the state from it.
         """
+        from kfuse.optim.resume import begun_update, has_begun, resume_update  # few jobs need it
+
         opt, at, group = self._opt, self.progress, self.session.group
         begun = self._has_state and at.stage == Stage.UPDATE and has_begun(opt, at.step)
         mine = torch.tensor([at.position if self._has_state else -1, begun], device=group.device)

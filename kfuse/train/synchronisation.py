@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from kfuse.comm.sync import Sync
+from kfuse.comm.settings import Sync
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
 from kfuse.train.decisions import Decisions

@@ -96,10 +96,10 @@ CASES: dict[str, tuple[type[nn.Module] | Any, int | None, dict[str, Any]]] = {
 def test_losses_and_calls_are_trainers(case: str, tmp_path: Path) -> None:
     make, stop_after, arguments = CASES[case]
     results = []
-    for train in (Trainer.train, fit):
-        recorder, folder = Recorder(stop_after), tmp_path / train.__name__
+    for by_trainer in (True, False):
+        recorder, folder = Recorder(stop_after), tmp_path / ("trainer" if by_trainer else "kfuse")
         trainer = trainer_of(folder, make(), [recorder], **arguments)
-        output = train(trainer)
+        output = trainer.train() if by_trainer else fit(trainer, tokens=make is llama)
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix != ".pth")
         results.append((trainer, recorder.seen, output, files))
     (theirs, their_calls, their_output, their_files), (ours, our_calls, our_output, our_files) = results
@@ -140,7 +140,7 @@ def script(folder: Path) -> None:
     stopping = EarlyStoppingCallback(100)
     trainer.args.metric_for_best_model = "loss"
     trainer.add_callback(stopping)
-    output = fit(trainer)
+    output = fit(trainer, tokens=True)
     assert output is not None
     steps = [step for name, step, *_ in recorder.seen if name == "on_step_end"]
     found = {
@@ -185,7 +185,7 @@ class Grows(kf.BasePolicy):
 def test_a_policy_changes_the_batch_size(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = trainer_of(tmp_path, llama(), [recorder], num_train_epochs=3)
-    output = fit(trainer, kf.Hook(Grows()))
+    output = fit(trainer, kf.Hook(Grows()), tokens=True)
     assert output is not None
     planned = list(dict.fromkeys(steps for name, _, _, steps, *_ in recorder.seen if name == "on_step_end"))
     assert planned[0] == 24 and planned[-1] == output.global_step < 16
@@ -221,8 +221,10 @@ def test_what_is_not_trained_as_trainer_does_is_refused_in_one_line(tmp_path: Pa
         "fit: the training data's sampler is a LengthGroupedSampler": {"train_sampling_strategy": "group_by_length"},
         "fit: lr_scheduler_type: ReduceLROnPlateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_steps": 2,
                                                       "eval_strategy": "steps", "warmup_steps": 0},
-        "fit: the loss is not a sum divided by num_items_in_batch": {"model": Ignoring()},
-        "fit: loss_is_scaled_for_ga=False, and": {"tuning": {"loss_is_scaled_for_ga": False}},
+        "fit: this trainer counts tokens, and kfuse must be told": {},
+        "fit: the loss is not a sum divided by num_items": {"model": Ignoring(), "settings": {"tokens": False}},
+        "fit: loss_is_scaled_for_ga=False, and": {"tuning": {"loss_is_scaled_for_ga": False},
+                                                  "settings": {"tokens": True}},
     }  # fmt: skip
     for text, given in refused.items():
         said = refusal(tmp_path, **given)

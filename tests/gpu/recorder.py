@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kfuse.comm import devices
-from kfuse.comm.sharded_gradient import ShardedGradient
 
 _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
 _FACTORIES = ["zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint"]
@@ -194,8 +193,6 @@ class _Operations(TorchDispatchMode):
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, ShardedGradient) for kind in types):
-            return NotImplemented  # it has no memory; what it does itself is seen here
         return self._recorder.operation(func, args, kwargs or {})
 
 

@@ -20,7 +20,7 @@ from kfuse import session
 from kfuse.comm.group import Group
 from kfuse.comm.nccl import NcclGroup
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.step import StepPlan
+from kfuse.comm.step_state import StepPlan
 
 _DEVICE = torch.device("cpu")  # as a device, not as the string "cpu": what the recorder takes for cuda:1
 
@@ -189,7 +189,7 @@ def job(
         if current:
             recorder.device.make_current()
         it = Job(recorder, size, elastic, model)
-        options = CommOptions(**{"bucket_mb": TINY_BUCKETS, **comm})
+        options = CommOptions(**{"bucket_mb": TINY_BUCKETS, "check_every": None, **comm})  # a comparison waits
         # By name: of a stand-in's messages `auto` would measure the time, and choose by it, but their values differ.
         session._current = session.Session(it.group, replace(options, schedule=options.transport()))
         it.opt = make(model.parameters())

@@ -21,9 +21,9 @@ from rich.table import Table
 
 from kfuse import session
 from kfuse.checkpoint.format import CheckpointError, load, steps_in
-from kfuse.comm.settings import CommSettings
 from kfuse.observe import write_whole
 from kfuse.observe.recorder import figure
+from kfuse.settings.declared import CommSettings
 from kfuse.settings.instantiate import CLASS_GROUPS, describe, fits, one_line
 from kfuse.settings.tree import AT_SHELL, ConfigError, completed, did_you_mean, flat, show
 from kfuse.tools.cbs.estimate import Branch, CriticalBatch, Plan, Trace, calibration, measure

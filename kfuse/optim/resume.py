@@ -1,0 +1,58 @@
+"""An update that a lost worker has interrupted, with sharded state: what others need of it, and how they end it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kfuse.optim.base import DistributedOptimizer
+from kfuse.optim.scaling import Scaling
+from kfuse.optim.updates import Update
+
+
+def has_begun(opt: DistributedOptimizer, step: int) -> bool:
+    """Whether this worker has begun the update of this step, with sharded state, and still has its gradients."""
+    kept = opt.engine.kept
+    return kept is not None and kept.step == step and opt.begun is not None and opt.begun.step == step
+
+
+def begun_update(opt: DistributedOptimizer) -> dict[str, Any]:
+    """Returns what others need to make the update that this worker has begun. Plain values and small tensors."""
+    assert opt.begun is not None and opt.engine.kept is not None
+    scaled = opt.begun.scaled
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
+    settings = {"groups": groups, "lr_factor": opt.lr_factor}
+    reduced = {"record": scaled.record, "tail": opt.engine.kept.tail, "changes": opt.engine.kept.changes}
+    return {**reduced, "factor": scaled.factor, "skip": scaled.skip, **settings}
+
+
+@torch.no_grad()
+def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int, owner_is_lost: bool) -> None:
+    """Makes the update of this step as far as it is not made here. Every worker of the new group calls it.
+
+    given: `begun_update` of a worker that has begun. owner_is_lost: the worker whose shards this one mirrors is not in
+    the new group. Raises CommError; then it may be called again, in yet another group.
+    """
+    for group, theirs in zip(opt.param_groups, given["groups"], strict=True):
+        group.update(theirs)
+    opt.lr_factor, device = given["lr_factor"], opt.engine.device
+    # A transfer leaves tensors on the host.
+    record, tail, factor, skip = (
+        None if given[name] is None else given[name].to(device) for name in ("record", "tail", "factor", "skip")
+    )
+    assert record is not None and tail is not None
+    opt.engine.resume(record, tail, [change.to(device) for change in given["changes"]])
+    reduced = opt.engine.reduced
+    assert reduced is not None
+    scaled = Scaling(record, factor, skip, finite=skip is None or not bool(skip))
+    if not has_begun(opt, step):
+        opt.last_lr = opt.base_lr * opt.lr_factor
+        opt.begun = Update(step, reduced, scaled, (), (), opt.lr_factor)
+    try:
+        opt.synchronize()  # finds which parameters are updated
+        in_doubt, unused = opt.reducer.in_doubt, opt.reducer.unused
+        opt.updates.update(Update(step, reduced, scaled, in_doubt, unused, opt.lr_factor, owner_is_lost))
+    finally:
+        opt.engine.reduced = None
