@@ -69,6 +69,7 @@ lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff format --check
 	$(TEST_VENV)/bin/mypy
 	$(TEST_VENV)/bin/lint-imports
+	$(TEST_VENV)/bin/python .ci/ceilings.py
 
 reference: $(VENV)/.installed
 	$(VENV)/bin/python -m kfuse.tools.reference docs/reference.md docs/support.md
