@@ -87,7 +87,9 @@ def weigh(batch: Any) -> float:
     return float(1 + batch[1].sum())
 
 
-def bits(kind: str, count: int, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def bits(
+    kind: str, count: int, settings: dict[str, Any], weighted: bool = False
+) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What a training with `kf.fit` reports, or nothing with `kf.DataLoader`; and the bits of its state."""
     kf.init(comm_reproducible=True, comm_bucket_mb=0.0008, comm_check_every=1)
     assert torch.get_num_threads() == 1
@@ -95,7 +97,9 @@ def bits(kind: str, count: int, settings: dict[str, Any]) -> tuple[dict[str, Any
     opt = OPTIMIZERS[kind](model.parameters())
     summary: dict[str, Any] = {}
     if kind != "sgd":
-        summary = kf.fit(model, data, opt, kf.Hook(Grow()), train_epochs=2, heldout=data, **settings) or {}
+        weight_fn = weigh if weighted else None
+        more: dict[str, Any] = {"train_epochs": 2, "heldout": data, "weight_fn": weight_fn, **settings}
+        summary = kf.fit(model, data, opt, kf.Hook(Grow()), **more) or {}
         del summary["wall_s"], summary["workers"]
         assert summary["steps"] > 3
     else:
@@ -107,25 +111,25 @@ def bits(kind: str, count: int, settings: dict[str, Any]) -> tuple[dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "settings"),
+    ("kind", "count", "settings", "weighted"),
     [
-        ("adamw", 130, {"batch_size": 32, "batch_micro": 4}),
-        pytest.param("sgd", 131, {"batch_size": 17, "batch_micro": 3}, marks=pytest.mark.full),
-        ("wrapped", 38, {"batch_size": 4, "batch_micro": 4}),
-        ("adamw", 300, {"batch_size": 24, "batch_micro": 6, "batch_micro_max": 24, "weight_fn": weigh}),
+        ("adamw", 130, {"batch_size": 32, "batch_micro": 4}, False),
+        pytest.param("sgd", 131, {"batch_size": 17, "batch_micro": 3}, False, marks=pytest.mark.full),
+        ("wrapped", 38, {"batch_size": 4, "batch_micro": 4}, False),
+        ("adamw", 300, {"batch_size": 24, "batch_micro": 6, "batch_micro_max": 24}, True),
     ],
     ids=["even", "ragged", "fewer micro-batches than workers", "growing micro-batches, weighted"],
 )
-def test_state_and_report_have_the_same_bits(kind: str, count: int, settings: dict[str, Any]) -> None:
+def test_state_and_report_have_the_same_bits(kind: str, count: int, settings: dict[str, Any], weighted: bool) -> None:
     """Transforms that draw from torch, numpy and random included, whatever was drawn in the process before.
 
     All workers are compared after each step: one without a micro-batch, which sends no digest, is no false alarm.
     """
     torch.set_num_threads(2)
     random.seed(7), np.random.seed(8), torch.manual_seed(9)
-    alone = bits(kind, count, settings)
+    alone = bits(kind, count, settings, weighted)
     for workers in (2, 3, 4):
-        assert run_workers(workers, bits, kind, count, settings) == [alone] * workers, f"{workers} workers"
+        assert run_workers(workers, bits, kind, count, settings, weighted) == [alone] * workers, f"{workers} workers"
 
 
 def test_the_users_generators_are_where_they_were() -> None:
