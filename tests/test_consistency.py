@@ -31,7 +31,6 @@ def option(name: str, value: object) -> Callable[[Any, Any], None]:
 
 
 def changed(opt: Any, net: Any) -> None:
-    """With sharded state the update overwrites it."""
     net[2].bias.data.add_(1.0)
 
 

@@ -31,7 +31,8 @@ class Failures:
     def __init__(self, job: Job, processes: Processes, records: Records, views: Views) -> None:
         self._job, self._processes, self._records, self._views = job, processes, records, views
         self.cuts = Cuts(job, processes, records)
-        self._since_step = _Streak()  # since the last new step
+        # Since the last new step. Steps made again are not new: what ends a worker there would do so again.
+        self._since_step = _Streak()
         self._since_boot = _Streak()  # of newcomers, since the last one that has booted
         self._furthest = -1  # `Records.furthest` when the last lost worker was counted
         self._recovering: asyncio.Task[None] | None = None  # forms the view without lost workers, and starts others

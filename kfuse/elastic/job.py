@@ -28,8 +28,7 @@ class JobFailed(RuntimeError):
 
 class Job:
     def __init__(self, settings: JobSettings, restart: bool = False, script: bool = False) -> None:
-        """settings: completed. Workers that are lost together, as with a host, count as one of elastic.max_failures;
-        steps made again are not new: what ends a worker there would do so again.
+        """settings: completed.
 
         restart: if all workers are lost, new ones are started, which resume from the last checkpoint; a script says so
         as it begins. script: workers run a user's script, which may end before training does, or go on after it.
@@ -82,7 +81,7 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is too late for a new worker."""
+        """Whether training has ended, or the job: too late for a new worker."""
         return self.done or self.over.is_set()
 
 

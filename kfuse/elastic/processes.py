@@ -184,7 +184,7 @@ class Processes:
                 now = asyncio.get_running_loop().time()
                 worker = Worker(number, process, gpu=gpu, asked_at=now, started_at=now, last_message_at=now)
                 self.workers[number] = self._alive[number] = worker
-                if self._job.is_over:  # meanwhile
+                if self._job.is_over:  # the job may have ended while this worker was started
                     worker.kill()
                 task = self._job.run(self._watch(worker))
                 self._tasks.add(task)

@@ -24,7 +24,7 @@ def ddp_hook(
 ) -> Monitor:
     """Measures the gradient statistics of a DDP model in its communication hook; parameters keep plain DDP's bits.
 
-    But for the rounding of 1 / n with `gradient_as_bucket_view=True` where the number of workers is no power of two.
+    With `gradient_as_bucket_view=True` and a number of workers that is no power of two they may differ in the last bit.
 
     Call it on every rank, after the model was wrapped and before its first backward. A step is a backward that DDP
     reduces, with the backwards under `no_sync()` before it; each backward is a micro-batch. One message of 48 bytes a

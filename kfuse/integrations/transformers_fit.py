@@ -222,7 +222,10 @@ def _weight(
         divides = trainer.compute_loss_func is not None or (trainer.model_accepts_loss_kwargs and items is not None)
     if items is not None and tokens:
         if not divides:
-            raise ValueError("fit: loss_is_scaled_for_ga=False, and tokens=True: must not divide its loss by them")
+            raise ValueError(
+                "fit: tokens=True says that the loss is divided by the number of tokens, and by "
+                "trainer.loss_is_scaled_for_ga it is not: must be tokens=False, or None there"
+            )
         return lambda batch: max(float(_items(trainer, batch, "cpu")), _NO_TOKENS)  # type: ignore[arg-type]
     if divides and (adapts or trainer.args.gradient_accumulation_steps > 1):
         raise ValueError(

@@ -302,7 +302,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             if reduced.differs:
                 where = where_workers_differ(self.updates, self._numbers(), self.reducer.tracked)
-                step = self.engine.step - 1
+                step, self.engine.reduced = self.engine.step - 1, reduced  # it is not made
                 raise ConsistencyError(f"step {step}: the workers no longer have the same model: {where}")
             scaled = scaling(reduced, self.engine, self.clip_norm, self.skip_nonfinite, found_inf, loss_scale)
             self.last_lr = self.base_lr * self.lr_factor

@@ -175,7 +175,7 @@ def first_difference(group: Group, numbers: Mapping[str, float], digests: Mappin
     found = torch.stack(group.all_gather(torch.stack(values), "digests of the parameters")).cpu()
     different = (found != found[0]).any(dim=0).nonzero().flatten().tolist()
     if not different:
-        return "what differed then has been overwritten since"
+        return "parameters that were changed between the last backward and opt.step()"
     first = different[0]
     ranks = [rank for rank in range(group.size) if found[rank, first] != found[0, first]]
     count = f"{len(different)} of {found.shape[1]} options and parameters differ"

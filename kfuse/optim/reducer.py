@@ -206,8 +206,8 @@ class Reducer:
     def _take_back_gradients(self, reduced: Reduced) -> None:
         """Where the user replaced a `p.grad` (it may also be changed in place), buckets get the values.
 
-        Raises RuntimeError where its `.data` was replaced, and where a `p.grad` was set of which the reduction had
-        none: on each worker it may be another one.
+        Raises RuntimeError where its `.data` was replaced, and where `p.grad` was set for a parameter that no worker
+        gave a gradient: each worker may have set another one.
         """
         no_backward = reduced.now.done > 0 and len(self.in_doubt) == len(self.engine.params)
         replaced: list[tuple[Bucket, int, Tensor]] = []

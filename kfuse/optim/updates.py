@@ -45,7 +45,7 @@ class Update:
     reduced: Reduced
     scaled: Scaling
     in_doubt: Collection[int]  # indices of parameters that are left alone where `reduced.used` is 0
-    unused: Collection[int]  # and of those that no worker gave a gradient
+    unused: Collection[int]  # indices of parameters that no worker gave a gradient, where the host knows it
     lr_factor: float
     owner_is_lost: bool = False  # the update is resumed after a loss: the worker whose shards this one mirrors is gone
 
@@ -88,8 +88,8 @@ class Updates:
         self.engine = engine
 
     def update(self, given: Update) -> None:
-        """Updates all parameters whose `.grad` is set (their mean gradient, in their dtype; in the buckets fp32), with
-        sharded state all that some worker gave a gradient.
+        """Updates the parameters whose `.grad` is set: their mean gradient, in their dtype; in the buckets it is fp32.
+        With sharded state, where no `.grad` is set, updates those that some worker gave a gradient.
 
         Raises CommError with sharded state.
         """

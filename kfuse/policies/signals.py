@@ -282,6 +282,9 @@ class BasePolicy:
 class NoPolicy(BasePolicy):
     """Leaves batch size, learning rate and worker count as configured."""
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Does nothing: a checkpoint of another policy's training has that one's state."""
+
 
 class ConfiguredPolicy(BasePolicy):
     """A policy whose arguments are settings, which it never changes. Raises ValueError for those out of range.

@@ -24,7 +24,7 @@ class Setting:
     above: float | None = None
     below: float | None = None
     choices: tuple[str, ...] = ()  # if not empty: the values that are allowed
-    pattern: str = ""  # A regular expression. With `choices`: of further values that are allowed; else of all.
+    pattern: str = ""  # a regular expression that an allowed value matches, if it is not one of `choices`
     form: str = ""  # the pattern in words
 
     def is_in_range(self, value: Any) -> bool:

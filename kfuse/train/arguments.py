@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kfuse.train.learning_rate import UserSchedule
     from kfuse.train.output import Output
 
-_SECTIONS = ("seed", "batch", "lr", "train")  # of the settings that a training follows
-# Those of them that workers may have different values of.
+_SECTIONS = ("seed", "batch", "lr", "train")  # whose settings training itself follows
+# Settings of these sections that may differ between workers.
 _OWN = ("batch_min", "train_clip_norm", "train_save_model", "lr_base")
 
 

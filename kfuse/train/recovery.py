@@ -67,7 +67,9 @@ class Recovery:
         }
         # The worker whose shards this one mirrors since the newest view in which all had the state.
         self._mirrored: int | None = None
-        self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
+        self._to_begin_from: Mapping[str, Any] | None = (
+            None  # to begin from, where there is no checkpoint to resume from
+        )
         # The state that training ended with, without the model and the optimizer; None: it has not ended.
         self._ended: Mapping[str, Any] | None = None
         self._joined = self._has_state = False
@@ -209,7 +211,7 @@ class Recovery:
         if self._has_state:
             raise RuntimeError("kf.load_state_dict: training has begun: call it before the first step")
         self.state.check(state)
-        self._given = state
+        self._to_begin_from = state
 
     # -- a new view -----------------------------------------------------------------------------------------------
 
@@ -342,7 +344,7 @@ class Recovery:
             why = f"{self._lost[1]}, and there is no checkpoint to go on from"
             self.session.give_up(why)
             raise ShardsLost(why)
-        saved = self._given if saved is None else saved
+        saved = self._to_begin_from if saved is None else saved
         if saved is None and self._torn:
             raise RuntimeError(
                 "the training state is lost: the only worker that had the newest one was lost while it sent it to the "

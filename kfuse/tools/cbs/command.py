@@ -135,6 +135,8 @@ def _measure(run: Run, step: int, plan: Plan, console: Console) -> tuple[float, 
             found = measure(branch, plan)
         except ValueError as error:
             raise BranchError(f"step {step}: {error}") from error
+        except (RuntimeError, OSError) as error:
+            raise BranchError(f"step {step}: a branch has failed: {one_line(error)}") from error
     print_point(step, start.lr, found, console)
     return start.lr, found
 
@@ -226,6 +228,7 @@ class Run:
         comm = self.config["comm"]
         if comm["schedule"] == "symmetric" and "WORLD_SIZE" not in os.environ:  # for several workers only
             comm["schedule"] = "auto"
+        comm["audit_every"], comm["audit_on_corruption"] = None, "report"
         values = flat(self.config)
         joined = session.init(**{name: values[name] for name in CommSettings.__annotations__})
         set_threads(self.config)
@@ -246,7 +249,7 @@ class Start:
         try:
             for _ in trainer.steps():
                 break  # it has the checkpoint's state, and has trained nothing
-        except ValueError as error:
+        except (ValueError, RuntimeError, OSError) as error:
             raise BranchError(f"{path}: {one_line(error)}") from error
         self.lr = trainer.decisions.rate.scheduled()  # the run's learning rate at the checkpoint; 0 where a decay ends
 

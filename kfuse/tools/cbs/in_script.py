@@ -129,7 +129,7 @@ def _settings(plan: Plan, given: TrainingData, values: Mapping[str, Any]) -> Cal
 
     def of_branch(k: float, repetition: int) -> dict[str, Any]:
         own = {"batch_micro": micro, "batch_max": max(plan.batch_size, plan.batch(k)), "train_steps": steps[k]}
-        own["seed"] = values["seed"] + repetition
+        own["seed"] = (values["seed"] + repetition) % 2**32
         return completed({**values, **own})
 
     return of_branch
