@@ -67,9 +67,7 @@ class Recovery:
         }
         # The worker whose shards this one mirrors since the newest view in which all had the state.
         self._mirrored: int | None = None
-        self._to_begin_from: Mapping[str, Any] | None = (
-            None  # to begin from, where there is no checkpoint to resume from
-        )
+        self._to_begin_from: Mapping[str, Any] | None = None  # where there is no checkpoint to resume from
         # The state that training ended with, without the model and the optimizer; None: it has not ended.
         self._ended: Mapping[str, Any] | None = None
         self._joined = self._has_state = False
