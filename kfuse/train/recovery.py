@@ -205,7 +205,9 @@ class Recovery:
         self._ended = snapshot(self.state.capture(without=STAYS), "the training state")
 
     def begin_from(self, state: Mapping[str, Any]) -> None:
-        """As `Trainer.load_state_dict`."""
+        """Begins from this state, where there is no checkpoint to resume from. Raises RuntimeError once training has
+        begun, and ValueError for the state of another training.
+        """
         if self._has_state:
             raise RuntimeError("kf.load_state_dict: training has begun: call it before the first step")
         self.state.check(state)
