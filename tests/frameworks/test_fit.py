@@ -223,7 +223,7 @@ def test_what_is_not_trained_as_trainer_does_is_refused_in_one_line(tmp_path: Pa
                                                       "eval_strategy": "steps", "warmup_steps": 0},
         "fit: this trainer counts tokens, and kfuse must be told": {},
         "fit: the loss is not a sum divided by num_items": {"model": Ignoring(), "settings": {"tokens": False}},
-        "fit: loss_is_scaled_for_ga=False, and": {"tuning": {"loss_is_scaled_for_ga": False},
+        "fit: tokens=True says that the loss is divided": {"tuning": {"loss_is_scaled_for_ga": False},
                                                   "settings": {"tokens": True}},
     }  # fmt: skip
     for text, given in refused.items():
