@@ -22,6 +22,7 @@ from kfuse.cores import cores
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, join
 from kfuse.elastic.protocol import STOP_STATUS
+from kfuse.elastic.supervisor import Supervisor
 from kfuse.logs import set_up_logging
 from kfuse.observe.earlier import earlier
 from kfuse.observe.lock import taken
@@ -87,7 +88,7 @@ def _run(args: argparse.Namespace, directory: RunDirectory, has_steps: bool | No
         launcher = HostsLauncher(command, host, port, args.token, args.slots, most, grace_s, signals)
     told = {"log_level": settings["observe_log_level"], "ledger": settings["observe_ledger"]}
     job = {"run_dir": str(directory.path.absolute()), "has_steps": has_steps, "observe": told}
-    return supervise(launcher, job, recorder, settings, script=True)
+    return supervise(Supervisor(launcher, job, recorder, settings, script=True), recorder)
 
 
 def _refuse(message: str, status: int = 2) -> int:

@@ -13,13 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from kfuse.cli.first import FirstWorker
 from kfuse.cli.output import to_its_end
 from kfuse.elastic.job import JobFailed
-from kfuse.elastic.launchers import Launcher, TorchrunLauncher
+from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.logs import set_up_logging
 from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.settings import instantiate
-from kfuse.settings.tree import JobSettings, flat
+from kfuse.settings.tree import flat
 
 
 def run(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
@@ -44,28 +44,21 @@ def run(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
     set_up_logging(observe["log_level"], "supervisor", recorder.line)
     settings: Any = flat(config)
     restart = settings["checkpoint_every_steps"] is not None
-    return supervise(launcher, job, recorder, settings, restart, run_loop=first.run if early else asyncio.run)
+    supervisor = Supervisor(launcher, job, recorder, settings, restart)
+    return supervise(supervisor, recorder, first.run if early else asyncio.run)
 
 
 def supervise(
-    launcher: Launcher,
-    job: dict[str, Any],
+    supervisor: Supervisor,
     recorder: Recorder,
-    settings: JobSettings,
-    restart: bool = False,
-    script: bool = False,
     run_loop: Callable[[Coroutine[Any, Any, str | None]], str | None] = asyncio.run,
 ) -> int:
-    """Runs a job to its end and returns the exit status, as `run` does.
-
-    settings, restart, script: as of `kfuse.elastic.job.Job`. run_loop: as asyncio.run.
-    """
-    supervisor = Supervisor(launcher, job, recorder, settings, restart, script)
+    """Runs a job to its end and returns the exit status, as `run` does. run_loop: as asyncio.run."""
 
     async def work() -> str | None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, supervisor.stop, "interrupted")
-        for name in {"SIGTERM", *settings["elastic_notice_signals"]}:
+        for name in {"SIGTERM", *supervisor.job.settings["elastic_notice_signals"]}:
             loop.add_signal_handler(signal.Signals[name], supervisor.stop, "terminated")
         if interrupted:
             supervisor.stop("interrupted")

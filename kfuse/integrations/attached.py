@@ -14,6 +14,7 @@ from kfuse.integrations.backward import OneProcess, monitor
 from kfuse.integrations.ddp import ddp_hook
 from kfuse.integrations.measure import Monitor, Options
 from kfuse.optim import DistributedOptimizer
+from kfuse.optim.refuse import uncompiled
 
 TOKENS = (
     "{call}: this trainer counts tokens, and kfuse must be told whether the model divides its loss by them: must be "
@@ -33,7 +34,7 @@ def monitor_of(who: str, model: nn.Module, scaler: torch.amp.GradScaler | None) 
         from kfuse.integrations.fsdp import fsdp_monitor
 
         return fsdp_monitor(model, scaler=scaler)
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = uncompiled(model)
     if isinstance(model, DistributedDataParallel):
         if dist.get_world_size(model.process_group) == 1:  # Accelerate then has no no_sync: each backward is reduced
             return OneProcess(model, Options(None, 1, scaler, "train")).monitor

@@ -123,7 +123,7 @@ def _settings(plan: Plan, given: TrainingData, values: Mapping[str, Any]) -> Cal
         raise ConfigError("lr_scaling=adascale: must be one of none, linear, sqrt")
     steps = {k: plan.steps(k, length=len(given.data)) for k in plan.factors}
     smallest = plan.batch(plan.factors[0])
-    micro = values["batch_micro"] or max(1, smallest // 4)
+    micro = completed({**values, "batch_size": smallest})["batch_micro"]
     if micro > smallest:
         raise ConfigError(f"batch_micro={micro}: must be at most {smallest}, the smallest batch")
 
