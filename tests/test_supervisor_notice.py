@@ -53,6 +53,24 @@ async def test_after_the_grace_it_is_lost(stage: Stage) -> None:
     await stage.end_well(0)
 
 
+@job(limits(2, 1, 2, replace=False, script=True), failure=1, notice=1)
+async def test_one_that_is_lost_is_no_failure_of_a_job_that_has_trained_to_the_end_without_it(stage: Stage) -> None:
+    """The report of its end comes late, as from another host."""
+    await stage.train(0, 1)
+    stage.workers[1].hangs = True
+    await stage.says(1, "notice")
+    await stage.settle()
+    await stage.join(0)
+    while not stage.workers[1].killed:
+        await stage.says(0, "alive")
+        await stage.says(1, "alive")
+        await stage.settle(0.5)
+    await stage.says(0, "record", kind="summary", data={})
+    await stage.settle()
+    stage.workers[1].end(-9)
+    stage.workers[0].end(0)
+
+
 @job(limits(1, 1, 1), failure=0)
 async def test_the_only_worker_hands_over_to_another_before_it_leaves(stage: Stage) -> None:
     await stage.train(0)

@@ -59,8 +59,10 @@ class Failures:
         elif not job.done and not self._all_out_of_loop(worker):
             await self._lost(worker, was, status)
         elif job.script and (worker.why or not worker.killed.is_set()):
-            # A script failed when its training was over: what was trained stays, but the job has not succeeded.
             how, cause = self._report_failure(worker, status)
+            if worker.killed.is_set() and self._processes.rank_of(worker) is None:
+                return  # the others have trained to the end without it, and only then was its end reported
+            # A script failed when its training was over: what was trained stays, but the job has not succeeded.
             when = " after training had ended" if job.done else ""
             job.late_failure = job.late_failure or JobFailed(f"worker {worker.number} {how}{when}{cause}")
             self._training_is_left()
