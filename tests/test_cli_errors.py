@@ -53,8 +53,11 @@ WRONG = [
     ("policy._target_=builtins.dict", ["policy._target_=builtins.dict", "BasePolicy"]),
     ("optimizer._target_=torch.optim.LBFGS", ["torch.optim.LBFGS", "steps once"]),
     ("comm.schedule=torch.nn.Lineer", ["comm.schedule=torch.nn.Lineer", "no attribute"]),
+    ("comm.schedule=torch.nn.Linear", ["comm.schedule=torch.nn.Linear", "Transport; it has no plan"]),
+    ("launcher._target_=builtins.dict", ["launcher._target_=builtins.dict", "Launcher; it has no open"]),
     # Unknown keys, options and flags.
     ("batch.sise=8", ["batch.sise", "did you mean batch.size?"]),
+    ("policy.epochs=2", ["policy.epochs: no such key", "++policy.epochs=VALUE"]),
     ("size=8", ["size", "did you mean batch.size?"]),
     ("+lr_base=1", ["lr_base", "did you mean lr.base?"]),
     ("model=gpr", ["model=gpr", "convnet, gpt, hf, mlp", "did you mean gpt?"]),

@@ -94,7 +94,7 @@ REFUSED: list[dict[str, Any]] = [
     {"comm.reproducible": True, "comm.sync": "sma"},
     {"comm.sync": "pair", "job": "fixed"},
     {"comm.state": "sharded", "comm.schedule": "allreduce"},
-    {"comm.reproducible": True, "comm.schedule": "tree"},
+    {"comm.reproducible": True, "comm.schedule": "my.Transport"},
     {"comm.schedule": "symmetric", "job": "elastic"},
     {"comm.schedule": "symmetric", "job.gpus": None},
     {"comm.reproducible": True, "comm.dtype": "bf16"},

@@ -18,7 +18,7 @@ from kfuse.comm.sum_tree import Merge
 class Transport(Protocol):
     """Exchanges flat buffers between the group's workers.
 
-    Made for each optimizer and view: the class is called with a `Group`. `plan` is called before the first step, and
+    Made for each optimizer and view: the class is called with a `Group`, which others may be given too. `plan` is called before the first step, and
     again when the contributions change (with reproducible sums: before each step). In a step `launch` is called for
     each bucket, in the same order on every rank, then `wait` for each bucket in that order. A step that is aborted
     is not waited for.
@@ -32,8 +32,8 @@ class Transport(Protocol):
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
         """Prepares the coming steps. pieces[r]: how many slots rank r contributes; 1 without reproducible sums.
 
-        merges: the order of additions, as pairs (destination, source); slots are counted rank after rank.
-        Only transports for reproducible sums need it.
+        merges: the order of additions, as pairs (destination, source); slots are counted rank after rank. Only
+        transports for reproducible sums need it, which are kfuse's own.
         """
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:

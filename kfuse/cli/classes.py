@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from kfuse.settings.tree import ConfigError, completed, show
 from kfuse.train.learning_rate import LRSchedule
 
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
+_OF_TRANSPORT, _OF_LAUNCHER = ("plan", "launch", "wait"), ("open", "start", "close")
 
 
 def check(config: Mapping[str, Any], settings: Mapping[str, Any], facts: dict[str, Any]) -> bool:
@@ -29,12 +30,15 @@ def check(config: Mapping[str, Any], settings: Mapping[str, Any], facts: dict[st
     """
     if "." in (schedule := settings["comm_schedule"]):
         try:
-            instantiate.locate(schedule)
+            transport = instantiate.locate(schedule)
         except ValueError as error:
             raise ConfigError(f"comm.schedule={str(error).removeprefix('_target_=')}") from error
+        _check_methods(f"comm.schedule={schedule}", transport, "kfuse.comm.transports.Transport", _OF_TRANSPORT)
     optimizer = _check_optimizer(config["optimizer"], settings["lr_base"])
     policy = make_policy(config["policy"])
     launcher = _make("launcher", config["launcher"])
+    named = f"launcher._target_={config['launcher']['_target_']}"
+    _check_methods(named, launcher, "kfuse.elastic.launchers.Launcher", _OF_LAUNCHER)
     fixed = isinstance(launcher, TorchrunLauncher)
     facts |= rules.policy_facts(policy) | rules.optimizer_facts(optimizer)
     facts |= {"job": "fixed" if fixed else "elastic", "job.gpus": getattr(launcher, "gpus", 0) or None}
@@ -91,6 +95,13 @@ def _of_argument(group: str, node: Mapping[str, Any], message: str) -> str | Non
 
 def _wrong_result(group: str, node: Mapping[str, Any], made: Any, needed: str) -> ConfigError:
     return ConfigError(f"{group}._target_={node['_target_']}: must make a {needed}, not a {type(made).__name__}")
+
+
+def _check_methods(named: str, given: Any, protocol: str, methods: Sequence[str]) -> None:
+    """Raises ConfigError where a class of the user's own, or what it made, lacks one of these methods."""
+    for method in methods:
+        if not callable(getattr(given, method, None)):
+            raise ConfigError(f"{named}: must have the methods of {protocol}; it has no {method}")
 
 
 def make_policy(node: Any) -> BasePolicy:

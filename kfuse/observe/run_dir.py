@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kfuse.elastic.protocol import Encoded, encode_record
 from kfuse.observe import write_whole
-from kfuse.observe.board import Board
 from kfuse.observe.sinks import Sink, Sinks
+from kfuse.observe.sinks.board import Board
 from kfuse.statistics.figures import METRICS
 
 if TYPE_CHECKING:

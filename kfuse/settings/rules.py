@@ -32,15 +32,15 @@ Facts = Mapping[str, Any]
 
 
 class Is:
-    """One of these values. With `or_own`: or a dotted path, a class of the user's own."""
+    """One of these values."""
 
     other: str | None = None  # the fact that the value is compared with: none
 
-    def __init__(self, *values: Any, or_own: bool = False) -> None:
-        self.values, self.or_own = values, or_own
+    def __init__(self, *values: Any) -> None:
+        self.values = values
 
     def holds(self, value: Any, facts: Facts) -> bool:
-        return value in self.values or (self.or_own and "." in str(value))
+        return value in self.values
 
     def words(self, facts: Facts, shell: bool) -> str:
         one_of = "one of " if len(self.values) > 1 else ""
@@ -127,7 +127,7 @@ def _shown(key: str, facts: Facts, shell: bool) -> str:
 
 _GIVEN = IsNot(None)
 _SHARDING = Is("auto", "all_to_all", "reduce_scatter", "symmetric")
-_CANONICAL = Is("auto", "all_to_all", "symmetric", or_own=True)
+_CANONICAL = Is("auto", "all_to_all", "symmetric")
 
 RULES = (
     Rule("batch.micro", Compared("at most", "batch.size")),

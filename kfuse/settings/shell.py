@@ -113,7 +113,8 @@ def _omegaconf(error: OmegaConfBaseException, override: str) -> str:
         siblings = [str(k) for k in error.parent_node] if isinstance(error.parent_node, DictConfig | Mapping) else []
         parent, _, name = key.rpartition(".")
         beside = [f"{parent}.{each}" if parent else each for each in siblings]
-        return f"{key}: no such key{did_you_mean(key, beside) or did_you_mean(name, _KNOWN)}"
+        own = f"; an argument of your own class: ++{key}=VALUE" if parent in CLASS_GROUPS else ""
+        return f"{key}: no such key{did_you_mean(key, beside) or did_you_mean(name, _KNOWN)}{own}"
     if key in AT_SHELL and override:
         return f"{override}: must be {AT_SHELL[key].allowed}"
     below = [name for name in AT_SHELL if name.startswith(f"{key}.")]

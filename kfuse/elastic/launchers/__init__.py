@@ -24,7 +24,7 @@ class WorkerProcess(Protocol):
     running: bool  # False while it waits for a free slot or node, which may take any time
 
     def lines(self) -> AsyncIterator[str]:
-        """What it prints, line by line, until it ends."""
+        """What it prints to stdout and stderr, line by line, until it ends."""
 
     async def wait(self) -> int:
         """Its exit status once it has ended; negative for a signal's number."""
@@ -46,7 +46,9 @@ class Launcher(Protocol):
         """Called once, before the rest: the address of this machine at which workers reach it. Raises OSError."""
 
     async def start(self, env: Mapping[str, str]) -> WorkerProcess:
-        """Starts one worker with these environment variables. Raises OSError."""
+        """Starts one worker: `[sys.executable, "-m", "kfuse.cli.worker"]`, with these environment variables beside those
+        of this process. Raises OSError.
+        """
 
     async def close(self) -> None:
         """Called once, when all workers have ended."""

@@ -24,10 +24,13 @@ class Sink(Protocol):
     name: str  # for messages
 
     def log(self, groups: Groups, step: int) -> None:
-        """Takes figures of a step, by group. What is not a finite number is left out."""
+        """Takes figures of a step, by group. What is not a finite number is left out.
+
+        An evaluation after n steps has step n, and may come before the figures of step n - 1.
+        """
 
     def rewind(self, step: int) -> None:
-        """The figures of this step and later ones come again."""
+        """The figures of this step and later ones come, perhaps again: also called as a run begins."""
 
     def write(self) -> None:
         """Passes on what was logged."""

@@ -25,6 +25,7 @@ from kfuse.observe import write_whole
 from kfuse.observe.recorder import figure
 from kfuse.settings.declared import CommSettings
 from kfuse.settings.instantiate import CLASS_GROUPS, describe, fits, one_line
+from kfuse.settings.rules import RULES
 from kfuse.settings.tree import AT_SHELL, ConfigError, completed, did_you_mean, flat, show
 from kfuse.tools.cbs.estimate import Branch, CriticalBatch, Plan, Trace, calibration, measure
 from kfuse.tools.cbs.in_script import branches
@@ -266,7 +267,9 @@ class Start:
         for group in opt.param_groups:
             group["lr"] *= factor
         values |= {"lr_scaling": run.lr_scaling, "lr_decay": "none", "lr_warmup_steps": 0, "train_epochs": None}
-        values |= {"train_target_accuracy": None, "train_eval_every": None, "train_clip_norm": None}
+        values |= {"train_clip_norm": None}
+        # A branch evaluates nothing: settings that need held-out data are off.
+        values |= {AT_SHELL[rule.key].name: None for rule in RULES if "heldout" in rule.when and rule.key in AT_SHELL}
 
         def settings(k: float, repetition: int) -> Any:
             batch, seed = plan.batch(k), (run.config["seed"] + repetition) % 2**32
