@@ -18,10 +18,10 @@ from kfuse.comm.sum_tree import Merge
 class Transport(Protocol):
     """Exchanges flat buffers between the group's workers.
 
-    Made for each optimizer and view: the class is called with a `Group`, which others may be given too. `plan` is called before the first step, and
-    again when the contributions change (with reproducible sums: before each step). In a step `launch` is called for
-    each bucket, in the same order on every rank, then `wait` for each bucket in that order. A step that is aborted
-    is not waited for.
+    Made for each optimizer and view: the class is called with a `Group`, which others may be given too. `plan` is
+    called before the first step, and again when the contributions change (with reproducible sums: before each step).
+    In a step `launch` is called for each bucket, in the same order on every rank, then `wait` for each bucket in that
+    order. A step that is aborted is not waited for.
 
     On a GPU the messages must be started in one order on all ranks: by `launch` and `wait` alone, never by how far
     others have come. `Pending.wait_on_stream` orders the device's work after a message without blocking the host.

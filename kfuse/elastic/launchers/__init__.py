@@ -46,8 +46,9 @@ class Launcher(Protocol):
         """Called once, before the rest: the address of this machine at which workers reach it. Raises OSError."""
 
     async def start(self, env: Mapping[str, str]) -> WorkerProcess:
-        """Starts one worker: `[sys.executable, "-m", "kfuse.cli.worker"]`, with these environment variables beside those
-        of this process. Raises OSError.
+        """Starts one worker: `[sys.executable, "-m", "kfuse.cli.worker"]`. Raises OSError.
+
+        env: environment variables that it gets beside those of this process.
         """
 
     async def close(self) -> None:
