@@ -102,7 +102,7 @@ def fit_by_kfuse() -> Block:
 
     def block(steps: int) -> float:
         times = Times()
-        kf.fit(model, (x, y), opt, kf.Hook(times), train_steps=steps + _WARM, batch_size=64, batch_micro=16)
+        kf.fit(model, (x, y), opt, times, steps=steps + _WARM, batch_size=64, micro_batch=16)
         return (times.after[-1] - times.after[_WARM - 1]) / steps * 1e3
 
     return block

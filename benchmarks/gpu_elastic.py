@@ -25,7 +25,7 @@ from elastic_job import Job, assert_same_training, chaos, run_job, words
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.25 comm.timeout_s=10 train.clip_norm=1.0 lr.base=0.001 model=mlp",
-    "model.hidden=[700,300] data=digits batch.size=48 batch.micro=8 batch.max=96 train.steps=60 train.eval_every=30",
+    "model.hidden=[700,300] data=digits batch.size=48 batch.micro=8 batch.max=96 train.steps=60 train.heldout_every=30",
     "workers.max=2 elastic.replace=false",
 )
 GROWTH = {"phases": [{"step": 5, "workers": 2}]}

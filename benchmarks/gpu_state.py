@@ -112,9 +112,7 @@ def _steps(model: Numbers, device: torch.device, micro_batches: int, **more: Any
     """Trains; yields the time at the end of each step, boundary included, once the device has done it."""
     opt = kf.FusedAdamW(model.parameters(), lr=1e-4)
     ones = torch.ones(MOST_STEPS * micro_batches, 1)
-    for step in kf.DataLoader(
-        (ones, ones), model, opt, batch_size=micro_batches, batch_micro=1, train_epochs=1, **more
-    ):
+    for step in kf.DataLoader(model, (ones, ones), opt, batch_size=micro_batches, micro_batch=1, epochs=1, **more):
         for x, _ in step:
             model(x.to(device)).backward()  # type: ignore[no-untyped-call]
         opt.step()
@@ -184,7 +182,7 @@ def checkpointed(rank: int, name: str, count: int, folder: str, port: int, messa
     set_torchrun_variables(rank, 1, port)
     device = start(name, rank, comm_schedule="allreduce", comm_timeout_s=30).group.device
     model = Numbers(count, device)
-    more = {"checkpoint_dir": folder, "checkpoint_every_steps": CHECKPOINT_EVERY, "train_steps": CHECKPOINT_STEPS}
+    more = {"checkpoint_dir": folder, "checkpoint_every_steps": CHECKPOINT_EVERY, "steps": CHECKPOINT_STEPS}
     ends: list[float] = []
     free = False
     for end in _steps(model, device, 1, **more):

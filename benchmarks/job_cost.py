@@ -147,7 +147,7 @@ def kfuse_worker(task: str, folder: str) -> None:
                 (Path(folder) / f"steps-{os.getpid()}").write_text("".join(log))
 
     steps = STEPS if task == "cost" else END
-    kf.fit(model, (x, y), opt, kf.Hook(Told()), train_epochs=None, train_steps=steps, batch_size=BATCH, batch_micro=32)
+    kf.fit(model, (x, y), opt, Told(), epochs=None, steps=steps, batch_size=BATCH, micro_batch=32)
 
 
 def torchrun_worker(task: str, folder: str) -> None:

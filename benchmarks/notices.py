@@ -52,7 +52,7 @@ WORKERS, PREEMPTED = 3, 2  # the second: the reason's number in Ray's protocol
 TRAINING = words(
     "comm=reproducible comm.state=sharded comm.bucket_mb=0.02 lr.base=0.003 train.clip_norm=0.5 model=mlp",
     "model.hidden=[64] model.dropout=0.1 data._target_=soak_worker.blobs policy._target_=soak_worker.Obedient",
-    f"batch.size=32 batch.micro=4 batch.max=64 train.eval_every=50 workers.max={WORKERS} observe.ledger=true",
+    f"batch.size=32 batch.micro=4 batch.max=64 train.heldout_every=50 workers.max={WORKERS} observe.ledger=true",
     f"workers.threads=1 elastic.grace_s={GRACE_S} train.epochs=1000000",
 )
 Take = Callable[[list[Worker]], Awaitable[None]]

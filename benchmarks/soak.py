@@ -65,7 +65,7 @@ RUNS = (
 ROUNDS = 2
 _HOSTS = 6  # of the agents
 _AGENTS_SHARE = 0.25  # of a run's events where each new worker is a new agent, which takes seconds
-TRAIN = {"batch_size": 32, "batch_micro": 4, "batch_max": 64, "train_epochs": 10**6, "train_save_model": False}
+TRAIN = {"batch_size": 32, "micro_batch": 4, "batch_max": 64, "epochs": 10**6, "train_save_model": False}
 SLACK = {"fds": 4.0, "threads": 4.0, "shared": 4.0}
 _WARM_UP = 100  # events of a supervisor and a worker: before that caches fill
 _BLOCK = 20  # events whose resources depend on each other
@@ -118,10 +118,10 @@ def may_mount() -> bool:
 
 def start(plan: Plan, directory: Path, steps: int | None = None) -> subprocess.Popen[bytes]:
     """A supervisor. steps: of an undisturbed run on one worker."""
-    train: dict[str, Any] = {**TRAIN, "data_workers": int(plan.loop)}
+    train: dict[str, Any] = {**TRAIN, "num_workers": int(plan.loop)}
     policy: dict[str, Any] = {}
     if steps is not None:
-        train |= {"train_steps": steps, "data_workers": 0}
+        train |= {"steps": steps, "num_workers": 0}
     else:
         train |= {"checkpoint_dir": str(directory / "disk" / "checkpoints"), "checkpoint_resume": "auto"}
         train |= {"checkpoint_every_steps": 50, "checkpoint_keep": 2}

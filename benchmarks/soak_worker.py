@@ -88,9 +88,9 @@ def main(settings: dict[str, Any]) -> None:
     opt = kf.FusedAdamW(model.parameters(), lr=0.003, clip_norm=0.5)
     data, policy = blobs().train, Obedient(**settings["policy"])
     if not settings["loop"]:
-        kf.fit(model, data, opt, kf.Hook(policy), **settings["train"])
+        kf.fit(model, data, opt, policy, **settings["train"])
         return
-    for step in kf.DataLoader(data, model, opt, policy=policy, **settings["train"]):
+    for step in kf.DataLoader(model, data, opt, policy=policy, **settings["train"]):
         for x, y in step:
             step.loss = F.cross_entropy(model(x), y)
             step.loss.backward()

@@ -212,11 +212,11 @@ def train_kfuse(job: Job, problem: Problem) -> Course:
             model,
             data,
             made(model.parameters(), lr=job.lr),
-            kf.Hook(Followed(POLICIES[job.system](), course, job.r)),
-            train_epochs=job.times,
+            Followed(POLICIES[job.system](), course, job.r),
+            epochs=job.times,
             batch_size=setting.batch_size,
-            batch_micro=setting.micro_batch,
-            batch_micro_max=LARGEST * setting.micro_batch,  # no more in one pass than DDP has
+            micro_batch=setting.micro_batch,
+            micro_batch_max=LARGEST * setting.micro_batch,  # no more in one pass than DDP has
             batch_max=LARGEST * setting.batch_size,
             seed=job.seed,
             lr_scaling=by_optimizer(problem),

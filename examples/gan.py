@@ -28,7 +28,7 @@ def loss(images: Tensor, real: bool) -> Tensor:
 
 
 nets, opts = nn.ModuleList([critic, generator]), [opt_c, opt_g]
-for step in kf.DataLoader(load_digits().train, nets, opts, batch_size=BATCH, batch_micro=16, train_steps=STEPS):
+for step in kf.DataLoader(nets, load_digits().train, opts, batch_size=BATCH, micro_batch=16, steps=STEPS):
     for x, _ in step.micro_batches(opt_c):
         fake = generator(torch.randn(len(x), NOISE))
         step.loss = loss(x.flatten(1), True) + loss(fake.detach(), False)

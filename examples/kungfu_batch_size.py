@@ -38,13 +38,13 @@ summary = kf.fit(
     model,
     data.train,
     opt,
-    kf.Hook(FollowNoiseScale()),
-    train_epochs=10,
+    FollowNoiseScale(),
+    epochs=10,
     batch_size=PER_WORKER,
-    batch_micro=4,
+    micro_batch=4,
     batch_max=PER_WORKER * MOST_WORKERS,
     lr_scaling="linear",
     heldout=data.heldout,
 )
 if summary is not None and kf.rank() == 0:
-    print(f"{summary['workers']} workers, batch {summary['batch_size']}, accuracy {summary['eval_accuracy']:.3f}")
+    print(f"{summary['workers']} workers, batch {summary['batch_size']}, accuracy {summary['heldout_accuracy']:.3f}")

@@ -55,7 +55,7 @@ def main(file):
     data = [{"input_ids": w[:-1], "labels": w[1:]} for w in text.unfold(0, CONTEXT + 1, CONTEXT)]
     model, losses = Llama(), []
     opt = kf.FusedAdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    for step in kf.DataLoader(data, model, opt, batch_size=BATCH, batch_micro=BATCH // kf.size(), train_epochs=EPOCHS):
+    for step in kf.DataLoader(model, data, opt, batch_size=BATCH, micro_batch=BATCH // kf.size(), epochs=EPOCHS):
         for batch in step:
             loss = model(**batch)["loss"]
             loss.backward()

@@ -36,7 +36,7 @@ torch.manual_seed(1337)
 model = GPT(256, BLOCK, layers=2, heads=2, width=64, dropout=0.0).to(device)
 opt = kf.FusedAdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-for step in kf.DataLoader(range(len(tokens)), model, opt, batch_size=ACC * BATCH, batch_micro=BATCH, train_steps=STEPS):
+for step in kf.DataLoader(model, range(len(tokens)), opt, batch_size=ACC * BATCH, micro_batch=BATCH, steps=STEPS):
     number = step.number
     opt.param_groups[0]["lr"] = 1e-3 * (0.55 + 0.45 * np.cos(np.pi * number / STEPS))
     if number % EVAL_EVERY == 0 and kf.rank() == 0:

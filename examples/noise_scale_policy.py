@@ -24,5 +24,5 @@ class GNSPolicy(kf.BasePolicy):
 digits = load_digits()
 model = MLP(digits.spec["input_shape"], digits.spec["num_classes"])
 opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-hook = kf.Hook(GNSPolicy())
-print(kf.fit(model, digits.train, opt, hook, batch_size=64, batch_micro=8, train_epochs=60, heldout=digits.heldout))
+hook = GNSPolicy()
+print(kf.fit(model, digits.train, opt, hook, batch_size=64, micro_batch=8, epochs=60, heldout=digits.heldout))

@@ -17,7 +17,7 @@ digits = load_digits()
 model = MLP(digits.spec["input_shape"], digits.spec["num_classes"])
 opt = kf.FusedAdamW(model.parameters(), lr=1e-3, clip_norm=1.0)
 
-for step in kf.DataLoader(digits.train, model, opt, batch_size=64, batch_micro=16, train_epochs=20):
+for step in kf.DataLoader(model, digits.train, opt, batch_size=64, micro_batch=16, epochs=20):
     for x, y in step:  # this worker's micro-batches of the step
         step.loss = F.cross_entropy(model(x), y)
         step.loss.backward()

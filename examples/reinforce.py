@@ -49,7 +49,7 @@ def main() -> Walker:
     walker = Walker()
     opt = kf.FusedAdamW(walker.parameters(), lr=1e-2)
     numbers = torch.utils.data.TensorDataset(torch.arange(EPISODES))
-    for step in kf.DataLoader(numbers, walker, opt, batch_size=BATCH, batch_micro=16):
+    for step in kf.DataLoader(walker, numbers, opt, batch_size=BATCH, micro_batch=16):
         for (episodes,) in step:
             step.loss = walker.loss(len(episodes))
             step.loss.backward()

@@ -52,7 +52,7 @@ def main(folder):
     data, losses = Images(folder), []
     model = resnet(len(data.classes))
     opt = kf.FusedSGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    for step in kf.DataLoader(data, model, opt, batch_size=BATCH, batch_micro=BATCH // kf.size(), train_epochs=EPOCHS):
+    for step in kf.DataLoader(model, data, opt, batch_size=BATCH, micro_batch=BATCH // kf.size(), epochs=EPOCHS):
         for x, y in step:
             loss = F.cross_entropy(model(x), y)
             loss.backward()

@@ -38,7 +38,7 @@ def main(files):
     torch.manual_seed(0)
     model = GPT(vocab_size=256, block_size=CONTEXT, layers=2, heads=2, width=64)
     opt = kf.FusedAdamW(model.parameters(), lr=1e-3)
-    summary = kf.fit(model, Files(files), opt, batch_size=16, batch_micro=4, train_steps=60, loss_fn=bits)
+    summary = kf.fit(model, Files(files), opt, batch_size=16, micro_batch=4, steps=60, loss_fn=bits)
     if kf.rank() == 0:
         print(f"{summary['samples']} windows, {summary['loss']:.2f} bits a byte")
 

@@ -60,7 +60,7 @@ def main(text: bytes = TEXT) -> Model:
     torch.manual_seed(0)
     model = Model()
     opt = kf.FusedAdamW(model.parameters(), lr=3e-3, clip_norm=1.0)
-    for step in kf.DataLoader(Windows(text), model, opt, batch_size=STREAMS, batch_micro=4, train_epochs=EPOCHS):
+    for step in kf.DataLoader(model, Windows(text), opt, batch_size=STREAMS, micro_batch=4, epochs=EPOCHS):
         for x, y, stream, window in step:
             step.loss = F.cross_entropy(model(x, stream, window).flatten(0, 1), y.flatten())
             step.loss.backward()

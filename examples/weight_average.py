@@ -42,9 +42,7 @@ def main() -> nn.ModuleList:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     nets = nn.ModuleList([model, AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98)).eval()])
     opt, policy = kf.FusedAdamW(model.parameters(), lr=1e-3), Average(nets, digits.heldout)
-    loader = kf.DataLoader(
-        digits.train, nets, opt, policy=policy, batch_size=BATCH, batch_micro=16, train_epochs=EPOCHS
-    )
+    loader = kf.DataLoader(nets, digits.train, opt, policy=policy, batch_size=BATCH, micro_batch=16, epochs=EPOCHS)
     for step in loader:
         for x, y in step:
             F.cross_entropy(model(x), y).backward()

@@ -5,7 +5,7 @@ The gradient reduction itself yields the gradient noise scale and variance; poli
     import kfuse as kf
 
     opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    kf.fit(model, data, opt, kf.Hook(kf.GNSPolicy()))
+    kf.fit(model, data, opt, kf.GNSPolicy())
 """
 
 import importlib

@@ -354,7 +354,17 @@ def assert_same_training(job: Job, reference: Job) -> None:
     assert job.error is None, job.told()
     assert_exact(job)
     assert_same_steps(job, reference)
-    for name in ("steps", "epochs", "samples", "loss", "eval_loss", "eval_accuracy", "batch_size", "lr", "exit_reason"):
+    for name in (
+        "steps",
+        "epochs",
+        "samples",
+        "loss",
+        "heldout_loss",
+        "heldout_accuracy",
+        "batch_size",
+        "lr",
+        "exit_reason",
+    ):
         assert job.summary[name] == reference.summary[name], name
     assert _evaluations(job) == _evaluations(reference)
 

@@ -91,10 +91,10 @@ def train(
 ) -> list[int]:
     """Returns the numbers of the bodies. at(step, moment): called in each part of a body."""
     opt_c, opt_g = opts
-    given: Any = {"batch_size": BATCH, "batch_micro": MICRO, "train_epochs": EPOCHS, "train_clip_norm": 1.0, **settings}
+    given: Any = {"batch_size": BATCH, "micro_batch": MICRO, "epochs": EPOCHS, "clip_norm": 1.0, **settings}
     bodies = []
     given |= {"policy": policy, "scheduler": schedulers(opts)}
-    for step in kf.DataLoader(TensorDataset(data()), nets, [opt_c, opt_g], **given):
+    for step in kf.DataLoader(nets, TensorDataset(data()), [opt_c, opt_g], **given):
         bodies.append(step.number)
         for (x,) in step.micro_batches(opt_c):
             at(step.number, "critic's forward")

@@ -172,7 +172,7 @@ def train(
     """
     # As kf.init does it; but one group serves all trainings.
     supervised: Any = None if case.workers == "fixed" else Supervised()
-    settings: dict[str, Any] = dict(batch_size=batch, batch_micro=MICRO, train_steps=steps, seed=SEED)
+    settings: dict[str, Any] = dict(batch_size=batch, micro_batch=MICRO, steps=steps, seed=SEED)
     given = overrides(case)
     settings |= {key.replace(".", "_"): given[key] for key in ("train.precision", "train.clip_norm")}
     try:
@@ -192,7 +192,7 @@ def train(
 
 def _train_scaled(case: Case, model: nn.Module, opt: Any, settings: dict[str, Any]) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in kf.DataLoader(data(), model, opt, **settings):
+    for step in kf.DataLoader(model, data(), opt, **settings):
         for x, y in step:
             scaler.scale(loss_of(case, model, x, y)).backward()
         scaler.step(opt)

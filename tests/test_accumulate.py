@@ -102,7 +102,7 @@ def trained(apart: bool) -> tuple[list[Any], list[Tensor]]:
     model = network()
     opt = kf.FusedSGD(model.parameters(), lr=0.5)
     figures = []
-    loop = kf.DataLoader(problem(), model, opt, batch_size=32, batch_micro=6, train_epochs=2, several_backwards=apart)
+    loop = kf.DataLoader(model, problem(), opt, batch_size=32, micro_batch=6, epochs=2, several_backwards=apart)
     for step in loop:
         for x, y in step:
             first, second = losses(model, x, y)

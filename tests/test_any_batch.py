@@ -59,7 +59,7 @@ def assert_as_plain_torch(params: Iterable[Tensor]) -> None:
 
 def fit(model: nn.Module, data: Any, **arguments: Any) -> dict[str, Any]:
     opt = kf.FusedSGD(model.parameters(), lr=0.5)
-    summary = kf.fit(model, data, opt, train_epochs=4, batch_size=64, batch_micro=10, **arguments)
+    summary = kf.fit(model, data, opt, epochs=4, batch_size=64, micro_batch=10, **arguments)
     assert summary is not None
     return summary
 
@@ -70,8 +70,8 @@ def test_a_model_may_compute_the_loss_itself(as_dict: bool) -> None:
     ours = Labelled(as_dict)
     summary = fit(ours, {"inputs": x, "labels": y}, heldout={"inputs": x, "labels": y})
     assert_as_plain_torch(ours.parameters())
-    assert summary["eval_loss"] == pytest.approx(F.cross_entropy(ours.net(x), y).item(), rel=1e-5)
-    assert summary["eval_accuracy"] is None
+    assert summary["heldout_loss"] == pytest.approx(F.cross_entropy(ours.net(x), y).item(), rel=1e-5)
+    assert summary["heldout_accuracy"] is None
 
 
 class Rows:
@@ -113,7 +113,7 @@ class Structs(Dataset):
 def test_the_loader_yields_the_structure_of_the_data_set(data: Any) -> None:
     ours = network()
     opt = kf.FusedSGD(ours.parameters(), lr=0.5)
-    for step in kf.DataLoader(data, ours, opt, batch_size=64, batch_micro=10, train_epochs=4):
+    for step in kf.DataLoader(ours, data, opt, batch_size=64, micro_batch=10, epochs=4):
         for batch in step:
             got = vars(batch) if isinstance(batch, Sample) else batch
             F.cross_entropy(ours(got["image"]), got["label"]).backward()
@@ -183,8 +183,8 @@ def told(part: Any) -> Any:
 def test_a_batch_may_hold_what_torchs_loader_hands_over(workers: int) -> None:
     model = nn.Linear(1, 1)
     opt, found = kf.FusedSGD(model.parameters(), lr=0.1), list[Any]()
-    how: dict[str, Any] = {"batch_size": 5, "batch_micro": 3, "collate_fn": odd_batch, "data_workers": workers}
-    for step in kf.DataLoader([1] * 5, model, opt, **how):  # micro-batches of three samples and of two
+    how: dict[str, Any] = {"batch_size": 5, "micro_batch": 3, "collate_fn": odd_batch, "num_workers": workers}
+    for step in kf.DataLoader(model, [1] * 5, opt, **how):  # micro-batches of three samples and of two
         for batch in step:
             found.append(told(batch))
             model(batch[0]["x"]).sum().backward()

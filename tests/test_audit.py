@@ -124,8 +124,8 @@ def train(
     if faults is not None and rank in faults:
         parameter, index, bit = faults[rank]
         flip([p for p in net.parameters() if p.requires_grad][parameter], index, bit)
-    given = {"train_epochs": 2, "batch_size": BATCH, "batch_micro": MICRO, "run_dir": run_dir} | (arguments or {})
-    summary = kf.fit(net, SOURCES[source](), opt, kf.Hook(policy), observe_progress=False, **given)
+    given = {"epochs": 2, "batch_size": BATCH, "micro_batch": MICRO, "run_dir": run_dir} | (arguments or {})
+    summary = kf.fit(net, SOURCES[source](), opt, policy, observe_progress=False, **given)
     assert summary is not None
     return {
         "sha": summary["params_sha256"],
@@ -237,7 +237,7 @@ def test_one_worker_runs_it_twice_and_finds_that_a_model_is_not_deterministic(tm
     kf.init(comm_reproducible=True, comm_audit_every=1)
     for kind, differs in ((Network, False), (Noisy, True)):
         net, where = kind(), tmp_path / kind.__name__
-        kf.fit(net, data(), kf.FusedSGD(net.parameters(), lr=0.1), train_epochs=1, batch_size=BATCH, run_dir=where)
+        kf.fit(net, data(), kf.FusedSGD(net.parameters(), lr=0.1), epochs=1, batch_size=BATCH, run_dir=where)
         events = corruptions(where)
         assert len(events) == (4 if differs else 0)
         assert all("not deterministic" in event["note"] for event in events)
@@ -253,7 +253,7 @@ def test_a_step_without_an_audit_takes_gradients_as_any_other() -> None:
         def after_step(self) -> None:
             audited.append(opt.engine.audited is not None)
 
-    kf.fit(net, data(), opt, kf.Hook(Watches()), train_epochs=1, batch_size=BATCH)
+    kf.fit(net, data(), opt, Watches(), epochs=1, batch_size=BATCH)
     assert audited == [True, False, True, False]
 
 
@@ -279,9 +279,9 @@ TIMES = ("step_time_s", "data_wait_s", "data_bytes_per_s", "signals")  # which h
 @pytest.mark.parametrize(
     ("source", "wrapped", "arguments"),
     [
-        ("tensors", False, {"batch_micro": 20, "train_precision": "bf16"}),  # one a step: workers 1 and 2 have none
+        ("tensors", False, {"micro_batch": 20, "train_precision": "bf16"}),  # one a step: workers 1 and 2 have none
         ("tensors", True, {"weight_fn": len}),
-        ("Augmented", False, {"data_workers": 2}),
+        ("Augmented", False, {"num_workers": 2}),
     ],
 )
 def test_other_ways_to_train_have_the_same_bits(
@@ -312,7 +312,7 @@ def test_what_cannot_be_run_again_is_refused() -> None:
     net = Network()
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"^comm.audit_every=3: must be None with kf.DataLoader, .* kf.fit can$"):
-        kf.DataLoader(data(), net, opt, batch_size=BATCH)
+        kf.DataLoader(net, data(), opt, batch_size=BATCH)
     x, y = data()
     torch.nn.functional.mse_loss(net(x), y).backward()
     before = [p.clone() for p in net.parameters()]

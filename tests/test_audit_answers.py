@@ -151,8 +151,8 @@ def test_training_stops_with_a_checkpoint_of_before(tmp_path: Path, caplog: pyte
         torch.manual_seed(3)
         net = faulty.Faulty((5,), 4)
         opt, saved = kf.FusedAdamW(net.parameters(), lr=0.02), {"checkpoint_dir": folder, "checkpoint_resume": "auto"}
-        given: dict[str, Any] = {"train_epochs": 2, "batch_size": 12, "batch_micro": 4, **saved}
-        summary = kf.fit(net, (x, (x[:, 0] > 0).long()), opt, kf.Hook(WrongInStep(wrong_step)), **given)
+        given: dict[str, Any] = {"epochs": 2, "batch_size": 12, "micro_batch": 4, **saved}
+        summary = kf.fit(net, (x, (x[:, 0] > 0).long()), opt, WrongInStep(wrong_step), **given)
         assert summary is not None
         return [summary["params_sha256"], *(buffer.tolist() for buffer in net.buffers())]
 

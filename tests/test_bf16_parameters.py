@@ -304,11 +304,11 @@ def test_fit_casts_the_models_inputs_alone_and_saves_bf16(tmp_path: Path) -> Non
     x, y = problem()
     data: Any = {"x": x, "y": y}
     metrics: Any = {"exact": lambda output, target: (target["x"].dtype == F32) * torch.ones(())}
-    settings: Any = {"train_epochs": 4, "train_precision": "bf16-true", "heldout": data, "metrics": metrics}
+    settings: Any = {"epochs": 4, "train_precision": "bf16-true", "heldout": data, "metrics": metrics}
     settings["run_dir"] = tmp_path
     summary = kf.fit(net, data, kf.FusedAdamW(net.parameters(), lr=1e-2), **settings)
     assert summary is not None and set(seen) == {BF16}
-    assert summary["eval_loss"] < 1.0 and summary["eval_metrics"]["exact"] == 1.0
+    assert summary["heldout_loss"] < 1.0 and summary["heldout_metrics"]["exact"] == 1.0
     assert {value.dtype for value in read_weights(summary["model"]).values()} == {BF16}
 
 

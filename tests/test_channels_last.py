@@ -143,7 +143,7 @@ def reproducible(audit_every: int | None = None, run_dir: Path | None = None) ->
     if kf.rank():
         with torch.no_grad():
             net[0].weight.zero_()  # rank 0's values are shared
-    settings: dict[str, Any] = {"train_epochs": 2, "batch_size": 8, "batch_micro": 2, "train_clip_norm": 0.1}
+    settings: dict[str, Any] = {"epochs": 2, "batch_size": 8, "micro_batch": 2, "clip_norm": 0.1}
     settings |= {"train_precision": "bf16-true", "run_dir": run_dir}
     summary = kf.fit(net, problem(), fused("adamw", net), **settings)
     assert summary is not None and net[0].weight.is_contiguous(memory_format=LAST)

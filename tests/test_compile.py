@@ -97,7 +97,7 @@ def trained(way: str, loop: str = "fit") -> tuple[str, list[float], dict[str, An
     net, model = made(way)
     opt, (x, y) = kf.FusedAdamW(model.parameters(), lr=0.01), problem()
     if loop == "fit":
-        kf.fit(model, (x, y), opt, batch_size=12, batch_micro=4, train_epochs=2)
+        kf.fit(model, (x, y), opt, batch_size=12, micro_batch=4, epochs=2)
     if loop == "accumulate":
         opt.accumulate(2)
     for step in range(0 if loop == "fit" else 3):

@@ -129,7 +129,7 @@ def one_idles() -> str:
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     idle = None
     try:
-        for step in kf.DataLoader((torch.randn(24, 4), torch.randn(24, 2)), net, opt, batch_size=2, batch_micro=1):
+        for step in kf.DataLoader(net, (torch.randn(24, 4), torch.randn(24, 2)), opt, batch_size=2, micro_batch=1):
             idle = len(step.mine) == 0
             if idle:
                 opt.param_groups[0]["lr"] = 0.3

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.full
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=3 model=mlp data=digits model.hidden=[24]",
-    "batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.eval_every=20",
+    "batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.heldout_every=20",
     "elastic.heartbeat_timeout_s=4 elastic.replace=false",
 )
 CUTS = [

@@ -124,5 +124,5 @@ def test_a_data_set_has_an_order_of_its_own() -> None:
 
     model, data = torch.nn.Linear(1, 1), Turned()
     opt = kf.FusedSGD(model.parameters(), lr=0.1)
-    kf.fit(model, data, opt, step_fn=lambda model, x: model(x).mean(), batch_size=2, batch_micro=1, train_epochs=2)
+    kf.fit(model, data, opt, step_fn=lambda model, x: model(x).mean(), batch_size=2, micro_batch=1, epochs=2)
     assert data.used == [0, 1, 2, 3, 4, 4, 0, 1, 2, 3]

@@ -33,7 +33,7 @@ def test_a_forward_draws_from_torchs_generator_by_seed_step_and_micro_batch() ->
     model = nn.Linear(2, 1)
     opt = kf.FusedSGD(model.parameters(), lr=0.1)
     drawn = []
-    for each in kf.DataLoader((X, Y), model, opt, train_steps=2, batch_size=8, batch_micro=8):
+    for each in kf.DataLoader(model, (X, Y), opt, steps=2, batch_size=8, micro_batch=8):
         for x, _ in each:
             drawn.append(float(torch.rand(())))
             model(x).mean().backward()

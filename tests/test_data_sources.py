@@ -219,8 +219,8 @@ def test_what_is_kfuses_own_is_known_by_its_class() -> None:
     plain = used(list(range(10)))
     assert plain != [*range(10)]
     assert used(Namesakes(range(10))) == used(DataLoader(Namesakes(range(10)), 5, shuffle=True)) == plain
-    assert used(Unread(), train_steps=2) == [*range(10)]
-    assert used(Turned(Namesakes(range(10))), train_epochs=2) == [*range(10), 9, *range(9)]
+    assert used(Unread(), steps=2) == [*range(10)]
+    assert used(Turned(Namesakes(range(10))), epochs=2) == [*range(10), 9, *range(9)]
 
 
 class Noisy(Shards):
@@ -295,8 +295,8 @@ def linear() -> tuple[torch.nn.Module, Any]:
 def test_a_stream_is_trained_on_as_its_samples_in_order_are() -> None:
     source = Regression(30, 50, 20)
     model, opt = linear()
-    how: dict[str, Any] = {"batch_size": 16, "batch_micro": 4, "lr_decay": "cosine"}
-    summary = kf.fit(model, source, opt, train_steps=12, **how)
+    how: dict[str, Any] = {"batch_size": 16, "micro_batch": 4, "lr_decay": "cosine"}
+    summary = kf.fit(model, source, opt, steps=12, **how)
     assert summary is not None
     assert [summary[name] for name in ("steps", "epochs", "samples", "exit_reason")] == [12, 0, 192, "steps"]
     places = [place(n, 3, 4) for n in range(192)]
@@ -305,7 +305,7 @@ def test_a_stream_is_trained_on_as_its_samples_in_order_are() -> None:
     rows = [next(Regression(30, 50, 20).open(*at)) for at in source.seen[1:]]
     by_hand, plain = linear()
     with patch("kfuse.data.fetching.permutation", lambda length, seed, epoch: np.arange(length)):
-        kf.fit(by_hand, rows, plain, train_epochs=1, **how)
+        kf.fit(by_hand, rows, plain, epochs=1, **how)
     assert params_sha256(by_hand) == summary["params_sha256"]
 
 
@@ -316,11 +316,11 @@ def test_loader_processes_read_a_stream_with_the_same_bits(make: Any, workers: i
 
     def trained(data: Any, **more: int) -> Any:
         model, opt = linear()
-        kf.fit(model, data, opt, train_steps=15, batch_size=12, batch_micro=3, step_fn=first_column, **more)  # type: ignore[arg-type]
+        kf.fit(model, data, opt, steps=15, batch_size=12, micro_batch=3, step_fn=first_column, **more)  # type: ignore[arg-type]
         return params_sha256(model)
 
     alone = trained(make())
-    assert trained(make(), data_workers=workers) == alone
+    assert trained(make(), num_workers=workers) == alone
     assert workers > 1 or trained(DataLoader(make(), 12, num_workers=workers)) == alone
 
 
@@ -348,9 +348,9 @@ def test_a_data_loader_trains_and_evaluates_as_its_data_set_does() -> None:
         found = set()
         for data, heldout, more in alike:
             model, opt = linear()
-            summary = kf.fit(model, data, opt, heldout=heldout, train_epochs=2, **more)  # type: ignore[arg-type]
+            summary = kf.fit(model, data, opt, heldout=heldout, epochs=2, **more)  # type: ignore[arg-type]
             assert summary is not None
-            found.add(tuple(summary[name] for name in ("steps", "batch_size", "params_sha256", "eval_loss")))
+            found.add(tuple(summary[name] for name in ("steps", "batch_size", "params_sha256", "heldout_loss")))
         assert len(found) == 1
 
 
@@ -358,7 +358,7 @@ def test_what_a_data_loader_holds_is_taken_over() -> None:
     loader = DataLoader(pairs(), 9, True, num_workers=2, prefetch_factor=3, worker_init_fn=print)
     given = training_data(loader)
     assert isinstance(given.data, MapData) and given.data.dataset is loader.dataset
-    assert given.of_loader == {"batch_size": 9, "data_workers": 2, "data_prefetch": 3}
+    assert given.of_loader == {"batch_size": 9, "num_workers": 2, "data_prefetch": 3}
     assert (given.worker_init_fn, given.remarks) == (print, [])
     unused: Any = {"drop_last": True, "generator": torch.Generator(), "num_workers": 1, "timeout": 5}
     remarks = training_data(DataLoader(pairs(), 9, True, **unused, multiprocessing_context="spawn")).remarks
@@ -389,9 +389,9 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DataLoader(pairs(), 4, sampler=DistributedSampler(pairs(), 2, 0)), {}, DataError, ORDER),
     (DataLoader(pairs(), batch_sampler=BatchSampler(RandomSampler(pairs()), 4, False)), {}, DataError, OWN),
     (Pairs(pairs(), 4, shuffle=True), {}, DataError, "Pairs iterates in its own way"),
-    (Rows(), {"train_epochs": 2, "train_steps": 5}, ValueError, "train_epochs=2"),
+    (Rows(), {"epochs": 2, "steps": 5}, ValueError, "epochs=2"),
     ((torch.zeros(3, 3), torch.zeros(3)), {"collate_fn": list}, TypeError, "tuple with collate_fn= is not a data set"),
-    (DataLoader(Rows(), 4, num_workers=2), {"train_steps": 3}, DataError, "data_workers=2 with Rows, which cannot"),
+    (DataLoader(Rows(), 4, num_workers=2), {"steps": 3}, DataError, "num_workers=2 with Rows, which cannot"),
     (pairs(), {"heldout": Regression(9)}, DataError, "heldout=Regression: a stream has no length"),
     (pairs(), {"heldout": DataLoader(pairs(), sampler=DistributedSampler(pairs(), 2, 0))}, DataError, "heldout=DataL"),
 ]

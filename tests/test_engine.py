@@ -366,7 +366,7 @@ class TakesOver(nn.Linear):
 
 def averaged_mean() -> Tensor:
     net = TakesOver()
-    kf.fit(net, samples(32, seed=0), kf.FusedSGD(net.parameters()), loss_fn=F.mse_loss, batch_size=8, batch_micro=4)
+    kf.fit(net, samples(32, seed=0), kf.FusedSGD(net.parameters()), loss_fn=F.mse_loss, batch_size=8, micro_batch=4)
     return net.mean
 
 

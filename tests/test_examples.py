@@ -148,7 +148,7 @@ def wait(module, _):
 
 register_module_forward_pre_hook(wait)
 fit = kf.fit
-kf.fit = lambda *given, **named: fit(*given, **{**named, "train_epochs": 3, "seed": 3})
+kf.fit = lambda *given, **named: fit(*given, **{**named, "epochs": 3, "seed": 3})
 torch.manual_seed(3)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

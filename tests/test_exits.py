@@ -15,7 +15,7 @@ import kfuse as kf
 
 JOB = words(
     "model._target_=test_exits.Net data=digits policy=none batch.size=32 batch.micro=8 train.steps=12",
-    "train.epochs=null train.eval_every=1 workers.max=2",
+    "train.epochs=null train.heldout_every=1 workers.max=2",
 )
 
 
@@ -52,5 +52,5 @@ def test_in_a_script_it_stays_what_it_is(how: Any, error: type[BaseException]) -
     net = Net((8, 8), 10, how)
     data, opt = (torch.randn(64, 8, 8), torch.arange(64) % 10), kf.FusedSGD(net.parameters(), lr=0.1)
     with pytest.raises(error) as ended:
-        kf.fit(net, data, opt, batch_size=16, batch_micro=4, observe_progress=False)
+        kf.fit(net, data, opt, batch_size=16, micro_batch=4, observe_progress=False)
     assert getattr(ended.value, "code", 5) == 5

@@ -236,8 +236,8 @@ def init(loader):
 
 model = torch.nn.Linear(2, 2)
 opt = kf.FusedSGD(model.parameters(), lr=0.1)
-how = dict(batch_size=8, batch_micro=2, train_epochs=100, data_workers=2, worker_init_fn=init)
-for number, step in enumerate(kf.DataLoader(Data(), model, opt, **how)):
+how = dict(batch_size=8, micro_batch=2, epochs=100, num_workers=2, worker_init_fn=init)
+for number, step in enumerate(kf.DataLoader(model, Data(), opt, **how)):
     for x, y in step:
         torch.nn.functional.cross_entropy(model(x), y).backward()
     opt.step()

@@ -32,7 +32,8 @@ pytestmark = [pytest.mark.full, pytest.mark.jobs]
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 workers.max=3 model=mlp",
-    "model.hidden=[16] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=32 train.epochs=3 train.eval_every=30",
+    "model.hidden=[16] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=32 train.epochs=3",
+    "train.heldout_every=30",
     "data._target_=test_feeder_jobs.noisy_split",
 )
 FIRST = int(EpochSampler(400, 0).indices(0, 0, 1)[0])
@@ -95,7 +96,7 @@ def test_a_worker_and_a_loader_process_are_killed_and_the_job_is_resized(tmp_pat
     events = [{"step": 30, "moment": "mid_reduction", "rank": 1, "how": "kill", "workers": 2}]
     phases = [{"step": 12, "workers": 2}, {"step": 50, "workers": 1}, {"step": 60, "workers": 3}]
     policy = chaos(tmp_path, phases=phases, events=events, gates=[{"step": 70, "workers": 3}], pace_s=0.02)
-    job = run_job(tmp_path / "run", [*TRAINING, "data.workers=3", *policy], disturb)
+    job = run_job(tmp_path / "run", [*TRAINING, "data.num_workers=3", *policy], disturb)
     assert_same_training(job, reference(TRAINING))
     [lost] = job.of_kind("loader_lost")
     assert lost["how"].startswith("was ended by SIGKILL") and lost["worker"] == 0
@@ -118,7 +119,7 @@ def test_a_lost_workers_loader_processes_do_not_delay_the_others(tmp_path: Path)
         await until("the loader processes' end", lambda: not any(map(is_alive, held)))
 
     settings = [*TRAINING, "workers.count=2", "comm.timeout_s=600", "elastic.heartbeat_timeout_s=600"]
-    job = run_job(tmp_path / "run", [*settings, "data.workers=3", *chaos(tmp_path, pace_s=0.02)], kill)
+    job = run_job(tmp_path / "run", [*settings, "data.num_workers=3", *chaos(tmp_path, pace_s=0.02)], kill)
     assert_same_training(job, reference(TRAINING))
     assert len(held) == 3
     [view] = [view for view in job.views if view["reason"] == "failure"]
@@ -127,7 +128,7 @@ def test_a_lost_workers_loader_processes_do_not_delay_the_others(tmp_path: Path)
 
 def test_a_stopped_job_ends_in_order(tmp_path: Path) -> None:
     """SIGTERM goes to every process, as from a cluster's scheduler."""
-    settings = [*TRAINING, "checkpoint.every_steps=1000", "workers.count=2", "data.workers=2"]
+    settings = [*TRAINING, "checkpoint.every_steps=1000", "workers.count=2", "data.num_workers=2"]
     with command_line(tmp_path / "run", [*settings, *chaos(tmp_path, pace_s=0.2)]) as (process, job):
         wait_until("steps", lambda: len(job.metrics) > 5)
         workers = [worker["pid"] for view in job.views for worker in view["workers"]]
@@ -145,8 +146,8 @@ def test_a_stopped_job_ends_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["workers.count=2", "data.workers=2"], f"ValueError: sample {FIRST} is damaged"),
-        (["data.workers=1", "+data.dies=true", "elastic.max_failures=1"], "the second one lost"),
+        (["workers.count=2", "data.num_workers=2"], f"ValueError: sample {FIRST} is damaged"),
+        (["data.num_workers=1", "+data.dies=true", "elastic.max_failures=1"], "the second one lost"),
     ],
 )
 def test_a_sample_that_cannot_be_had_ends_the_job_and_says_why(settings: list[str], said: str, tmp_path: Path) -> None:

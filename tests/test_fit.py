@@ -26,12 +26,12 @@ def test_trains_on_what_users_have(wrap: Any) -> None:
     net = network()
     before = F.cross_entropy(net(x), y).item()
     opt = kf.FusedAdamW(net.parameters(), lr=0.02)
-    summary = kf.fit(net, wrap(x, y), opt, train_epochs=15, batch_size=16, heldout=(x, y))
+    summary = kf.fit(net, wrap(x, y), opt, epochs=15, batch_size=16, heldout=(x, y))
     assert summary is not None
     after = F.cross_entropy(net(x), y).item()
     assert after < before / 2
-    assert summary["eval_loss"] == pytest.approx(after, rel=1e-4)
-    assert summary["eval_accuracy"] == (net(x).argmax(1) == y).float().mean().item() > 0.8
+    assert summary["heldout_loss"] == pytest.approx(after, rel=1e-4)
+    assert summary["heldout_accuracy"] == (net(x).argmax(1) == y).float().mean().item() > 0.8
     names = "steps", "epochs", "samples", "workers", "batch_size", "exit_reason"
     assert [summary[name] for name in names] == [60, 15, 960, 1, 16, "epochs"]
 
@@ -45,8 +45,8 @@ def test_hooks_run_in_order_and_every_step_is_decided_upon_once() -> None:
         for name in (f"before_{part}", f"after_{part}"):
             setattr(Hooks, name, lambda _, name=name: calls.append(name))
     policy, net = Hooks(), network()
-    given: Any = {"train_epochs": 2, "batch_size": 8, "batch_micro": 3}
-    kf.fit(net, problem(20), kf.FusedSGD(net.parameters()), kf.Hook(policy), **given)
+    given: Any = {"epochs": 2, "batch_size": 8, "micro_batch": 3}
+    kf.fit(net, problem(20), kf.FusedSGD(net.parameters()), policy, **given)
     step = ["before_step", "after_step"]
     epoch = ["before_epoch", *step, *step, *step, "after_epoch"]
     assert calls == ["before_train", *epoch, *epoch, "after_train"]
@@ -78,7 +78,7 @@ class Orders(Seen):
 
 def train(policy: kf.BasePolicy, lr: float = 0.1, samples: int = 64, **arguments: Any) -> Any:
     net = network()
-    return kf.fit(net, problem(samples), kf.FusedSGD(net.parameters(), lr=lr), kf.Hook(policy), **arguments)
+    return kf.fit(net, problem(samples), kf.FusedSGD(net.parameters(), lr=lr), policy, **arguments)
 
 
 class Initial(Seen):
@@ -87,7 +87,7 @@ class Initial(Seen):
 
 
 def begin(run_dir: str) -> None:
-    train(Initial(), batch_size=4, train_steps=3, train_epochs=None, run_dir=run_dir)
+    train(Initial(), batch_size=4, steps=3, epochs=None, run_dir=run_dir)
 
 
 def test_what_a_policy_begins_with_is_recorded_once(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def adapt() -> tuple[Any, ...]:
     orders = (("set_batch_size", 8), ("set_lr", 0.02), ("set_topology", "tree"), ("set_tree", "star"))
     policy = Orders({step: [order] for step, order in zip((1, 4, 7, 9), orders, strict=True)}, leader_only=True)
     opt = kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.3}], lr=0.1)
-    summary = kf.fit(net, problem(128), opt, kf.Hook(policy), train_epochs=1, batch_size=4, batch_micro=2)
+    summary = kf.fit(net, problem(128), opt, policy, epochs=1, batch_size=4, micro_batch=2)
     assert summary is not None
     return policy.seen, summary["batch_size"], summary["lr"], summary["samples"], summary["params_sha256"]
 
@@ -138,7 +138,7 @@ def test_wrong_orders_say_what_is_allowed(verb: str, value: Any, message: str) -
     net = network()
     opt = kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 5.0}], lr=0.5)
     with pytest.raises(ValueError, match=message):
-        kf.fit(net, problem(), opt, kf.Hook(Orders({0: [(verb, value)]})), batch_size=8)
+        kf.fit(net, problem(), opt, Orders({0: [(verb, value)]}), batch_size=8)
 
 
 def test_all_parameter_groups_follow_set_lr() -> None:
@@ -147,7 +147,7 @@ def test_all_parameter_groups_follow_set_lr() -> None:
     rates: list[list[float]] = []
     step = opt.step
     opt.step = lambda *_: (rates.append(opt.learning_rates()), step())[1]  # type: ignore[method-assign]
-    kf.fit(net, problem(), opt, kf.Hook(Orders({0: [("set_lr", 0.05)]})), batch_size=4)
+    kf.fit(net, problem(), opt, Orders({0: [("set_lr", 0.05)]}), batch_size=4)
     assert rates[0] == [0.1, 0.3] and rates[-1] == pytest.approx([0.05, 0.15], rel=1e-14)
     assert [group["lr"] for group in opt.param_groups] == [0.1, 0.3]  # they are the user's
 
@@ -155,7 +155,7 @@ def test_all_parameter_groups_follow_set_lr() -> None:
 @pytest.mark.parametrize(("asked", "expected"), [(10**6, 32), (1, 2), (27, 27)])  # 27 is no whole micro-batches
 def test_a_batch_size_is_clipped_to_its_bounds(asked: int, expected: int) -> None:
     policy = Orders({0: [("set_batch_size", asked)]})
-    assert train(policy, samples=256, batch_size=8, batch_micro=2, batch_max=32)["batch_size"] == expected
+    assert train(policy, samples=256, batch_size=8, micro_batch=2, batch_max=32)["batch_size"] == expected
 
 
 def test_the_same_clipping_is_reported_once(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ BATCH, RATE = ("set_batch_size", 64), ("set_lr", 0.02)
 
 def both(calls: dict[int, list[tuple[str, float]]], **arguments: Any) -> list[tuple[int, float]]:
     policy = Orders(calls)
-    given = {"batch_size": 16, "batch_micro": 8, "train_steps": 24, "train_epochs": 90} | arguments
+    given = {"batch_size": 16, "micro_batch": 8, "steps": 24, "epochs": 90} | arguments
     train(policy, samples=256, **given)
     return policy.seen
 
@@ -252,7 +252,7 @@ def test_set_lr_says_where_the_rate_is_zero() -> None:
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     ramp = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: step / 10)
     with pytest.raises(ValueError, match=r"kf.set_lr\(0.05\): the learning rate is 0 now"):
-        kf.fit(net, problem(), opt, kf.Hook(Orders({0: [("set_lr", 0.05)]})), scheduler=ramp)
+        kf.fit(net, problem(), opt, Orders({0: [("set_lr", 0.05)]}), scheduler=ramp)
 
 
 def test_verbs_that_change_training_belong_inside_fit() -> None:
@@ -272,7 +272,7 @@ def test_verbs_that_change_training_belong_inside_fit() -> None:
         ({"opt": torch.optim.SGD(network().parameters())}, r"kfuse optimizer \(kf\.Optimizer wraps any\), not S"),
         ({"data": [1, 2]}, "int|pair"),
         ({"batch_size": "8"}, "batch_size=8: must be"),
-        ({"hook": kf.BasePolicy()}, "Hook"),
+        ({"policy": kf.BasePolicy}, "policy= a kf.BasePolicy, not type"),
     ],
 )
 def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], message: str) -> None:
@@ -283,12 +283,12 @@ def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], message:
 
 @pytest.mark.parametrize("given", [None, 4])
 def test_how_many_samples_a_forward_sees_is_told_where_nobody_chose_it(given: int | None, caplog: Any) -> None:
-    net, how = network(), {"batch_size": 16, "batch_micro": given}
+    net, how = network(), {"batch_size": 16, "micro_batch": given}
     kf.fit(net, problem(), kf.FusedSGD(net.parameters(), lr=0.1), **how)  # type: ignore[arg-type]
-    kf.DataLoader(problem(), net, kf.FusedSGD(net.parameters(), lr=0.1), **how)  # type: ignore[arg-type]
+    kf.DataLoader(net, problem(), kf.FusedSGD(net.parameters(), lr=0.1), **how)  # type: ignore[arg-type]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2 * (given is None)
-    assert all("a forward sees 4 of the batch's 16 samples" in each and "batch_micro=" in each for each in told)
+    assert all("a forward sees 4 of the batch's 16 samples" in each and "micro_batch=" in each for each in told)
 
 
 class Growing(Dataset):
@@ -316,4 +316,4 @@ def test_held_out_data_without_samples_and_data_that_grow_are_refused() -> None:
     with pytest.raises(ValueError, match="heldout has no samples"):
         kf.fit(net, data, opt, batch_size=8, heldout=empty)
     with pytest.raises(ValueError, match="the data set has 18 samples now, and had 16 as training began"):
-        kf.fit(net, data, opt, batch_size=8, heldout=data, train_epochs=4)
+        kf.fit(net, data, opt, batch_size=8, heldout=data, epochs=4)

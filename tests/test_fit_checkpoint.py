@@ -64,19 +64,19 @@ def problem(count: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def with_fit(net: nn.Module, opt: Any, policy: kf.BasePolicy, **arguments: Any) -> dict[str, Any] | None:
-    return kf.fit(net, problem(), opt, kf.Hook(policy), **arguments)
+    return kf.fit(net, problem(), opt, policy, **arguments)
 
 
 def with_loader(net: nn.Module, opt: Any, policy: kf.BasePolicy, **arguments: Any) -> None:
-    for step in kf.DataLoader(problem(), net, opt, policy=policy, **arguments):
+    for step in kf.DataLoader(net, problem(), opt, policy=policy, **arguments):
         for x, y in step:
             step.loss = F.cross_entropy(net(x), y)
             step.loss.backward()
         update(opt)
 
 
-ARGUMENTS: dict[str, Any] = {"batch_size": 8, "train_epochs": 4, "lr_warmup_steps": 4, "lr_decay": "cosine"}
-ARGUMENTS |= {"train_clip_norm": 0.5}
+ARGUMENTS: dict[str, Any] = {"batch_size": 8, "epochs": 4, "lr_warmup_steps": 4, "lr_decay": "cosine"}
+ARGUMENTS |= {"clip_norm": 0.5}
 
 
 def train(how: Train, policy: kf.BasePolicy | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
@@ -130,7 +130,7 @@ def test_an_interrupted_training_resumes_with_the_same_bits(how: Train, every: i
 )
 def test_wrong_places_are_refused(given: dict[str, str], message: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    train(with_fit, run_dir=tmp_path / "run", train_epochs=1)
+    train(with_fit, run_dir=tmp_path / "run", epochs=1)
     with pytest.raises((ValueError, RuntimeError), match=message):
         train(with_fit, **{name: place if place == "auto" else str(tmp_path / place) for name, place in given.items()})
 
@@ -179,7 +179,7 @@ kf.init(comm_reproducible=True)
 net = t.network()
 opt = kf.FusedAdamW(net.parameters(), lr=0.05)
 {"fit": t.with_fit, "loader": t.with_loader}[how](
-    net, opt, Paced(), **t.ARGUMENTS | {"train_epochs": 12}, batch_micro=2, checkpoint_dir=folder / "kept",
+    net, opt, Paced(), **t.ARGUMENTS | {"epochs": 12}, micro_batch=2, checkpoint_dir=folder / "kept",
     checkpoint_every_steps=3, run_dir=folder / "run",
 )
 (folder / f"ended-{kf.rank()}").write_text(params_sha256(net))
@@ -199,7 +199,7 @@ def reproducible(epochs: int, **arguments: Any) -> str:
     kf.init(comm_reproducible=True)
     net = network()
     opt = kf.FusedAdamW(net.parameters(), lr=0.05)
-    with_fit(net, opt, Growing(), batch_micro=2, **ARGUMENTS | {"train_epochs": epochs} | arguments)
+    with_fit(net, opt, Growing(), micro_batch=2, **ARGUMENTS | {"epochs": epochs} | arguments)
     return params_sha256(net)
 
 
@@ -267,7 +267,7 @@ def test_a_state_is_refused_where_training_would_go_on_as_another(
 
     def fit(steps: int, optimizer: Any = kf.FusedAdamW, width: int = 12, samples: int = 64, **given: Any) -> Any:
         net = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
-        given = {"batch_size": 8, "train_epochs": 4, "checkpoint_resume": "auto", "train_steps": steps} | given
+        given = {"batch_size": 8, "epochs": 4, "checkpoint_resume": "auto", "steps": steps} | given
         return kf.fit(net, problem(samples), optimizer(net.parameters(), lr=0.01), checkpoint_dir=tmp_path, **given)
 
     fit(steps)

@@ -106,7 +106,7 @@ def test_gradients_set_by_hand_after_the_reduction_are_refused(how: str) -> None
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     x, y = samples(16, seed=session.group.rank)
     if how == "loader":
-        for step in kf.DataLoader((x, y), net, opt, batch_size=16, train_epochs=1):
+        for step in kf.DataLoader(net, (x, y), opt, batch_size=16, epochs=1):
             grads = [torch.autograd.grad(F.mse_loss(net(a, False), b), used(net)) for a, b in step]
             for p, each in zip(used(net), grads[0], strict=True):
                 p.grad = each

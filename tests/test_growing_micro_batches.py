@@ -17,7 +17,7 @@ from kfuse.train.step import micro_batch_of
 
 
 def settings(batch_size: int, micro_batch: int, most: int | None) -> Any:
-    given = {"batch_size": batch_size, "batch_micro": micro_batch, "batch_micro_max": most}
+    given = {"batch_size": batch_size, "micro_batch": micro_batch, "micro_batch_max": most}
     return completed(resolved("kf.fit", TrainSettings, given))
 
 
@@ -63,8 +63,8 @@ def passes(most: int | None) -> list[int]:
     model, sizes = network(), []
     model.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
     opt = kf.FusedAdamW(model.parameters(), lr=0.01)
-    given: Any = {"train_steps": 20, "batch_size": 32, "batch_micro": 8, "batch_micro_max": most}
-    kf.fit(model, (x, y), opt, kf.Hook(SchedulePolicy(PHASES)), **given)
+    given: Any = {"steps": 20, "batch_size": 32, "micro_batch": 8, "micro_batch_max": most}
+    kf.fit(model, (x, y), opt, SchedulePolicy(PHASES), **given)
     return sizes
 
 

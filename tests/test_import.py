@@ -44,7 +44,7 @@ import kfuse as kf
 
 net = torch.nn.Linear(5, 2)
 opt = kf.FusedAdamW(net.parameters(), lr=0.1)
-kf.fit(net, (torch.randn(8, 5), torch.randint(0, 2, (8,))), opt, train_epochs=2, batch_size=4, batch_micro=2)
+kf.fit(net, (torch.randn(8, 5), torch.randint(0, 2, (8,))), opt, epochs=2, batch_size=4, micro_batch=2)
 opt.load_state_dict(opt.state_dict())
 opt.zero_grad()
 """
@@ -123,7 +123,7 @@ import kfuse as kf
 
 kf.init(comm_schedule="all_to_all")  # else times of messages decide, and the transports are of different lengths
 opt = kf.Optimizer(torch.optim.SGD((net := torch.nn.Linear(5, 3)).parameters(), lr=0.1))
-kf.fit(net, (torch.randn(64, 5), torch.randint(0, 3, (64,))), opt, train_epochs=1, batch_size=16)
+kf.fit(net, (torch.randn(64, 5), torch.randint(0, 3, (64,))), opt, epochs=1, batch_size=16)
 assert kf.size() == 2
 files = {os.path.realpath(m.__file__) for name, m in sys.modules.items() if name.partition(".")[0] == "kfuse"}
 print(f"{len(files)} modules, {sum(len(open(file).readlines()) for file in files)} lines", flush=True)

@@ -27,7 +27,7 @@ SEEN_AS = {
 # -- trainings --------------------------------------------------------------------------------------------------------
 
 ALL = "workers.max=4 comm=reproducible data=digits lr.base=0.003 batch.size=16 batch.micro=4"
-ADAPTS = f"{ALL} batch.max=64 train.clip_norm=0.5 train.eval_every=20"
+ADAPTS = f"{ALL} batch.max=64 train.clip_norm=0.5 train.heldout_every=20"
 MLP = "model=mlp model.dropout=0.1"
 SMALL = f"{ADAPTS} {MLP} model.hidden=[24] comm.bucket_mb=0.002"
 FEW = f"{SMALL} batch.micro=16 batch.max=16 train.epochs=1"

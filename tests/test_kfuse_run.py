@@ -67,7 +67,7 @@ def loop(until=None, hook=lambda step: None):
     global model
     model, opt = make()
     done = 0
-    for step in kf.DataLoader((x, y), model, opt, batch_size=16, train_epochs=5):
+    for step in kf.DataLoader(model, (x, y), opt, batch_size=16, epochs=5):
         for a, b in step:
             step.loss = F.cross_entropy(model(a), b)
             hook(done)
@@ -119,7 +119,7 @@ def test_lists_are_written_as_at_the_shell(workplace: Path) -> None:
 
 def test_checkpoints_that_cannot_be_written_end_the_job_at_its_start(tmp_path: Path) -> None:
     """The script is a folder, as for Python."""
-    script = PRELUDE.replace("train_epochs=5", "train_epochs=5, checkpoint_dir='taken'") + "loop()"
+    script = PRELUDE.replace("epochs=5", "epochs=5, checkpoint_dir='taken'") + "loop()"
     (tmp_path / "taken").touch()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__main__.py").write_text(script)
@@ -132,9 +132,9 @@ def test_checkpoints_that_cannot_be_written_end_the_job_at_its_start(tmp_path: P
 @pytest.mark.full
 def test_a_script_may_ask_for_the_ledger(tmp_path: Path) -> None:
     """Also where the run goes on, whose lines of steps that come again are replaced."""
-    ask = "train_epochs=5, observe_ledger=True, checkpoint_dir='kept', checkpoint_every_steps=2"
+    ask = "epochs=5, observe_ledger=True, checkpoint_dir='kept', checkpoint_every_steps=2"
     for until in ("5", "None"):
-        ended = run_script(tmp_path, PRELUDE.replace("train_epochs=5", ask) + f"loop({until})", workers=1)
+        ended = run_script(tmp_path, PRELUDE.replace("epochs=5", ask) + f"loop({until})", workers=1)
     assert [line["step"] for line in ended.ledger if line["micro_batch"] == 0] == list(range(20))
 
 
@@ -153,14 +153,14 @@ ADDS = """
 last = torch.nn.Linear(3, 3)
 model = torch.nn.Sequential(make()[0], last)
 opt = kf.FusedAdamW(model[0].parameters())
-for step in kf.DataLoader((x, y), model, opt, batch_size=16):
+for step in kf.DataLoader(model, (x, y), opt, batch_size=16):
     opt.add_param_group({"params": list(last.parameters())})
 """
 
 
 TWO_PASSES = """
 model, opt = make()
-for step in kf.DataLoader((x, y), model, opt, batch_size=16):
+for step in kf.DataLoader(model, (x, y), opt, batch_size=16):
     for _ in range(2):
         opt.zero_grad()
         for a, b in step:
@@ -186,7 +186,7 @@ def test_what_a_joining_worker_would_not_have_is_refused(script: str, why: str, 
 @pytest.mark.full
 def test_a_script_trains_once(tmp_path: Path) -> None:
     """What was trained first is kept, and one line says what to do."""
-    fit = "model, opt = make()\nkf.fit(model, (x, y), opt, batch_size=16, train_epochs=2, run_dir='mine')\n"
+    fit = "model, opt = make()\nkf.fit(model, (x, y), opt, batch_size=16, epochs=2, run_dir='mine')\n"
     ended = run_script(tmp_path, PRELUDE + fit + "loop()", status=1)
     assert (ended.summary["exit_reason"], ended.summary["steps"]) == ("epochs", 8)
     assert "after training had ended: RuntimeError: under kfuse-run a script trains once" in ended.said
@@ -272,9 +272,9 @@ def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, st
 @pytest.mark.full
 def test_a_script_that_prints_leaves_a_last_checkpoint_as_its_supervisor_is_killed(tmp_path: Path) -> None:
     """Its print raises BrokenPipeError in the loop's body, as nobody reads any more, before it knows of the loss."""
-    settings = "train_steps=10**6, checkpoint_dir='kept', checkpoint_every_steps=10**6"
+    settings = "steps=10**6, checkpoint_dir='kept', checkpoint_every_steps=10**6"
     body = "        done += 1\n        print('step', step.number, flush=True)"
-    text = PRELUDE.replace("train_epochs=5", settings).replace("        done += 1", body)
+    text = PRELUDE.replace("epochs=5", settings).replace("        done += 1", body)
     (tmp_path / "train.py").write_text(text + "loop()")
     job = Ended(tmp_path / "run")
     command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "2", "--run-dir", "run", "train.py"]

@@ -40,7 +40,7 @@ def test_a_plateau_scheduler_is_stepped_with_the_held_out_loss(tmp_path: Path) -
         opt = make("fused", net, 0.3)
         scheduler = ReduceLROnPlateau(opt, factor=0.5, patience=1, threshold=0.2)
         files = {"checkpoint_dir": tmp_path / "kept", "run_dir": tmp_path / "run", "checkpoint_resume": "auto"}
-        kf.fit(net, problem(), opt, batch_size=16, train_epochs=epochs, heldout=problem(), scheduler=scheduler, **files)
+        kf.fit(net, problem(), opt, batch_size=16, epochs=epochs, heldout=problem(), scheduler=scheduler, **files)
         return scheduler
 
     train(5)
@@ -58,7 +58,7 @@ def test_the_rate_that_is_recorded_is_the_one_used() -> None:
     net, policy, rates = network(), Seen(), [0.1 / (1 + i) for i in range(6)]
     opt = make("fused", net)
     for step, rate in zip(
-        kf.DataLoader(problem(), net, opt, batch_size=16, train_steps=6, policy=policy), rates, strict=True
+        kf.DataLoader(net, problem(), opt, batch_size=16, steps=6, policy=policy), rates, strict=True
     ):
         opt.param_groups[0]["lr"] = rate
         for x, y in step:
@@ -72,7 +72,7 @@ def test_kfuse_multiplies_the_schedulers_rate() -> None:
     net, policy = network(), Seen({0: kf.Decision(batch_size=32)})
     opt = make("wrapped", net)
     scheduler = LambdaLR(opt, lambda step: 0.9**step)
-    kf.fit(net, problem(128), opt, kf.Hook(policy), batch_size=8, scheduler=scheduler, lr_scaling="sqrt")
+    kf.fit(net, problem(128), opt, policy, batch_size=8, scheduler=scheduler, lr_scaling="sqrt")
     assert {seen.batch_size for seen in policy.signals} == {8, 32}
     for step, seen in enumerate(policy.signals):
         assert seen.lr == pytest.approx(0.1 * 0.9**step * math.sqrt(seen.batch_size / 8), rel=1e-12)
@@ -85,7 +85,7 @@ def test_all_ranks_have_rank_0s_rate_and_schedule() -> None:
     net = network()
     opt = make("fused", net, lr=0.1 * (1 + kf.rank()))  # rank 0's rate and schedule are everybody's
     scheduler = StepLR(opt, 2 + kf.rank(), 0.5)
-    kf.fit(net, problem(), opt, batch_size=16, train_epochs=2, scheduler=scheduler)
+    kf.fit(net, problem(), opt, batch_size=16, epochs=2, scheduler=scheduler)
     assert all_equal(net.parameters()) and opt.learning_rates() == [0.1 * 0.5**4]
 
 
@@ -121,7 +121,7 @@ def test_a_scheduler_stepped_by_the_body_is_refused_where_workers_may_join() -> 
     opt = make("fused", net)
     StepLR(opt, 1)
     with pytest.raises(ValueError, match=r"in an elastic job .* pass it as scheduler="):
-        kf.DataLoader(problem(), net, opt)
+        kf.DataLoader(net, problem(), opt)
 
 
 class OfLayers(torch.optim.SGD):

@@ -24,7 +24,7 @@ def train(data: Any, **arguments: Any) -> Iterator[tuple[kf.DataLoader, Any]]:
     """Yields the loader and each step, before it is made."""
     net = network()
     opt = kf.FusedSGD(net.parameters())
-    loop = kf.DataLoader(data, net, opt, batch_size=8, batch_micro=4, **arguments)
+    loop = kf.DataLoader(net, data, opt, batch_size=8, micro_batch=4, **arguments)
     for step in loop:
         yield loop, step
         sizes = []
@@ -39,9 +39,9 @@ def train(data: Any, **arguments: Any) -> Iterator[tuple[kf.DataLoader, Any]]:
 @pytest.mark.parametrize(
     ("data", "arguments", "epochs"),
     [
-        (problem(20), {"train_epochs": 2, "train_steps": 4}, [0, 0, 0, 1]),
-        (problem(20), {"train_steps": 7}, [0, 0, 0, 1, 1, 1, 2]),
-        (Rows(), {"train_steps": 4}, [0, 0, 0, 0]),
+        (problem(20), {"epochs": 2, "steps": 4}, [0, 0, 0, 1]),
+        (problem(20), {"steps": 7}, [0, 0, 0, 1, 1, 1, 2]),
+        (Rows(), {"steps": 4}, [0, 0, 0, 0]),
     ],
 )
 def test_a_loader_knows_its_steps_and_where_it_is(data: Any, arguments: dict[str, Any], epochs: list[int]) -> None:
@@ -56,5 +56,5 @@ def test_a_loader_knows_its_steps_and_where_it_is(data: Any, arguments: dict[str
 
 def test_the_length_follows_the_batch_size() -> None:
     policy = Seen({0: kf.Decision(batch_size=16)})
-    lengths = [len(loop) for loop, _ in train(problem(64), train_epochs=2, policy=policy)]
+    lengths = [len(loop) for loop, _ in train(problem(64), epochs=2, policy=policy)]
     assert lengths[0] == 16 and lengths[-1] == len(lengths) - 1 < 16

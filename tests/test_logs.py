@@ -26,7 +26,7 @@ if "--own" in sys.argv:
     logging.basicConfig(format="OWN %(levelname)s %(message)s")
 net = torch.nn.Linear(3, 2)
 opt = kf.FusedSGD(net.parameters(), lr=0.1)
-kf.fit(net, (torch.randn(8, 3), torch.zeros(8, dtype=torch.int64)), opt, train_epochs=1, batch_size=4, batch_micro=2)
+kf.fit(net, (torch.randn(8, 3), torch.zeros(8, dtype=torch.int64)), opt, epochs=1, batch_size=4, micro_batch=2)
 """
 
 

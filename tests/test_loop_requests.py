@@ -30,7 +30,7 @@ def ask_at(moment: str) -> list[tuple[int, float, int | None]]:
             kf.set_tree("star")
 
     topologies = []
-    for step in kf.DataLoader(problem(256), net, opt, batch_size=16, batch_micro=4, policy=policy, lr_scaling="none"):
+    for step in kf.DataLoader(net, problem(256), opt, batch_size=16, micro_batch=4, policy=policy, lr_scaling="none"):
         ask("before")
         for index, (x, y) in enumerate(step):
             F.cross_entropy(net(x), y).backward()
@@ -62,7 +62,7 @@ def test_a_group_that_is_added_inside_the_loop_is_trained_from_rank_0s_values() 
     net, extra = nn.Linear(4, 3), nn.Linear(4, 3)
     before = extra.weight.detach().clone()
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    for number, step in enumerate(kf.DataLoader(problem(256), net, opt, batch_size=16, batch_micro=4)):
+    for number, step in enumerate(kf.DataLoader(net, problem(256), opt, batch_size=16, micro_batch=4)):
         for x, y in step:
             F.cross_entropy(net(x) + (extra(x) if number > 4 else 0), y).backward()
         update(opt)
@@ -104,13 +104,13 @@ def test_a_policys_initial_decision_is_in_force_from_the_first_step() -> None:
     net = network()
     policy = Initial({-1: kf.Decision(batch_size=10**6, lr_scale=0.5)})  # clipped to max_batch_size
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    kf.fit(net, problem(256), opt, kf.Hook(policy), batch_size=16, batch_max=32, lr_scaling="none")
+    kf.fit(net, problem(256), opt, policy, batch_size=16, batch_max=32, lr_scaling="none")
     assert {(s.batch_size, s.lr) for s in policy.signals} == {(32, 0.05)}
 
 
 def test_an_initial_decision_keeps_what_reproducible_runs_need(caplog: Any) -> None:
     kf.init(comm_reproducible=True)
     net, policy = network(), Initial({-1: kf.Decision(sync="local:4", batch_size=24)})
-    kf.fit(net, problem(256), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=16)
+    kf.fit(net, problem(256), kf.FusedSGD(net.parameters(), lr=0.1), policy, batch_size=16)
     assert {s.batch_size for s in policy.signals} == {24}
     assert all(s.grad_norm is not None for s in policy.signals)  # gradients were reduced in every step

@@ -51,7 +51,7 @@ x, y = torch.randn(240, 64), torch.randint(0, 3, (240,))
 linear = torch.nn.Linear
 model = torch.nn.Sequential(linear(64, 200), torch.nn.Tanh(), linear(200, 80), torch.nn.Tanh(), linear(80, 3))
 opt = kf.FusedAdamW(model.parameters(), lr=0.01, clip_norm=0.5)
-for step in kf.DataLoader((x, y), model, opt, batch_size=24, batch_micro=4, train_epochs=2):
+for step in kf.DataLoader(model, (x, y), opt, batch_size=24, micro_batch=4, epochs=2):
     for a, b in step:
         step.loss = F.cross_entropy(model(a), b)
         step.loss.backward()
@@ -127,7 +127,7 @@ model = torch.nn.Linear(8, 3)
 opt = kf.FusedSGD(model.parameters(), lr=0.1)
 kept = {"checkpoint_dir": "checkpoints", "checkpoint_every_steps": 3, "checkpoint_resume": "auto"}
 settings = kept if checkpoints == "yes" else {}
-for step in kf.DataLoader((x, y), model, opt, batch_size=16, train_epochs=5, **settings):
+for step in kf.DataLoader(model, (x, y), opt, batch_size=16, epochs=5, **settings):
     for a, b in step:
         strikes(step.number)
         step.loss = F.cross_entropy(model(a), b)
@@ -174,7 +174,7 @@ x, y = torch.randn(64, 64), torch.randint(0, 3, (64,))
 model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.Tanh(), torch.nn.Linear(100, 3))
 opt = kf.FusedAdamW(model.parameters(), lr=0.01)
 lost = []
-for step in kf.DataLoader((x, y), model, opt, batch_size=16, train_epochs=3):
+for step in kf.DataLoader(model, (x, y), opt, batch_size=16, epochs=3):
     for a, b in step:
         step.loss = F.cross_entropy(model(a), b)
         step.loss.backward()

@@ -125,12 +125,12 @@ def test_a_training_ends_where_its_schedule_does(
     decay: Any, scaling: Any, by_steps: bool, sizes: dict[int, int], warmup: int
 ) -> None:
     """Each step's rate, as recorded, is that of the formulas; the first rate that would be 0 is that after the end."""
-    length: Any = {"train_steps": 24} if by_steps else {"train_epochs": 2}
+    length: Any = {"steps": 24} if by_steps else {"epochs": 2}
     policy = Seen({step: kf.Decision(batch_size=size) for step, size in sizes.items()})
     net, epoch = network(), 200
     opt = kf.FusedSGD(net.parameters(), lr=0.5)
     given: Any = {"lr_scaling": scaling, "lr_decay": decay, "lr_warmup_steps": warmup, **length}
-    kf.fit(net, problem(epoch), opt, kf.Hook(policy), batch_size=BASE, batch_micro=2, **given)
+    kf.fit(net, problem(epoch), opt, policy, batch_size=BASE, micro_batch=2, **given)
     start = 0.9 if decay == "wsd" else warmup / (24 if by_steps else 2 * epoch / BASE)
     progress, samples, done, gains = 0.0, 0, [], []
     for step, seen in enumerate(policy.signals):

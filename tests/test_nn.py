@@ -107,6 +107,6 @@ def test_gpt_trains_the_same_and_measures_its_normalisation_layers() -> None:
 
     model.zero_grad()
     opt = kf.FusedAdamW(model.parameters(), lr=1e-3)
-    kf.fit(model, (tokens, tokens), opt, kf.Hook(Watch()), train_steps=3, batch_size=8, batch_micro=8)
+    kf.fit(model, (tokens, tokens), opt, Watch(), steps=3, batch_size=8, micro_batch=8)
     assert [noise.samples for noise in found if noise is not None] == [8, 8, 8]
     assert all(noise.grad_variance > 0 and noise.grad_sq > -noise.grad_variance for noise in found if noise)

@@ -87,7 +87,7 @@ def test_decisions_are_applied_by_all_and_other_modes_come_and_go(tmp_path: Path
     first = sizes.index(48)
     assert 30 < first < 60 and set(sizes[:first]) == {96} and set(sizes[first:]) == {48}
     assert_each_once(job)
-    assert job.summary["eval_accuracy"] > 0.75
+    assert job.summary["heldout_accuracy"] > 0.75
 
 
 def test_workers_join_and_leave_at_meetings(tmp_path: Path) -> None:
@@ -97,18 +97,18 @@ def test_workers_join_and_leave_at_meetings(tmp_path: Path) -> None:
     assert job.error is None, job.told()
     assert [len(view["workers"]) for view in job.views] == [1, 2, 3, 1, 2]
     assert_each_once(job)
-    assert job.summary["eval_accuracy"] > 0.85
+    assert job.summary["heldout_accuracy"] > 0.85
 
 
 def test_each_worker_may_be_killed_at_any_moment(tmp_path: Path) -> None:
     """The leader too; in an evaluation, where all are together; between two steps."""
     kills = "6 forward 0 of 3, 21 between_reduction_and_update 1 of 3, 36 after_step 0 of 3, 51 evaluation 1 of 3"
     policy = chaos(tmp_path, events=events(f"{kills}, 66 evaluated 0 of 3"), adaptive=False)
-    job = run_job(tmp_path / "run", [*TRAINING, *policy, "train.epochs=8", "train.eval_every=8"])
+    job = run_job(tmp_path / "run", [*TRAINING, *policy, "train.epochs=8", "train.heldout_every=8"])
     assert job.error is None, job.told()
     assert len(job.of_kind("failure")) == 5
     assert_none_twice(job)
-    assert job.summary["eval_accuracy"] > 0.85
+    assert job.summary["heldout_accuracy"] > 0.85
 
 
 def steps_of(job: Job) -> dict[int, int]:
@@ -161,7 +161,7 @@ torch.manual_seed(0)
 digits = load_digits()
 model = MLP(digits.spec["input_shape"], digits.spec["num_classes"])
 opt = kf.FusedAdamW(model.parameters(), lr=1e-2)
-loader = kf.DataLoader(digits.train, model, opt, batch_size=48, batch_micro=8, train_epochs=2, data_workers=1)
+loader = kf.DataLoader(model, digits.train, opt, batch_size=48, micro_batch=8, epochs=2, num_workers=1)
 for number, step in enumerate(loader):
     if number == 10 and kf.rank() == 0:
         kf.set_sync("pair")

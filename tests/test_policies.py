@@ -177,10 +177,10 @@ def test_schedule_phases_are_exact_in_a_training(phases: Any, tmp_path: Path) ->
     sizes = [300] * 4 + [400] * 3 + [1000, 2000, 500, 500]
     torch.manual_seed(0)
     model, data = torch.nn.Linear(3, 1), (torch.randn(1000, 3), torch.randn(1000, 1))
-    hook = kf.Hook(SchedulePolicy(phases))
+    hook = SchedulePolicy(phases)
     opt = kf.FusedSGD(model.parameters(), lr=0.01)
-    length = {"train_epochs": 50, "train_steps": len(sizes), "batch_max": 2000}
-    kf.fit(model, data, opt, hook, batch_size=8, batch_micro=4, run_dir=tmp_path / "run", **length)
+    length = {"epochs": 50, "steps": len(sizes), "batch_max": 2000}
+    kf.fit(model, data, opt, hook, batch_size=8, micro_batch=4, run_dir=tmp_path / "run", **length)
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["batch_size"] for line in lines] == sizes
     assert {Signals.of_record(line).epoch_samples for line in lines} == {1000}

@@ -51,8 +51,8 @@ def fit(policy: kf.BasePolicy, **arguments: Any) -> dict[str, Any] | None:
     model = torch.nn.Linear(6, 1)
     x, y = torch.randn(96, 6), torch.randn(96, 1)
     opt = kf.FusedSGD(model.parameters(), lr=0.05)
-    given: dict[str, Any] = {"batch_size": 8, "batch_micro": 2, "train_steps": 12, "loss_fn": F.mse_loss, **arguments}
-    return kf.fit(model, (x, y), opt, kf.Hook(policy), **given)
+    given: dict[str, Any] = {"batch_size": 8, "micro_batch": 2, "steps": 12, "loss_fn": F.mse_loss, **arguments}
+    return kf.fit(model, (x, y), opt, policy, **given)
 
 
 def fixed() -> None:

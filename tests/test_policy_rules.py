@@ -199,8 +199,8 @@ def switched(step: int) -> tuple[list[bool], bytes]:
     """In which steps the mean gradient's norm is known, which it is with ssgd; the model."""
     kf.init()
     net, seen = network(), Seen()
-    both = kf.Hook(ComposePolicy(SyncSwitchPolicy(step), seen))
-    kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), both, batch_size=16, train_steps=24)
+    both = ComposePolicy(SyncSwitchPolicy(step), seen)
+    kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), both, batch_size=16, steps=24)
     known = [each.grad_norm is not None for each in seen.signals]
     return known, b"".join(param.detach().numpy().tobytes() for param in net.parameters())
 
@@ -317,7 +317,7 @@ def seen_and_left() -> tuple[list[tuple[float | None, float | None]], tuple[floa
     kf.init(comm_reproducible=True)
     net, policy = network(), Seeing()
     opt = kf.FusedAdamW(net.parameters(), betas=(0.9, 0.95))
-    kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=16, train_steps=10)
+    kf.fit(net, problem(), opt, policy, batch_size=16, steps=10)
     return [(each.fisher_trace, each.fisher_max) for each in policy.signals], fisher_of(opt)
 
 
@@ -334,7 +334,7 @@ def test_all_workers_see_the_leaders_figures_with_the_same_bits_for_any_number_o
 def test_without_a_policy_that_needs_them_they_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FlatUpdates, "fisher", None)
     net = network()
-    kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), kf.Hook(kf.BasePolicy()), batch_size=16, train_steps=3)
+    kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), kf.BasePolicy(), batch_size=16, steps=3)
 
 
 def scales(policy: CurvaturePolicy, pairs: list[tuple[float | None, float | None]], **changes: Any) -> list[float]:

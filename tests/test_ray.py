@@ -34,7 +34,8 @@ ray = pytest.importorskip("ray", reason="Ray is not installed")
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 workers.max=3 model=mlp data=digits",
-    "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4 train.eval_every=20",
+    "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4",
+    "train.heldout_every=20",
 )
 
 

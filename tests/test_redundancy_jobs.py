@@ -40,12 +40,12 @@ pytestmark = [pytest.mark.full, pytest.mark.jobs]
 
 TRAINING = words(
     "model=mlp data=digits model.hidden=[160,96] model.dropout=0.1 batch.size=48 batch.micro=4 train.epochs=10000",
-    "policy=none train.clip_norm=0.5 lr.base=0.003 train.eval_every=100000 workers.max=4 elastic.max_failures=20",
+    "policy=none train.clip_norm=0.5 lr.base=0.003 train.heldout_every=100000 workers.max=4 elastic.max_failures=20",
     "comm.bucket_mb=0.06",  # four blocks of parameters in each bucket: the shards of up to four workers
 )
 WIDE = words(
     "comm=reproducible comm.bucket_mb=0.06 train.clip_norm=0.5 lr.base=0.003 workers.max=4 model=mlp data=digits",
-    "model.hidden=[200,100] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.eval_every=20",
+    "model.hidden=[200,100] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.heldout_every=20",
 )
 LAMB = [*WIDE, *words("train.epochs=2 optimizer=lamb train.precision=bf16-true")]
 SIXTY = [*WIDE, "train.steps=60"]
@@ -200,17 +200,17 @@ torch.manual_seed(0)
 x, y = torch.randn(240, 64), torch.randint(0, 3, (240,))
 model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.Tanh(), torch.nn.Linear(300, 3))
 opt = kf.FusedAdamW(model.parameters(), lr=0.01, clip_norm=0.5)
-settings = {"batch_size": 24, "batch_micro": 4, "train_epochs": 4}
+settings = {"batch_size": 24, "micro_batch": 4, "epochs": 4}
 """
 LOOP = """
-for step in kf.DataLoader((x, y), model, opt, policy=policy, **settings):
+for step in kf.DataLoader(model, (x, y), opt, policy=policy, **settings):
     for a, b in step:
         step.loss = F.cross_entropy(model(a), b)
         step.loss.backward()
     opt.step()
     opt.zero_grad()
 """
-FIT = "kf.fit(model, (x, y), opt, kf.Hook(policy), loss_fn=F.cross_entropy, **settings)"
+FIT = "kf.fit(model, (x, y), opt, policy, loss_fn=F.cross_entropy, **settings)"
 
 
 def alone(script: str, folder: str) -> str:

@@ -98,12 +98,12 @@ def bits(
     summary: dict[str, Any] = {}
     if kind != "sgd":
         weight_fn = weigh if weighted else None
-        more: dict[str, Any] = {"train_epochs": 2, "heldout": data, "weight_fn": weight_fn, **settings}
-        summary = kf.fit(model, data, opt, kf.Hook(Grow()), **more) or {}
+        more: dict[str, Any] = {"epochs": 2, "heldout": data, "weight_fn": weight_fn, **settings}
+        summary = kf.fit(model, data, opt, Grow(), **more) or {}
         del summary["wall_s"], summary["workers"]
         assert summary["steps"] > 3
     else:
-        for step in kf.DataLoader(data, model, opt, policy=Grow(), train_epochs=2, **settings):
+        for step in kf.DataLoader(model, data, opt, policy=Grow(), epochs=2, **settings):
             for x, y in step:
                 F.cross_entropy(model(x), y).backward()
             update(opt)
@@ -113,10 +113,10 @@ def bits(
 @pytest.mark.parametrize(
     ("kind", "count", "settings", "weighted"),
     [
-        ("adamw", 130, {"batch_size": 32, "batch_micro": 4}, False),
-        pytest.param("sgd", 131, {"batch_size": 17, "batch_micro": 3}, False, marks=pytest.mark.full),
-        ("wrapped", 38, {"batch_size": 4, "batch_micro": 4}, False),
-        ("adamw", 300, {"batch_size": 24, "batch_micro": 6, "batch_micro_max": 24}, True),
+        ("adamw", 130, {"batch_size": 32, "micro_batch": 4}, False),
+        pytest.param("sgd", 131, {"batch_size": 17, "micro_batch": 3}, False, marks=pytest.mark.full),
+        ("wrapped", 38, {"batch_size": 4, "micro_batch": 4}, False),
+        ("adamw", 300, {"batch_size": 24, "micro_batch": 6, "micro_batch_max": 24}, True),
     ],
     ids=["even", "ragged", "fewer micro-batches than workers", "growing micro-batches, weighted"],
 )

@@ -36,7 +36,7 @@ def fitted() -> tuple[dict[str, Tensor], str]:
     kf.init()
     net = network(kf.rank())
     opt = kf.Optimizer(torch.optim.SGD(net.parameters(), 0.1))
-    summary = kf.fit(net, problem(), opt, batch_size=16, batch_micro=4)
+    summary = kf.fit(net, problem(), opt, batch_size=16, micro_batch=4)
     assert summary is not None
     return start_of(net), summary["params_sha256"]
 
@@ -60,7 +60,7 @@ def fit_another(what: str) -> None:
     net[4].bias.requires_grad_(other != "frozen")
     x, y = (tensor[: 61 if other == "samples" else 64] for tensor in problem())
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    kf.fit(net, (x, y), opt, train_steps=5, batch_size=16, seed=int(other == "seed"))
+    kf.fit(net, (x, y), opt, steps=5, batch_size=16, seed=int(other == "seed"))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def diverge(how: str) -> list[int]:
     steps, differs = 0, kf.rank() == 1
     try:
         if how == "loader":
-            for step in kf.DataLoader((x, y), net, opt, batch_size=8, batch_micro=4, train_epochs=4):
+            for step in kf.DataLoader(net, (x, y), opt, batch_size=8, micro_batch=4, epochs=4):
                 if steps == 13 and differs:
                     net[2].weight.data[1, 1] += 1e-6
                 for inputs, targets in step:
@@ -165,7 +165,7 @@ def start_that_fails(directory: Path) -> None:
         return
     settings: dict[str, Any] = {"checkpoint_dir": directory, "checkpoint_resume": "auto", "batch_size": 8}
     with pytest.raises(kf.CommError):
-        kf.fit(net, problem(), opt, batch_micro=4, checkpoint_every_steps=5, **settings)
+        kf.fit(net, problem(), opt, micro_batch=4, checkpoint_every_steps=5, **settings)
 
 
 def test_a_start_that_fails_leaves_the_checkpoints_alone(tmp_path: Path) -> None:

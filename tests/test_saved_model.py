@@ -113,8 +113,8 @@ def test_the_best_is_by_accuracy_where_it_is_known_else_by_loss(tmp_path: Path) 
         ("loss", min, line, (one, -one), (one, 0 * one)),
     ):
         kept, folder = Kept(model), tmp_path / key
-        how: dict[str, Any] = {"batch_size": 8, "train_epochs": 4 if key == "accuracy" else 9, "run_dir": folder}
-        kf.fit(model, data, kf.FusedSGD(model.parameters(), lr=0.1), kf.Hook(kept), heldout=heldout, **how)
+        how: dict[str, Any] = {"batch_size": 8, "epochs": 4 if key == "accuracy" else 9, "run_dir": folder}
+        kf.fit(model, data, kf.FusedSGD(model.parameters(), lr=0.1), kept, heldout=heldout, **how)
         found = [event[key] for event in read_lines(folder / "events.jsonl") if event["kind"] == "evaluation"]
         epoch = found.index(best(found))
         assert 0 < epoch < len(found) - 1
@@ -137,7 +137,7 @@ def test_what_cannot_be_written_is_said_and_leaves_the_old_file(
     reset()
     (tmp_path / "a" / "summary.json").unlink()  # the run has not ended: another may take its place
     monkeypatch.setattr(where, name, full)
-    model = tied(tmp_path / "a", checkpoint_resume="auto", checkpoint_dir=tmp_path / "none", train_epochs=2)
+    model = tied(tmp_path / "a", checkpoint_resume="auto", checkpoint_dir=tmp_path / "none", epochs=2)
     assert (tmp_path / "a" / "model.pt").read_bytes() == old and params_sha256(model)
     assert f"model failed {tmp_path / 'a' / 'model.pt'}: No space left on device" in caplog.text
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
@@ -199,5 +199,5 @@ def test_a_run_starts_from_a_saved_model(tmp_path: Path) -> None:
     start = [*zero, f"model.init={tmp_path / 'first' / 'model.safetensors'}"]
     with command_line(tmp_path / "second", start) as (process, second):
         assert process.wait(120) == 0
-    assert second.summary["eval_accuracy"] == first.summary["eval_accuracy"] > 0.2
+    assert second.summary["heldout_accuracy"] == first.summary["heldout_accuracy"] > 0.2
     assert not (tmp_path / "second" / "model.pt").exists() and "model" not in second.summary

@@ -353,8 +353,8 @@ def scheduled_in_a_loader(theirs: Any, ours: Any, seed: int) -> None:
         twin = from_rank_0(net)
         opt, plain, seen = ours(net.parameters()), theirs(twin.parameters()), list[Parts]()
         scheduler, reference = (OneCycleLR(each, 0.1, total_steps=12) for each in (opt, plain))
-        more: Any = {"batch_size": 8, "batch_micro": 2, "train_epochs": 2, "train_steps": 10, "train_clip_norm": 0.3}
-        for step in kf.DataLoader(samples(0, 45, rank=0), net, opt, scheduler=scheduler if given else None, **more):
+        more: Any = {"batch_size": 8, "micro_batch": 2, "epochs": 2, "steps": 10, "clip_norm": 0.3}
+        for step in kf.DataLoader(net, samples(0, 45, rank=0), opt, scheduler=scheduler if given else None, **more):
             seen.append(list(step_of(step, net)))
             update(opt)
             if not given:
@@ -370,9 +370,9 @@ def one_loop_after_another(theirs: Any, ours: Any, seed: int) -> None:
     net = Adapted(seed)
     twin = from_rank_0(net)
     x, y = samples(0, 14, rank=0)
-    given: dict[str, Any] = {"batch_size": 14, "batch_micro": 4}  # the last micro-batch has 2 samples
+    given: dict[str, Any] = {"batch_size": 14, "micro_batch": 4}  # the last micro-batch has 2 samples
     opt, plain = ours(net.adapters()), theirs(twin.adapters())
-    for number, step in enumerate(kf.DataLoader((x, y), net, opt, train_epochs=10, **given)):
+    for number, step in enumerate(kf.DataLoader(net, (x, y), opt, epochs=10, **given)):
         if number == 2:
             break
         assert list(step_of(step, net))
@@ -384,7 +384,7 @@ def one_loop_after_another(theirs: Any, ours: Any, seed: int) -> None:
     World(True, "").backward(net, opt, [(x[:7], y[:7]), (x[7:], y[7:])])
     update(opt)
     assert_plausible(opt, 4, 14 * kf.size(), 2 * kf.size())
-    kf.fit(net, (x, y), opt, train_steps=2, loss_fn=F.mse_loss, **given)
+    kf.fit(net, (x, y), opt, steps=2, loss_fn=F.mse_loss, **given)
     assert_plausible(opt, 2, 14, 4)  # a run counts its own steps
     for _ in range(6):
         F.mse_loss(twin(x), y).backward()

@@ -66,16 +66,16 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def loader(model: nn.Module, opt: Any, **settings: Any) -> kf.DataLoader:
-    return kf.DataLoader(dataset(), model, opt, **settings)
+    return kf.DataLoader(model, dataset(), opt, **settings)
 
 
 # -- several trainings in a process ---------------------------------------------------------------------------------
 
 
 def train(how: str, model: nn.Module, opt: Any, policy: kf.BasePolicy | None = None, epochs: int = 1) -> None:
-    settings = {"batch_size": 8, "batch_micro": 2, "train_epochs": epochs}
+    settings = {"batch_size": 8, "micro_batch": 2, "epochs": epochs}
     if how == "fit":
-        kf.fit(model, dataset(), opt, kf.Hook(policy or kf.BasePolicy()), **settings)
+        kf.fit(model, dataset(), opt, policy or kf.BasePolicy(), **settings)
         return
     for step in loader(model, opt, policy=policy, **settings):
         backward(model, step)
@@ -130,7 +130,7 @@ def test_two_models_are_trained_by_turns(how: str, workers: int) -> None:
     """Two loaders, a step of each by turns; or bare loops by turns, of models without dropout."""
 
     def steps(model: nn.Module, opt: Any) -> Iterator[Any]:
-        of_loader = loader(model, opt, batch_size=8, batch_micro=2)
+        of_loader = loader(model, opt, batch_size=8, micro_batch=2)
         for step in of_loader if how == "loader" else [[dataset()]] * 6:
             yield backward(model, step)
             update(opt)
@@ -151,10 +151,10 @@ def test_two_models_are_trained_by_turns(how: str, workers: int) -> None:
 def test_clip_norm_holds_for_one_training() -> None:
     model = network(0)
     opt = kf.FusedSGD(model.parameters(), lr=0.1, clip_norm=3.0)
-    kf.fit(model, dataset(), opt, train_clip_norm=1e-9)
+    kf.fit(model, dataset(), opt, clip_norm=1e-9)
     torch.testing.assert_close(model[0].weight, network(0)[0].weight)  # type: ignore[union-attr]
     assert opt.clip_norm == 3.0
-    for step in loader(model, opt, train_steps=1):
+    for step in loader(model, opt, steps=1):
         opt.set_clip_norm(2.0)  # the user's own, which stays
         backward(model, step)
         update(opt)
@@ -166,7 +166,7 @@ def test_a_frozen_batch_norm_stays_frozen_in_fit() -> None:
     model: Any = network(0)
     opt = kf.FusedSGD(model.parameters(), lr=0.1)
     model[1].eval()
-    kf.fit(model, dataset(), opt, heldout=dataset(), train_epochs=2)
+    kf.fit(model, dataset(), opt, heldout=dataset(), epochs=2)
     assert model.training and not model[1].training and model[1].num_batches_tracked == 0
     model.eval()
     kf.fit(model, dataset(), opt)
@@ -191,8 +191,8 @@ def interrupt(how: str, model: nn.Module, opt: Any) -> None:
                 raise KeyboardInterrupt if how == "fit, Ctrl-C" else Interrupted
             return F.cross_entropy(output, target)
 
-        kf.fit(model, dataset(), opt, batch_size=8, batch_micro=2, loss_fn=loss_fn)
-    for count, step in enumerate(loader(model, opt, batch_size=8, batch_micro=2)):
+        kf.fit(model, dataset(), opt, batch_size=8, micro_batch=2, loss_fn=loss_fn)
+    for count, step in enumerate(loader(model, opt, batch_size=8, micro_batch=2)):
         for x, y in step:
             F.cross_entropy(model(x), y).backward()
             if how == "in a micro-batch" and count == 2:
@@ -239,7 +239,7 @@ def test_a_cell_that_was_interrupted_can_be_run_again(workers: int) -> None:
 @pytest.mark.parametrize(
     ("seen", "said"),
     [
-        ("a second epoch", "For several epochs pass train_epochs= and iterate once"),
+        ("a second epoch", "For several epochs pass epochs= and iterate once"),
         ("no step", r"must call opt\.step"),
         ("a part of the micro-batches", "step 0: the loop over its 4 micro-batches ended early"),
     ],
@@ -276,7 +276,7 @@ def unfreezing() -> dict[str, list[float]]:
     model = network(0)
     model[0].requires_grad_(False)  # type: ignore[operator]
     opt = kf.FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
-    for count, step in enumerate(loader(model, opt, batch_size=8, batch_micro=8, train_epochs=2)):
+    for count, step in enumerate(loader(model, opt, batch_size=8, micro_batch=8, epochs=2)):
         if count == 6:
             model[0].requires_grad_(True)  # type: ignore[operator]
             opt.rebuild()

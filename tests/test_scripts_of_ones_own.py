@@ -142,5 +142,5 @@ def test_what_a_carried_state_cannot_have_is_refused() -> None:
         (windows, {"batch_size": 16, "weight_fn": len}, "weight_fn=True: must be False with streams=16"),
     ):
         with pytest.raises(ValueError, match=message) as raised:
-            kf.DataLoader(data, model, opt, **settings)
+            kf.DataLoader(model, data, opt, **settings)
         assert "\n" not in str(raised.value)

@@ -75,7 +75,7 @@ def test_every_default_is_allowed_and_every_setting_has_one_key() -> None:
 
 
 def test_an_unknown_setting_is_named_with_the_one_that_may_be_meant() -> None:
-    with pytest.raises(TypeError, match=r"kf\.fit takes no micro= \(did you mean batch_micro\?\)"):
+    with pytest.raises(TypeError, match=r"kf\.fit takes no micro= \(did you mean micro_batch\?\)"):
         resolved("kf.fit", TrainSettings, {"micro": 3})
 
 
@@ -124,7 +124,7 @@ REFUSED: list[dict[str, Any]] = [
     {"lr.decay": "linear", "lr.warmup_steps": 5, "run.steps": 5.0, "run.warmup_most": 4},
     {"train.target_accuracy": 0.9, "heldout": False},
     {"train.target_accuracy": 0.9, "step_fn": True},
-    {"train.eval_every": 5, "heldout": False},
+    {"train.heldout_every": 5, "heldout": False},
     {"metrics": "top", "heldout": False},
     {"metrics": "top", "step_fn": True},
     {"checkpoint.every_steps": 5},

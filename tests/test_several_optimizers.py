@@ -98,7 +98,7 @@ def test_models_and_states_are_averaged() -> None:
     kf.init(comm_sync="local:2")
     net = network()
     opt = kf.Optimizer(*pair(net))
-    with_loader(net, opt, kf.NoPolicy(), batch_size=16, batch_micro=8, train_steps=4)
+    with_loader(net, opt, kf.NoPolicy(), batch_size=16, micro_batch=8, steps=4)
     states = [value for p in net.parameters() for _, value in sorted(opt.state[p].items())]
     values = [*net.parameters(), *states]
     assert all_equal(values) and len(values) == 6 + 1 + 5 * 3
@@ -120,8 +120,8 @@ class Grow(kf.BasePolicy):
 net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
 OPTIMIZERS
 x, y = torch.randn(512, 6), torch.randint(3, (512,))
-settings = {"batch_size": 8, "batch_micro": 4, "train_epochs": 5, "policy": Grow(), "scheduler": schedulers}
-for step in kf.DataLoader((x, y), net, opt, **settings):
+settings = {"batch_size": 8, "micro_batch": 4, "epochs": 5, "policy": Grow(), "scheduler": schedulers}
+for step in kf.DataLoader(net, (x, y), opt, **settings):
     time.sleep(0.1 if kf.size() == 1 else 0)  # half a minute for the second one to come
     for inputs, targets in step:
         F.cross_entropy(net(inputs), targets).backward()
@@ -275,7 +275,7 @@ def test_a_backward_outside_all_passes_counts_for_none() -> None:
         torch.manual_seed(1)
         nets = [nn.Linear(6, 1), nn.Linear(6, 1)]
         opts = [kf.FusedAdamW(net.parameters(), lr=0.1) for net in nets]
-        for step in kf.DataLoader((torch.ones(8, 6), torch.ones(8)), nn.ModuleList(nets), opts, batch_size=4):
+        for step in kf.DataLoader(nn.ModuleList(nets), (torch.ones(8, 6), torch.ones(8)), opts, batch_size=4):
             for net, opt in zip(nets, opts, strict=True):
                 if strays:
                     sum(other(torch.ones(6)) for other in nets).backward()  # type: ignore[union-attr]
@@ -300,7 +300,7 @@ def train_pair(how: Any, policy: Growing, **settings: Any) -> dict[str, Tensor]:
     schedulers = [StepLR(adamw, 3, 0.5), LambdaLR(muon, lambda step: 0.9**step)]
     if policy.until == 13:
         schedulers.reverse()  # the same training
-    how(net, opt, policy, batch_size=8, train_epochs=4, train_clip_norm=0.5, scheduler=schedulers, **settings)
+    how(net, opt, policy, batch_size=8, epochs=4, clip_norm=0.5, scheduler=schedulers, **settings)
     rates = [0.02 * 0.9**22, 0.002 * 0.5**7, 0.006 * 0.5**7]
     assert [group["lr"] for group in opt.param_groups] == pytest.approx(rates)
     return net.state_dict()
@@ -324,7 +324,7 @@ def train_gan(policy: kf.BasePolicy, at: Any = lambda step, moment: None, **sett
 )
 def test_a_resumed_training_has_the_same_bits(train: Train, grows: int, until: Any, tmp_path: Path) -> None:
     """The batch grows."""
-    undisturbed = train(Growing(grows), data_workers=1)
+    undisturbed = train(Growing(grows), num_workers=1)
     kept: Any = {"checkpoint_dir": tmp_path, "checkpoint_every_steps": 3, "checkpoint_resume": "auto"}
     for end in until:
         with pytest.raises(Interrupted):
@@ -375,7 +375,7 @@ def test_wrong_optimizers_are_refused() -> None:
     ]
     for model, opts, error, message in loaders:
         with refused(error, message):
-            kf.DataLoader(data, model, opts)
+            kf.DataLoader(model, data, opts)
     with refused(ValueError, r"kf\.fit takes one optimizer"):
         kf.fit(nets, data, [opt_c, opt_g])  # type: ignore[arg-type]
     for options in ({"comm_sync": "local:2"}, {"comm_state": "sharded"}):
@@ -383,7 +383,7 @@ def test_wrong_optimizers_are_refused() -> None:
         kf.init(**options)  # type: ignore[arg-type]
         if "comm_sync" in options:
             with refused(ConfigError, "comm_sync=local:2: must be ssgd with optimizers=2"):
-                kf.DataLoader(data, nets, [*gan_loop.optimizers(nets, ours=True)])
+                kf.DataLoader(nets, data, [*gan_loop.optimizers(nets, ours=True)])
         else:
             with refused(ValueError, r"comm\.state=sharded: kf\.Optimizer has whole state only"):
                 kf.Optimizer(muon, adamw)
@@ -447,7 +447,7 @@ def test_a_second_optimizer_is_refused_where_workers_may_join() -> None:
     model, other = nn.Linear(16, 3), nn.Linear(16, 3)
     opt, second = kf.FusedSGD(model.parameters(), lr=0.1), kf.FusedSGD(other.parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match=r"of several optimizers give kf\.DataLoader a list"):
-        for step in kf.DataLoader((batch(0, 0), torch.zeros(8, 3)), model, opt, batch_size=4):
+        for step in kf.DataLoader(model, (batch(0, 0), torch.zeros(8, 3)), opt, batch_size=4):
             for x, y in step:
                 F.mse_loss(model(x), y).backward()
             opt.step()
@@ -489,7 +489,7 @@ def test_wrong_passes_are_refused(acts: list[Any], message: str) -> None:
             if steps:
                 opts[own].step()
 
-    loader = kf.DataLoader((torch.ones(8, 6), torch.ones(8)), nn.ModuleDict(nets), [*opts.values()], batch_size=4)
+    loader = kf.DataLoader(nn.ModuleDict(nets), (torch.ones(8, 6), torch.ones(8)), [*opts.values()], batch_size=4)
     with pytest.raises(RuntimeError, match=message):
         for step in loader:
             for what in acts:

@@ -195,9 +195,9 @@ def fitted(resumed: Any = None, state: str = "sharded") -> dict[str, Any]:
     if resumed is not None:
         kf.load_state_dict(resumed)
     x = torch.randn(96, 30, generator=torch.Generator().manual_seed(2))
-    settings: Any = {"batch_size": 16, "batch_micro": 4, "train_epochs": 2, "observe_progress": False}
+    settings: Any = {"batch_size": 16, "micro_batch": 4, "epochs": 2, "observe_progress": False}
     settings |= {"train_precision": "bf16-true", "loss_fn": lambda output, y: F.mse_loss(output.float(), y)}
-    kf.fit(model, (x, torch.sin(x[:, :5])), opt, kf.Hook(Policy()), **settings)
+    kf.fit(model, (x, torch.sin(x[:, :5])), opt, Policy(), **settings)
     found |= {"params": s.values(model), "opt": s.tensors(opt.state_dict())}
     kf.fit(model, (x, torch.sin(x[:, :5])), opt, **settings)  # goes on with the optimizer's state
     return {**found, "again": s.values(model)}

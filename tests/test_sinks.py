@@ -49,7 +49,7 @@ def test_scripts_and_kfuse_run_name_sinks_too(tmp_path: Path, capsys: pytest.Cap
     def train(*sinks: str) -> None:
         net = torch.nn.Linear(2, 2)
         data, opt = (torch.ones(64, 2), torch.zeros(64, dtype=torch.int64)), kf.FusedSGD(net.parameters(), lr=0.1)
-        kf.fit(net, data, opt, train_epochs=1, run_dir=tmp_path / "run", observe_sinks=sinks)
+        kf.fit(net, data, opt, epochs=1, run_dir=tmp_path / "run", observe_sinks=sinks)
 
     with pytest.raises(ConfigError, match="observe_sinks: wandb is not installed: pip install"):
         train("csv", "wandb")

@@ -92,12 +92,12 @@ def new(scheduled: bool = False) -> tuple[nn.Module, Any, dict[str, Any]]:
 def test_a_loop_goes_on_with_the_same_bits(after: int, scheduled: bool) -> None:
     """After a step's update, in the middle of an epoch and at its end (7), before and after the batch grows."""
     net, opt, more = new(scheduled)
-    kept = loop(kf.DataLoader(problem(), net, opt, policy=Growing(), **ARGUMENTS, **more), net, opt, after)
+    kept = loop(kf.DataLoader(net, problem(), opt, policy=Growing(), **ARGUMENTS, **more), net, opt, after)
     undisturbed = weights(net)
 
     for load in (lambda loader, state: loader.load_state_dict(state), lambda loader, state: kf.load_state_dict(state)):
         net, opt, more = new(scheduled)
-        loader = kf.DataLoader(problem(), net, opt, policy=(policy := Growing()), **ARGUMENTS, **more)
+        loader = kf.DataLoader(net, problem(), opt, policy=(policy := Growing()), **ARGUMENTS, **more)
         load(loader, read(kept))
         loop(loader, net, opt)
         assert_equal(weights(net), undisturbed)
@@ -137,8 +137,8 @@ def in_mode(mode: str, keep: str, state: dict[str, Any] | None = None, steps: in
     kf.init(**CommOptions(**options).named())
     net = network()
     opt = kf.FusedSGD(net.parameters(), lr=0.05, momentum=0.9)
-    arguments = {"batch_size": 8, "batch_micro": 2, "train_steps": 6 if keep == "end" else steps, **arguments}
-    loader = kf.DataLoader(problem(), net, opt, policy=Growing(at=5), train_epochs=9, **arguments)
+    arguments = {"batch_size": 8, "micro_batch": 2, "steps": 6 if keep == "end" else steps, **arguments}
+    loader = kf.DataLoader(net, problem(), opt, policy=Growing(at=5), epochs=9, **arguments)
     if state is not None:
         loader.load_state_dict(state)
     kept = None
@@ -176,7 +176,7 @@ def test_wrong_places_are_named() -> None:
     with pytest.raises(RuntimeError, match="no training is under way"):
         kf.state_dict()
     net, opt, _ = new()
-    for step in kf.DataLoader(problem(), net, opt, batch_size=32):
+    for step in kf.DataLoader(net, problem(), opt, batch_size=32):
         with pytest.raises(RuntimeError, match="training has begun: call it before the first step"):
             kf.load_state_dict({})
         for x, y in step:

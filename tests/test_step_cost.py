@@ -96,7 +96,7 @@ def fit(**settings: Any) -> Counts:
     opt = kf.FusedAdamW(model.parameters(), lr=0.01)
 
     def train(number: int) -> None:
-        kf.fit(model, (x, y), opt, train_steps=number, batch_size=64, batch_micro=16, **settings)
+        kf.fit(model, (x, y), opt, steps=number, batch_size=64, micro_batch=16, **settings)
 
     (calls, operators), (more_calls, more_operators) = count(train, 4), count(train, 12)
     return (12 * more_calls - 4 * calls) / 8, (12 * more_operators - 4 * operators) / 8
@@ -153,7 +153,7 @@ def test_a_step_of_fit_and_what_nobody_asked_for(monkeypatch: pytest.MonkeyPatch
         def decide(self, signals: Any) -> None:
             assert signals.mean_grad_variance is not None
 
-    deciding, _ = fit(hook=kf.Hook(Decides()))
+    deciding, _ = fit(policy=Decides())
     assert len(estimates) >= 6 + 3 * (4 + 12) and deciding > calls
 
 
@@ -269,9 +269,9 @@ def train_in_a_job(folder: str) -> None:
     kf.init(comm_schedule="allreduce")  # no links are measured
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     opt, policy = kf.FusedAdamW(model.parameters(), lr=0.01), Counted()
-    plan: dict[str, Any] = {"train_epochs": None, "train_steps": 5 * STEPS + 2, "batch_size": 64, "batch_micro": 32}
+    plan: dict[str, Any] = {"epochs": None, "steps": 5 * STEPS + 2, "batch_size": 64, "micro_batch": 32}
     data = torch.randn(64, 8), torch.arange(64) % 3
-    kf.fit(model, data, opt, kf.Hook(policy), workers_balance=False, **plan)
+    kf.fit(model, data, opt, policy, workers_balance=False, **plan)
     of_a_step = {"calls": STEPS - 1, "operators": 3 * STEPS - 1, "messages": STEPS}
     found = {name: policy.of_a_step(name, since) for name, since in of_a_step.items()}
     (Path(folder) / f"rank-{kf.rank()}.json").write_text(json.dumps(found))

@@ -38,7 +38,7 @@ def two_losses(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict
 def train(step_fn: Any = two_losses, **arguments: Any) -> tuple[dict[str, Any], nn.Module]:
     model = network()
     opt = kf.FusedSGD(model.parameters(), lr=0.5)
-    arguments = {"train_epochs": 2, "batch_size": 64, "batch_micro": 16, "heldout": rows(COUNT), **arguments}
+    arguments = {"epochs": 2, "batch_size": 64, "micro_batch": 16, "heldout": rows(COUNT), **arguments}
     summary = kf.fit(model, rows(), opt, step_fn=step_fn, **arguments)
     assert summary is not None
     return summary, model
@@ -130,9 +130,9 @@ def by_metrics() -> dict[str, float]:
         "top": lambda output, target: (output.topk(2).indices == target[:, None]).any(1),
         "drawn": lambda output, target: torch.rand(()),
     }
-    summary = kf.fit(model, problem(), opt, heldout=problem(COUNT), metrics=metrics, batch_size=64, train_steps=1)
+    summary = kf.fit(model, problem(), opt, heldout=problem(COUNT), metrics=metrics, batch_size=64, steps=1)
     assert summary is not None
-    return {**summary["eval_metrics"], "loss": summary["eval_loss"]}
+    return {**summary["heldout_metrics"], "loss": summary["heldout_loss"]}
 
 
 def test_metrics_are_means_over_the_samples_of_values_and_of_means() -> None:
@@ -170,9 +170,9 @@ def test_a_step_function_is_the_loop_by_hand_and_its_figures_are_evaluated(tmp_p
     summary, ours = train(run_dir=tmp_path)
     torch.testing.assert_close(ours.state_dict(), by_hand()[0].state_dict(), rtol=1e-5, atol=1e-6)
     loss, figures = two_losses(ours, rows(COUNT))
-    assert summary["eval_loss"] == pytest.approx(loss.item(), rel=1e-5) and summary["eval_accuracy"] is None
+    assert summary["heldout_loss"] == pytest.approx(loss.item(), rel=1e-5) and summary["heldout_accuracy"] is None
     expected = {"loss": figures["loss"].item(), "size": figures["size"], "hits": figures["hits"].mean().item()}
-    assert summary["eval_metrics"] == pytest.approx(expected, rel=1e-5)
+    assert summary["heldout_metrics"] == pytest.approx(expected, rel=1e-5)
     evaluations = [event for event in read_lines(tmp_path / "events.jsonl") if event["kind"] == "evaluation"]
     assert len(evaluations) == 2 and set(evaluations[0]["metrics"]) == {"loss", "size", "hits"}
 
@@ -181,7 +181,7 @@ def reported(weighted: bool) -> list[dict[str, float]]:
     """Each step's figures, as rank 0 reports them; weighted by twice the samples, which changes nothing."""
     with tempfile.TemporaryDirectory() as folder:
         weigh = (lambda batch: 2.0 * len(batch["x"])) if weighted else None
-        train(batch_micro=10, weight_fn=weigh, run_dir=folder)
+        train(micro_batch=10, weight_fn=weigh, run_dir=folder)
         return [step["figures"] for step in read_lines(Path(folder, "metrics.jsonl"))] if kf.rank() == 0 else []
 
 
@@ -215,7 +215,7 @@ def test_a_step_function_without_a_loss_is_refused_before_an_update(step_fn: Any
     model = network()
     opt = kf.FusedSGD(model.parameters(), lr=0.5)
     with pytest.raises((TypeError, ValueError), match=message):
-        kf.fit(model, rows(), opt, step_fn=step_fn, batch_size=64, batch_micro=16)
+        kf.fit(model, rows(), opt, step_fn=step_fn, batch_size=64, micro_batch=16)
     assert all(torch.equal(a, b) for a, b in zip(network().parameters(), model.parameters(), strict=True))
 
 

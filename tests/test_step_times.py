@@ -29,7 +29,7 @@ def trained(sync: str, run_dir: Path) -> list[kf.Signals]:
     net, policy = network(), Seen({8: kf.Decision(batch_size=32)})
     x, y = problem(72)  # the last step of an epoch is shorter
     data = Slow(zip(x, y.tolist(), strict=True))
-    kf.fit(net, data, kf.FusedAdamW(net.parameters()), kf.Hook(policy), batch_size=16, train_epochs=6, run_dir=run_dir)
+    kf.fit(net, data, kf.FusedAdamW(net.parameters()), policy, batch_size=16, epochs=6, run_dir=run_dir)
     return policy.signals
 
 

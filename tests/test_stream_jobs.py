@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.full, pytest.mark.jobs]
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 lr.scaling=sqrt workers.max=4",
     "model=mlp model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 batch.micro_max=8",
-    "train.eval_every=25 train.epochs=null train.steps=100 data._target_=test_stream_jobs.split",
+    "train.heldout_every=25 train.epochs=null train.steps=100 data._target_=test_stream_jobs.split",
     "checkpoint.every_steps=10",
 )
 
@@ -91,7 +91,7 @@ def test_a_loss_and_resizes(seekable: str, tmp_path: Path) -> None:
     count = 2 if seekable == "true" else 0
     kills = events("28 forward 1 of 3, 85 between_reduction_and_update 0")
     faults = chaos(tmp_path, phases=changes("5:3 40:1 60:2"), gates=changes("20:3 55:1 75:2"), events=kills)
-    job = run_job(tmp_path / "run", [*TRAINING, f"+data.seekable={seekable}", f"data.workers={count}", *faults])
+    job = run_job(tmp_path / "run", [*TRAINING, f"+data.seekable={seekable}", f"data.num_workers={count}", *faults])
     assert_numbers_in_order(job)
     assert_same_steps(job, undisturbed(seekable))
     assert [failure["how"] for failure in job.of_kind("failure")] == ["was ended by SIGKILL"] * 2
@@ -100,7 +100,7 @@ def test_a_loss_and_resizes(seekable: str, tmp_path: Path) -> None:
 
 @SEEKABLE
 def test_a_job_that_was_killed_as_a_whole_resumes_in_the_stream(seekable: str, tmp_path: Path) -> None:
-    settings = [*TRAINING, f"+data.seekable={seekable}", "workers.count=2", "data.workers=1", *chaos(tmp_path)]
+    settings = [*TRAINING, f"+data.seekable={seekable}", "workers.count=2", "data.num_workers=1", *chaos(tmp_path)]
     with command_line(tmp_path / "run", settings) as (process, job):
         wait_until("a checkpoint", lambda: job.metrics and job.metrics[-1]["step"] > 40)
         process.kill()

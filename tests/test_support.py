@@ -295,8 +295,8 @@ def test_all_combinations_train(sync: str) -> None:
 
 JOB = words(
     "model=mlp data=digits model.hidden=[160,96] batch.size=48 batch.micro=4 train.epochs=10000 policy=none",
-    "train.eval_every=100000 workers.count=2 workers.max=2 comm.bucket_mb=0.06 checkpoint.every_steps=2 lr.base=0.003",
-    "elastic.max_failures=20",
+    "train.heldout_every=100000 workers.count=2 workers.max=2 comm.bucket_mb=0.06 checkpoint.every_steps=2",
+    "lr.base=0.003 elastic.max_failures=20",
 )
 
 

@@ -90,7 +90,7 @@ def _arguments(choice: Choice, opt: Any) -> dict[str, Any]:
     """The same as arguments of kf.fit, with policy and scheduler; `support.train` gives the batch."""
     given = {key.replace(".", "_"): value for key, value in _settings(choice).items() if key != "batch.size"}
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 3, 0.5) if choice.scheduler == "torch's" else None
-    return given | {"hook": kf.Hook(policy(choice.policy)), "scheduler": scheduler}
+    return given | {"hook": policy(choice.policy), "scheduler": scheduler}
 
 
 @cache
@@ -214,4 +214,4 @@ def test_a_policy_that_is_a_decay_is_refused_beside_a_scheduler_in_the_loops_bod
     opt = kf.FusedAdamW(net.parameters())
     torch.optim.lr_scheduler.StepLR(opt, 3)
     with pytest.raises(ValueError, match="must be None with policy=SeesawPolicy"):
-        kf.DataLoader(problem(), net, opt, policy=SeesawPolicy(), batch_size=16, train_steps=3)
+        kf.DataLoader(net, problem(), opt, policy=SeesawPolicy(), batch_size=16, steps=3)

@@ -60,9 +60,7 @@ def switch(modes: list[str], outer: bool) -> tuple[Any, ...]:
     opt = kf.FusedAdamW(net.parameters(), lr=0.02)
     policy = Compares({SPAN * k: mode for k, mode in enumerate(modes)}, net, opt)
     steps = SPAN * len(modes) + 4
-    summary = kf.fit(
-        net, data(), opt, kf.Hook(policy), batch_size=12, batch_micro=3, train_epochs=None, train_steps=steps
-    )
+    summary = kf.fit(net, data(), opt, policy, batch_size=12, micro_batch=3, epochs=None, steps=steps)
     assert summary is not None
     return policy.alike, policy.known, summary["params_sha256"], summary["loss"]
 
@@ -99,14 +97,14 @@ def test_the_central_model_is_evaluated_and_is_the_result() -> None:
     net, held = network(), data(60)
     opt = kf.FusedAdamW(net.parameters(), lr=0.02)
     policy = Compares({}, net, opt)
-    arguments: dict[str, Any] = dict(heldout=held, train_eval_every=4)
-    summary = kf.fit(net, data(), opt, kf.Hook(policy), batch_size=12, batch_micro=3, **arguments)
+    arguments: dict[str, Any] = dict(heldout=held, heldout_every=4)
+    summary = kf.fit(net, data(), opt, policy, batch_size=12, micro_batch=3, **arguments)
     assert summary is not None and not any(model for model, _ in policy.alike[1:])
     net.eval()
     with torch.no_grad():
-        assert F.mse_loss(net(held[0]), held[1]).item() == pytest.approx(summary["eval_loss"], rel=1e-5)
+        assert F.mse_loss(net(held[0]), held[1]).item() == pytest.approx(summary["heldout_loss"], rel=1e-5)
     assert all_equal(list(net.state_dict().values()))
-    figures = [summary["eval_loss"], float(int(summary["params_sha256"][:12], 16))]
+    figures = [summary["heldout_loss"], float(int(summary["params_sha256"][:12], 16))]
     assert all_equal([torch.tensor(figures, dtype=torch.float64)])
 
 
@@ -125,8 +123,8 @@ def fitted(sync: str, folder: Path, steps: int) -> tuple[str, list[float]]:
                 first.extend(flat(net.parameters()).tolist())
 
     more: dict[str, Any] = {"checkpoint_dir": folder, "checkpoint_every_steps": 7, "checkpoint_resume": "auto"}
-    more |= {"batch_size": 12, "batch_micro": 4, "train_epochs": None, "train_steps": steps}
-    summary = kf.fit(net, data(), opt, kf.Hook(First()), **more)
+    more |= {"batch_size": 12, "micro_batch": 4, "epochs": None, "steps": steps}
+    summary = kf.fit(net, data(), opt, First(), **more)
     assert summary is not None and all_equal(list(net.parameters()))
     return str(summary["params_sha256"]), first
 
@@ -168,7 +166,7 @@ def test_other_trained_parameters_are_refused_where_their_weights_are_kept(optio
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     said = r"the trained parameters have changed since this mode began: call kf.set_sync\('ssgd'\)"
     with pytest.raises(RuntimeError, match=said) if refused else contextlib.nullcontext():
-        for number, step in enumerate(kf.DataLoader(data(), net, opt, batch_size=12, batch_micro=6)):
+        for number, step in enumerate(kf.DataLoader(net, data(), opt, batch_size=12, micro_batch=6)):
             for x, y in step:
                 F.mse_loss(net(x), y).backward()
             update(opt)
@@ -203,7 +201,7 @@ def job_of_modes(folder: Path, settings: list[str], modes: dict[str, str], **arg
     job = run_job(folder / "run", [*TRAINING, *settings, "policy._target_=sync_policies.ChaosOfModes", *policy[1:]])
     assert job.error is None, job.told()
     assert_exact(job)
-    assert job.summary["eval_accuracy"] > 0.85
+    assert job.summary["heldout_accuracy"] > 0.85
     return job
 
 

@@ -78,7 +78,7 @@ def trained(
             policy.given[-1] = batch[0][0].numpy().copy()
         return model.loss(*batch)  # type: ignore[no-any-return]
 
-    kf.fit(model, data, opt, kf.Hook(policy), step_fn=loss, batch_micro=1, seed=3, heldout=data, **arguments)
+    kf.fit(model, data, opt, policy, step_fn=loss, micro_batch=1, seed=3, heldout=data, **arguments)
     final = model.w.detach().numpy().copy()
     return np.array(policy.given), np.array(policy.models), policy.updates, policy.figures, final, policy.known
 
@@ -104,7 +104,7 @@ class Run(NamedTuple):
         }
         if self.outer is not None:
             options |= {"comm_outer_lr": self.outer[0], "comm_outer_momentum": self.outer[1]}
-        arguments = {"batch_size": self.batch_size, "train_epochs": self.epochs, "train_eval_every": self.eval_every}
+        arguments = {"batch_size": self.batch_size, "epochs": self.epochs, "heldout_every": self.eval_every}
         results = run_workers(WORKERS, trained, options, self.optimizer, self.samples, dict(self.modes), arguments)
         return list(zip(*results, strict=True))
 

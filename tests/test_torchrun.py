@@ -29,7 +29,8 @@ pytestmark = pytest.mark.full
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 model=mlp data=digits",
-    "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.eval_every=20",
+    "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=2",
+    "train.heldout_every=20",
     "checkpoint.every_steps=10",
 )
 FOUR = changes("5:4")

@@ -31,7 +31,7 @@ def trained(kind: str, default: torch.dtype, comm: dict[str, Any]) -> list[Tenso
     torch.set_default_dtype(default)
     try:
         opt = MAKE[kind](net)
-        kf.fit(net, data, opt, batch_size=16, train_epochs=2)
+        kf.fit(net, data, opt, batch_size=16, epochs=2)
     finally:
         torch.set_default_dtype(torch.float32)
     values = [value for state in opt.state_dict()["state"].values() for value in state.values()]
@@ -69,7 +69,7 @@ def test_float64_parameters_are_trained_in_float64(comm: dict[str, Any]) -> None
     net = network().double()
     twin, (x, y) = copy.deepcopy(net), problem()
     opt, plain = (kf.Optimizer(torch.optim.AdamW(net.parameters())), torch.optim.AdamW(twin.parameters()))
-    for step in kf.DataLoader((x.double(), y), net, opt, batch_size=64, train_epochs=5):
+    for step in kf.DataLoader(net, (x.double(), y), opt, batch_size=64, epochs=5):
         for a, b in step:
             F.cross_entropy(net(a), b).backward()
         opt.step()

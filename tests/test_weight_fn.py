@@ -47,10 +47,10 @@ def fit(weigh: str | None = "tokens", options: Any = None, **arguments: Any) -> 
     reset()
     kf.init(**options or {})
     model, seen = network(), Seen()
-    arguments = {"batch_size": COUNT, "batch_micro": MICRO, "train_epochs": 3, "heldout": sentences(), **arguments}
+    arguments = {"batch_size": COUNT, "micro_batch": MICRO, "epochs": 3, "heldout": sentences(), **arguments}
     weight_fn = WEIGHTS[weigh] if weigh else None
     opt = kf.FusedSGD(model.parameters(), lr=0.5)
-    summary = kf.fit(model, sentences(), opt, kf.Hook(seen), step_fn=loss_of_tokens, weight_fn=weight_fn, **arguments)
+    summary = kf.fit(model, sentences(), opt, seen, step_fn=loss_of_tokens, weight_fn=weight_fn, **arguments)
     names = ("samples", "loss", "grad_variance", "grad_sq", "grad_norm", "noise_scale", "batch_size")
     signals = [tuple(getattr(s, name) for name in names) for s in seen.signals]
     return summary, [p.detach() for p in model.parameters()], signals
@@ -78,12 +78,12 @@ def test_the_mean_is_over_tokens_on_any_number_of_workers() -> None:
         assert [s[0] for s in signals] == [COUNT, 2 * COUNT, 3 * COUNT] and {s[-1] for s in signals} == {COUNT}
         model = network()
         model.load_state_dict(dict(zip(model.state_dict(), found, strict=True)))
-        assert summary["eval_loss"] == pytest.approx(loss_of_tokens(model, sentences()).item(), rel=1e-5)
+        assert summary["heldout_loss"] == pytest.approx(loss_of_tokens(model, sentences()).item(), rel=1e-5)
 
 
 def test_statistics_are_in_units_of_samples() -> None:
     """Against float64: S in units of tokens, times samples over tokens; G2 = |gbar|^2 - S / B either way."""
-    _, _, signals = fit(train_steps=1)
+    _, _, signals = fit(steps=1)
     order = EpochSampler(COUNT, 0).indices(0, 0, COUNT)
     model, data = network().double(), sentences()
     grads, weights = [], []
@@ -118,8 +118,8 @@ def test_a_wrong_weight_is_refused_before_the_first_forward(weight: Any) -> None
     with pytest.raises((TypeError, ValueError), match=r"weight_fn returned .*: must be a number"):
         kf.fit(model, sentences(), opt, step_fn=loss_of_tokens, weight_fn=lambda batch: weight)
     with pytest.raises((TypeError, ValueError), match=r"weight_fn returned .*: must be a number"):
-        list(next(iter(kf.DataLoader(sentences(), model, opt, weight_fn=lambda batch: weight))))
+        list(next(iter(kf.DataLoader(model, sentences(), opt, weight_fn=lambda batch: weight))))
     with pytest.raises(TypeError, match="weight_fn=7: must be a function"):
-        kf.DataLoader(sentences(), model, opt, weight_fn=7)  # type: ignore[arg-type]
+        kf.DataLoader(model, sentences(), opt, weight_fn=7)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"opt\.micro_batch\(weight=\.\.\.\): kf\.fit and kf\.DataLoader pass it"):
         opt.micro_batch(samples=2, weight=3.0)

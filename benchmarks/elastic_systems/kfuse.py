@@ -40,13 +40,13 @@ class Kfuse(System):
                     kf.resize(int(wish.read_text()))
 
         loader = kf.DataLoader(
-            {"x": x, "y": y, "number": torch.arange(len(y))},
             model,
+            {"x": x, "y": y, "number": torch.arange(len(y))},
             opt,
             policy=Told(),
-            train_epochs=task.epochs,
+            epochs=task.epochs,
             batch_size=BATCH,
-            batch_micro=BATCH // WORKERS,
+            micro_batch=BATCH // WORKERS,
         )
         for step in loader:
             used: list[int] = []

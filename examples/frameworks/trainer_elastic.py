@@ -24,6 +24,6 @@ arguments = TrainingArguments(
 )  # fmt: skip
 torch.manual_seed(0)
 trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
-output = fit(trainer, tokens=True)  # a policy: fit(trainer, kf.Hook(CriticalBatchPolicy()), tokens=True)
+output = fit(trainer, tokens=True)  # a policy: fit(trainer, CriticalBatchPolicy(), tokens=True)
 if output is not None and kf.rank() == 0:
     print(output.metrics)

@@ -22,7 +22,6 @@ from kfuse.settings.tree import (
     completed,
     did_you_mean,
     flat,
-    key_of,
 )
 
 shell.register()
@@ -38,10 +37,11 @@ def prepare(cfg: DictConfig, overrides: Sequence[str]) -> None:
     _drop_replaced_arguments(cfg, overrides)
     with open_dict(cfg.comm):
         cfg.comm.schedule = cfg.comm.pop("_target_", None) or cfg.comm.schedule
-    known = {f"{section}_{name}": value for section in ("batch", "workers") for name, value in cfg[section].items()}
+    keys = {leaf.name: key for key, leaf in AT_SHELL.items() if key.startswith(("batch.", "workers."))}
+    known = {name: OmegaConf.select(cfg, key) for name, key in keys.items()}
     for name, value in completed(known).items():
-        if value != known.get(name):
-            OmegaConf.update(cfg, key_of(name), value)
+        if value != known[name]:
+            OmegaConf.update(cfg, keys[name], value)
     if cfg.checkpoint.resume is None:
         cfg.checkpoint.resume = "never"  # `kfuse` itself resumes in a run directory that it was given
 

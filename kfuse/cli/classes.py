@@ -117,7 +117,7 @@ def _check_data(node: Any) -> tuple[Mapping[str, Any], int | None]:
 
     That is None for a stream.
     """
-    loaders, node = node["workers"], class_arguments("data", node)
+    loaders, node = node["num_workers"], class_arguments("data", node)
     split = _make("data", node)
     if not isinstance(split, DataSplit):
         raise _wrong_result("data", node, split, "kfuse.data.DataSplit")

@@ -210,7 +210,7 @@ class Feeder(Fetcher):
         if not arrived:
             why = "the data are slow, or the data set had started threads, which do not live in forked processes"
             pids = [loader.process.pid for loader in self._loaders]
-            _LOG.warning("no batch for %.0f s from the loader processes %s: %s: data_workers=0", _SAY_S, pids, why)
+            _LOG.warning("no batch for %.0f s from the loader processes %s: %s: num_workers=0", _SAY_S, pids, why)
         for connection in arrived:
             assert isinstance(connection, Connection)
             loader = by_connection[connection]

@@ -191,7 +191,7 @@ def check_loaders(data: Any, number: int) -> None:
     """Raises DataError for so many loader processes, each of which would read the whole of a stream without seeking."""
     if isinstance(data, IterableStream) and number > 1:
         kind = type(data.dataset).__name__
-        raise DataError(f"data_workers={number} with {kind}, which cannot seek: must be 0 or 1")
+        raise DataError(f"num_workers={number} with {kind}, which cannot seek: must be 0 or 1")
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def training_data(
         if not isinstance(data, Stream):
             _check_order(obj)
         worker_init_fn = worker_init_fn or obj.worker_init_fn
-        of_loader = {"batch_size": obj.batch_size, "data_workers": obj.num_workers}
+        of_loader = {"batch_size": obj.batch_size, "num_workers": obj.num_workers}
         of_loader["data_prefetch"] = obj.prefetch_factor or 2
         ignored = {"drop_last=True": obj.drop_last, "generator=": obj.generator is not None, "timeout=": obj.timeout}
         ignored["multiprocessing_context="] = obj.multiprocessing_context is not None

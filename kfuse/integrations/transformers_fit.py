@@ -26,6 +26,7 @@ from kfuse.integrations.transformers_callbacks import Callbacks
 from kfuse.integrations.transformers_refuse import refuse
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer, Optimizer
+from kfuse.policies import BasePolicy
 from kfuse.policies.compose import ComposePolicy
 from kfuse.settings.declared import CommSettings
 from kfuse.settings.tree import TrainSettings
@@ -59,7 +60,7 @@ def init(**settings: Unpack[CommSettings]) -> Session:
 
 
 def fit(
-    trainer: Trainer, hook: loop.Hook | None = None, *, tokens: bool | None = None, **settings: Unpack[TrainSettings]
+    trainer: Trainer, policy: BasePolicy | None = None, *, tokens: bool | None = None, **settings: Unpack[TrainSettings]
 ) -> TrainOutput | None:
     """Trains as `trainer.train()` would on one process, on whatever workers there are; returns what that returns.
 
@@ -67,13 +68,13 @@ def fit(
     callbacks and arguments count. A step has gradient_accumulation_steps micro-batches of per_device_train_batch_size
     samples, over all workers together, in Trainer's order. docs/frameworks.md has the rest.
 
-    hook, settings: as kf.fit's, but for those settings that TrainingArguments have. tokens: as `attach`'s: whether the
-    loss is divided by the tokens that the trainer counts; needed where it counts them.
+    policy, settings: as kf.fit's, but for those settings that TrainingArguments have. tokens: as `attach`'s: whether
+    the loss is divided by the tokens that the trainer counts; needed where it counts them.
 
     Raises ValueError or TypeError, before training, for what it does not train as Trainer does.
     """
-    if hook is not None and not isinstance(hook, loop.Hook):
-        raise TypeError(f"fit takes kf.Hook(policy), not {type(hook).__name__}")
+    if policy is not None and not isinstance(policy, BasePolicy):
+        raise TypeError(f"fit takes a kf.BasePolicy, not {type(policy).__name__}")
     refuse(trainer, settings)
     args, model, micro = trainer.args, trainer.model, trainer._train_batch_size
     trainer.is_in_train = True
@@ -89,11 +90,11 @@ def fit(
         **settings,
         "seed": args.seed,
         "batch_size": micro * args.gradient_accumulation_steps,
-        "batch_micro": micro,
-        "train_epochs": epochs if by_epochs else None,
-        "train_steps": None if by_epochs else steps,
-        "train_clip_norm": args.max_grad_norm if args.max_grad_norm > 0 else None,
-        "data_workers": args.dataloader_num_workers,
+        "micro_batch": micro,
+        "epochs": epochs if by_epochs else None,
+        "steps": None if by_epochs else steps,
+        "clip_norm": args.max_grad_norm if args.max_grad_norm > 0 else None,
+        "num_workers": args.dataloader_num_workers,
         "data_prefetch": args.dataloader_prefetch_factor or 2,
     }
     model = trainer.accelerator.prepare_model(trainer.model)
@@ -108,9 +109,9 @@ def fit(
             model,
             data,
             opt,
-            loop.Hook(callbacks if hook is None else ComposePolicy(callbacks, hook.policy)),
+            callbacks if policy is None else ComposePolicy(callbacks, policy),
             step_fn=_step(trainer, opt, callbacks, losses),
-            weight_fn=_weight(trainer, data, micro, tokens, adapts=hook is not None),
+            weight_fn=_weight(trainer, data, micro, tokens, adapts=policy is not None),
             scheduler=scheduler,
             **own,
         )

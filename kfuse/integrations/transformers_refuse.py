@@ -14,14 +14,14 @@ from kfuse.session import current
 _OF_ARGUMENTS = {
     "seed": "seed",
     "batch_size": "per_device_train_batch_size and gradient_accumulation_steps",
-    "batch_micro": "per_device_train_batch_size",
-    "train_steps": "max_steps",
-    "train_epochs": "num_train_epochs",
-    "train_clip_norm": "max_grad_norm",
+    "micro_batch": "per_device_train_batch_size",
+    "steps": "max_steps",
+    "epochs": "num_train_epochs",
+    "clip_norm": "max_grad_norm",
     "train_precision": "bf16",
-    "train_eval_every": "eval_strategy",
+    "heldout_every": "eval_strategy",
     "train_target_accuracy": "a callback",
-    "data_workers": "dataloader_num_workers",
+    "num_workers": "dataloader_num_workers",
     "data_prefetch": "dataloader_prefetch_factor",
 }
 _LEFT_OUT = (

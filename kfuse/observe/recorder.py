@@ -264,8 +264,8 @@ class Recorder:
             "samples": self._last.get("samples", 0),
             "wall_s": time.time() - self._started,
             **{name: self._last.get(name) for name in ("loss", "batch_size", "lr", "workers")},
-            **dict.fromkeys(("eval_loss", "eval_accuracy", "params_sha256")),
-            "eval_metrics": {},
+            **dict.fromkeys(("heldout_loss", "heldout_accuracy", "params_sha256")),
+            "heldout_metrics": {},
             "exit_reason": why,
         }
         missing = {name: getattr(self.directory, name) for name in ("lines_lost", "steps_left_out")}

@@ -62,7 +62,7 @@ class Signals(Measured, StepSettings):
         "s", "Wall time of the previous step on the leader, if it had the same batch size, in full, and as many workers"
     )
     previous_data_wait_s: float | None = optional("s", "Part of previous_step_time_s that the leader waited for data")
-    eval_accuracy: float | None = optional("", "The latest evaluation's accuracy, in [0, 1]")
+    heldout_accuracy: float | None = optional("", "The latest evaluation's accuracy, in [0, 1]")
     link_latencies: tuple[tuple[float, ...], ...] | None = optional(
         "s", "By rank and rank, time of a short message; as last measured in this view"
     )

@@ -26,6 +26,7 @@ class Setting:
     choices: tuple[str, ...] = ()  # if not empty: the values that are allowed
     pattern: str = ""  # a regular expression that an allowed value matches, if it is not one of `choices`
     form: str = ""  # the pattern in words
+    key: str = ""  # its name at the shell, where Python's name does not begin with the section: train.epochs for epochs
 
     def is_in_range(self, value: Any) -> bool:
         """Returns whether a value of the right type is allowed. NaN and infinity never are."""

@@ -177,7 +177,7 @@ RULES = (
     ),
     Rule("train.target_accuracy", Is(None), {"heldout": Is(False)}, "it is the accuracy on heldout="),
     Rule("train.target_accuracy", Is(None), {"step_fn": Is(True)}, "a step function gives no accuracy"),
-    Rule("train.eval_every", Is(None), {"heldout": Is(False)}, "heldout= is what is evaluated"),
+    Rule("train.heldout_every", Is(None), {"heldout": Is(False)}, "heldout= is what is evaluated"),
     Rule("metrics", Is(None), {"heldout": Is(False)}, "heldout= is what they are computed on"),
     Rule("metrics", Is(None), {"step_fn": Is(True)}, "a step function keeps its output; let it return (loss, figures)"),
     Rule("checkpoint.every_steps", Is(None), {"checkpoint.dir": Is(None)}, "there is no folder to write to"),

@@ -1,8 +1,8 @@
 """Every setting: its type, default, bounds and help, once. To add one, add a line here, and use it.
 
 A class below is what one function or command takes: `kf.init` CommSettings, `kf.DataLoader` LoopSettings, `kf.fit`
-TrainSettings, `kfuse-run` JobSettings, `kfuse` all of them. A setting is called section_name in Python (batch_max) and
-section.name at the shell (batch.max).
+TrainSettings, `kfuse-run` JobSettings, `kfuse` all of them. At the shell a setting has a section: batch.max for
+batch_max, and where Python has the field's usual name without it (`epochs`) the declaration says so (train.epochs).
 """
 
 from __future__ import annotations
@@ -97,13 +97,23 @@ class LoopSettings(ShownSettings, total=False):
     batch_size: Annotated[
         int, Setting(32, "samples of the first optimizer steps; policies may change it", at_least=1, at_most=BATCH_MAX)
     ]
-    batch_micro: Annotated[
+    micro_batch: Annotated[
         int | None,
-        Setting(None, "samples of one forward and backward pass; null: a quarter of batch.size", at_least=1),
+        Setting(
+            None,
+            "samples of one forward and backward pass; null: a quarter of batch.size",
+            at_least=1,
+            key="batch.micro",
+        ),
     ]
-    batch_micro_max: Annotated[
+    micro_batch_max: Annotated[
         int | None,
-        Setting(None, "samples up to which micro-batches grow with the batch; null: they do not grow", at_least=1),
+        Setting(
+            None,
+            "samples up to which micro-batches grow with the batch; null: they do not grow",
+            at_least=1,
+            key="batch.micro_max",
+        ),
     ]
     batch_min: Annotated[int | None, Setting(None, "samples; policies never go below; null: batch.micro", at_least=1)]
     batch_max: Annotated[
@@ -111,8 +121,15 @@ class LoopSettings(ShownSettings, total=False):
         Setting(None, "samples; policies never go above; null: 64 times batch.size", at_least=1, at_most=BATCH_MAX),
     ]
     workers_balance: Annotated[bool, Setting(True, "give slower workers fewer micro-batches, so that none waits long")]
-    data_workers: Annotated[
-        int, Setting(0, "loader processes of each worker; 0: the step's own thread", at_least=0, at_most=2**10)
+    num_workers: Annotated[
+        int,
+        Setting(
+            0,
+            "loader processes of each worker; 0: the step's own thread",
+            at_least=0,
+            at_most=2**10,
+            key="data.num_workers",
+        ),
     ]
     data_prefetch: Annotated[
         int, Setting(2, "micro-batches that each loader process fetches ahead", at_least=1, at_most=2**5)
@@ -139,16 +156,29 @@ class LoopSettings(ShownSettings, total=False):
     lr_decay_fraction: Annotated[
         float, Setting(0.1, "part of the run in which lr.decay=wsd lowers the rate", above=0, at_most=1)
     ]
-    train_epochs: Annotated[
-        int | None, Setting(None, "passes over the data; null: no limit, but 1 without train.steps", at_least=1)
-    ]
-    train_steps: Annotated[
+    epochs: Annotated[
         int | None,
-        Setting(None, "optimizer steps; with lr.scaling=adascale each counts by its gain; null: no limit", at_least=1),
+        Setting(
+            None, "passes over the data; null: no limit, but 1 without train.steps", at_least=1, key="train.epochs"
+        ),
     ]
-    train_clip_norm: Annotated[
+    steps: Annotated[
+        int | None,
+        Setting(
+            None,
+            "optimizer steps; with lr.scaling=adascale each counts by its gain; null: no limit",
+            at_least=1,
+            key="train.steps",
+        ),
+    ]
+    clip_norm: Annotated[
         float | None,
-        Setting(None, "largest norm of the mean gradient; null: as the optimizer says (`kfuse`: no limit)", above=0),
+        Setting(
+            None,
+            "largest norm of the mean gradient; null: as the optimizer says (`kfuse`: no limit)",
+            above=0,
+            key="train.clip_norm",
+        ),
     ]
     train_save_model: Annotated[
         bool | None,
@@ -191,8 +221,13 @@ class TrainSettings(LoopSettings, total=False):
             choices=("fp32", "bf16", "bf16-true"),
         ),
     ]
-    train_eval_every: Annotated[int | None, Setting(None, "steps between evaluations; null: once an epoch", at_least=1)]
-    train_eval_batch: Annotated[int, Setting(256, "samples of one forward pass of an evaluation", at_least=1)]
+    heldout_every: Annotated[
+        int | None,
+        Setting(None, "steps between evaluations; null: once an epoch", at_least=1, key="train.heldout_every"),
+    ]
+    heldout_batch: Annotated[
+        int, Setting(256, "samples of one forward pass of an evaluation", at_least=1, key="train.heldout_batch")
+    ]
     train_target_accuracy: Annotated[
         float | None,
         Setting(None, "fraction; an evaluation that reaches it ends the run; null: none does", above=0, at_most=1),
@@ -246,7 +281,8 @@ class Leaf:
     @property
     def key(self) -> str:
         """Its name at the shell: batch.max."""
-        return key_of(self.name)
+        section, _, rest = self.name.partition("_")
+        return self.setting.key or (f"{section}.{rest}" if section in SECTIONS else self.name)
 
     @property
     def default(self) -> Any:
@@ -297,20 +333,14 @@ def _convert(kind: type, value: Any) -> Any:
     return operator.index(value) if hasattr(value, "__index__") else None
 
 
-def key_of(name: str) -> str:
-    """Returns a setting's name at the shell: "batch.max" for "batch_max"."""
-    section, _, rest = name.partition("_")
-    return f"{section}.{rest}" if section in SECTIONS else name
-
-
 def by_key(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings by their names at the shell, as the rules take them."""
-    return {key_of(name): value for name, value in values.items()}
+    return {SETTINGS[name].key if name in SETTINGS else name: value for name, value in values.items()}
 
 
 def spell(key: str, shell: bool) -> str:
     """Returns a setting's name as its reader writes it: "batch.max" at the shell, "batch_max" in Python."""
-    return key if shell else key.replace(".", "_")
+    return key if shell else _NAMES.get(key) or key.replace(".", "_")
 
 
 def show(value: object, shell: bool = True) -> str:
@@ -332,6 +362,7 @@ def leaves(*groups: type) -> dict[str, Leaf]:
 
 # Every setting, by its name in Python.
 SETTINGS = leaves(LoopSettings, TrainSettings, JobSettings, CommSettings, CommandSettings)
+_NAMES = {leaf.key: leaf.name for leaf in SETTINGS.values()}
 # Those that `kfuse` takes, by key.
 AT_SHELL = {leaf.key: leaf for leaf in SETTINGS.values() if leaf.name not in SCRIPTS_ONLY}
 
@@ -355,11 +386,11 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
         settings["workers_max"] = given.get("workers_max") or given["workers_count"]
     if "batch_size" in given:
         size = given["batch_size"]
-        micro = given.get("batch_micro") or max(1, size // 4)
-        settings |= {"batch_micro": micro, "batch_min": given.get("batch_min") or min(micro, size)}
+        micro = given.get("micro_batch") or max(1, size // 4)
+        settings |= {"micro_batch": micro, "batch_min": given.get("batch_min") or min(micro, size)}
         settings["batch_max"] = given.get("batch_max") or min(64 * size, BATCH_MAX)
-    if "train_steps" in given and given["train_steps"] is None:
-        settings["train_epochs"] = given.get("train_epochs") or 1
+    if "steps" in given and given["steps"] is None:
+        settings["epochs"] = given.get("epochs") or 1
     return settings
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _SECTIONS = ("seed", "batch", "lr", "train")  # whose settings training itself follows
 # Settings of these sections that may differ between workers.
-_OWN = ("batch_min", "train_clip_norm", "train_save_model", "lr_base")
+_OWN = ("batch_min", "clip_norm", "train_save_model", "lr_base")
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def _fetcher(
 ) -> Fetcher:
     """Returns what fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
     settings = given.settings
-    loading = Loading(settings["data_workers"], settings["data_prefetch"], given.worker_init_fn)
+    loading = Loading(settings["num_workers"], settings["data_prefetch"], given.worker_init_fn)
     check_loaders(given.data, loading.workers)
     if not loading.workers:
         return Fetcher(given.data, sampler)

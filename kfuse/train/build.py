@@ -53,7 +53,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     # With a fixed number of workers the bounds are wide open: so a policy's request is seen, and refused by an event.
     bounds = (values["workers_min"], values["workers_max"]) if session.elastic else (1, WORKERS_MAX)
     # The optimizer has the norm to clip to: see `_optimizer`.
-    settings: Any = completed(values | {"train_clip_norm": None})
+    settings: Any = completed(values | {"clip_norm": None})
     checkpoints = {name: config["checkpoint"][name] for name in ("every_steps", "keep", "resume")}
     given = training_data(split.train)
     log_remarks(given.remarks)

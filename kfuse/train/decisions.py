@@ -357,12 +357,12 @@ class PolicyCalls:
         at, workers, links = self.progress, self.session.workers, self.session.group.links
         return Signals(
             step=stats.step,
-            micro_batch=self.settings["batch_micro"] or 1,
+            micro_batch=self.settings["micro_batch"] or 1,
             throughput=tuple(relative_throughput(at.throughput, workers)),
             corrupt_workers=tuple(rank for rank, worker in enumerate(workers) if worker in at.corrupt),
             previous_step_time_s=stats.previous_step_time_s,
             previous_data_wait_s=stats.previous_data_wait_s,
-            eval_accuracy=at.accuracy,
+            heldout_accuracy=at.accuracy,
             bounds=self.bounds,
             link_latencies=None if links is None else links.latencies,
             link_throughputs=None if links is None else links.throughputs,

@@ -46,7 +46,7 @@ class Evaluations:
     synchronisation: Synchronisation
 
     def is_due(self, epoch_is_over: bool) -> bool:
-        every = self.given.settings["train_eval_every"]
+        every = self.given.settings["heldout_every"]
         return (self.progress.step + 1) % every == 0 if every else epoch_is_over
 
     def evaluate_once(self, steps: int) -> None:
@@ -58,7 +58,7 @@ class Evaluations:
         if given.heldout is None or at.evaluated == steps:
             return
         with self.synchronisation.method.shown():
-            how = self.session.group, settings["train_precision"], given.metrics, settings["train_eval_batch"]
+            how = self.session.group, settings["train_precision"], given.metrics, settings["heldout_batch"]
             result = evaluate(given.model, given.heldout, given.objective, *how)
             is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
             if given.scheduler is not None:
@@ -80,9 +80,9 @@ class Evaluations:
             "samples": at.samples,
             "wall_s": wall_s,
             "loss": at.loss,
-            "eval_loss": at.eval_loss,
-            "eval_accuracy": at.accuracy,
-            "eval_metrics": at.eval_metrics,
+            "heldout_loss": at.heldout_loss,
+            "heldout_accuracy": at.accuracy,
+            "heldout_metrics": at.heldout_metrics,
             "batch_size": at.batch_size,
             "lr": lr,
             "workers": self.session.group.size,

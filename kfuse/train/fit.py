@@ -24,7 +24,7 @@ from kfuse.train.trainer import Trainer
 
 
 class Hook:
-    """Attaches a policy to `kf.fit`."""
+    """A policy as KungFu's scripts hand it over: `kf.fit` and `kf.DataLoader` take the policy itself."""
 
     def __init__(self, policy: BasePolicy) -> None:
         """Raises TypeError for what is not a policy."""
@@ -37,7 +37,7 @@ def fit(
     model: nn.Module,
     data: Any,
     opt: DistributedOptimizer,
-    hook: Hook | None = None,
+    policy: BasePolicy | Hook | None = None,
     *,
     loss_fn: LossFunction | None = None,
     step_fn: StepFunction | None = None,
@@ -55,8 +55,8 @@ def fit(
     All workers start from rank 0's model, optimizer and scheduler. docs/promises.md and docs/data.md have the details.
     model: not wrapped (no DistributedDataParallel, no FSDP), on this worker's device. Modules in eval mode stay so.
     data: tensors or arrays (x, y), a dictionary of them, a map-style torch data set, a stream (which needs
-        train_steps), or a torch DataLoader of shuffle=True, whose batch_size becomes the global one.
-    opt: a kfuse optimizer of the model's parameters. hook: `kf.Hook(policy)`.
+        steps), or a torch DataLoader of shuffle=True, whose batch_size becomes the global one.
+    opt: a kfuse optimizer of the model's parameters. policy: a kf.BasePolicy; None: nothing is adapted.
     loss_fn(output, target): the MEAN loss over a micro-batch, where a batch is a pair (input, target). Default: cross
         entropy for integer targets, mean squared error for floating ones. Batches that are mappings: `model(**batch)`,
         whose output has the loss as `.loss` or `["loss"]`.
@@ -69,13 +69,11 @@ def fit(
     heldout: data as above, but no stream. metrics: {name: function(output, target)}, evaluated on it in batches of 256
         samples: a tensor [B], a value for each sample, or a scalar, the batch's mean.
     collate_fn(samples): makes a batch. worker_init_fn(number): called first in each loader process.
-    settings: `train_steps=100`, `batch_size=64`, ...: docs/reference.md, and `kfuse --help`: there `batch.size`.
+    settings: `steps=100`, `batch_size=64`, ...: docs/reference.md, and `kfuse --help`: there `batch.size`.
 
     Raises TypeError for arguments of an unknown kind and unknown settings, ValueError for what is out of range, for
     settings that exclude each other, and for a model that cannot be trained so.
     """
-    if hook is not None and not isinstance(hook, Hook):
-        raise TypeError(f"kf.fit takes kf.Hook(policy), not {type(hook).__name__}")
     given = training_data(data, collate_fn, worker_init_fn)
     trainer, output = _trainer(
         "kf.fit",
@@ -85,7 +83,7 @@ def fit(
         resolved("kf.fit", TrainSettings, {**given.of_loader, **settings}),
         scheduler,
         scheduler_interval,
-        policy=None if hook is None else hook.policy,
+        policy=policy,
         objective=Objective(loss_fn, step_fn, weight_fn),
         heldout=None if heldout is None else heldout_data(heldout, collate_fn),
         metrics=metrics or {},
@@ -98,7 +96,7 @@ def fit(
 class DataLoader:
     """Yields the steps of a run; a step yields this worker's micro-batches, already wrapped in opt.micro_batch.
 
-        for step in kf.DataLoader(data, model, opt, batch_size=64, train_epochs=3):
+        for step in kf.DataLoader(model, data, opt, batch_size=64, epochs=3):
             for x, y in step:
                 F.cross_entropy(model(x), y).backward()      # the MEAN loss of these samples
             opt.step()
@@ -118,11 +116,11 @@ class DataLoader:
 
     def __init__(
         self,
-        data: Any,
         model: nn.Module,
+        data: Any,
         opt: DistributedOptimizer | Sequence[DistributedOptimizer],
+        policy: BasePolicy | Hook | None = None,
         *,
-        policy: BasePolicy | None = None,
         scheduler: Any = None,
         scheduler_interval: Interval = "step",
         weight_fn: WeightFunction | None = None,
@@ -133,15 +131,12 @@ class DataLoader:
     ) -> None:
         """Arguments and settings as kf.fit's, with the same errors, but for those of loss and evaluation.
 
-        policy: a kf.BasePolicy; kf.fit takes it as `kf.Hook(policy)`.
         scheduler, scheduler_interval: a torch scheduler is either given here, and stepped here, or stepped by the
         loop's body; the latter not in a job whose workers may change.
         opt: or a list of several that step one after the other in each body, as a GAN's do, the first one in every
             body; `model` has the parameters of all. See docs/promises.md.
         several_backwards: a micro-batch has several losses with a backward each: see opt.micro_batch.
         """
-        if policy is not None and not isinstance(policy, BasePolicy):
-            raise TypeError(f"kf.DataLoader takes policy= a kf.BasePolicy, not {type(policy).__name__}")
         given = training_data(data, collate_fn, worker_init_fn)
         self._trainer, self._output = _trainer(
             "kf.DataLoader",
@@ -163,8 +158,8 @@ class DataLoader:
         """Raises RuntimeError the second time: a loader is one run, over all of its epochs."""
         if self._begun:
             raise RuntimeError(
-                "this kf.DataLoader has been iterated over: one goes through all of its train_epochs= and ends. For "
-                "several epochs pass train_epochs= and iterate once; for another training make a new one"
+                "this kf.DataLoader has been iterated over: one goes through all of its epochs= and ends. For "
+                "several epochs pass epochs= and iterate once; for another training make a new one"
             )
         self._begun = True
         return self._steps()
@@ -184,7 +179,7 @@ class DataLoader:
     def __len__(self) -> int:
         """Steps of this training, those done included, if the batch size stays as it is.
 
-        Raises TypeError where the number of samples is unknown and `train_steps` was not given.
+        Raises TypeError where the number of samples is unknown and `steps` was not given.
         """
         trainer = self._trainer
         return trainer.progress.planned_steps(trainer.settings, trainer.samples_an_epoch)
@@ -209,7 +204,7 @@ def _trainer(
     scheduler: Any,
     interval: Interval,
     *,
-    policy: BasePolicy | None,
+    policy: BasePolicy | Hook | None,
     heldout: Dataset | None = None,
     **more: Any,
 ) -> tuple[Trainer, Output]:
@@ -218,6 +213,9 @@ def _trainer(
     Raises TypeError for an optimizer that is not kfuse's and a model that is no nn.Module, or is wrapped; ValueError
     for a scheduler left out.
     """
+    policy = policy.policy if isinstance(policy, Hook) else policy
+    if policy is not None and not isinstance(policy, BasePolicy):
+        raise TypeError(f"{caller} takes policy= a kf.BasePolicy, not {type(policy).__name__}")
     user_loop, session = more.get("user_loop", False), current()
     opts = _optimizers(caller, opt, user_loop)
     if not isinstance(model, nn.Module):
@@ -282,11 +280,11 @@ def _log_remarks(given: TrainingData, used: TrainSettings, settings: Mapping[str
     if "batch_size" in given.of_loader and "batch_size" not in settings and several:
         size = given.of_loader["batch_size"]
         remarks.insert(0, f"batch_size={size} of the DataLoader is taken as the global batch, of all workers together")
-    micro, size = used["batch_micro"] or 1, used["batch_size"]
-    if settings.get("batch_micro") is None and micro < size // session.group.size:
+    micro, size = used["micro_batch"] or 1, used["batch_size"]
+    if settings.get("micro_batch") is None and micro < size // session.group.size:
         remarks.insert(
             0,
             f"a forward sees {micro} of the batch's {size} samples, and so do BatchNorm and losses across samples: "
-            "pass batch_micro= to choose how many (the noise scale needs two micro-batches a step)",
+            "pass micro_batch= to choose how many (the noise scale needs two micro-batches a step)",
         )
     log_remarks(remarks)

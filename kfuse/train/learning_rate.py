@@ -177,10 +177,10 @@ class LRSchedule:
     @classmethod
     def of(cls, settings: TrainSettings, samples: int | None) -> LRSchedule:
         """Returns the schedule of a training with these settings, of `samples` an epoch; None: a stream."""
-        epochs, first = settings["train_epochs"], settings["batch_size"]
+        epochs, first = settings["epochs"], settings["batch_size"]
         length = None if epochs is None or samples is None else epochs * samples
         fixed = settings["lr_scaling"], settings["lr_warmup_steps"], settings["lr_decay"], first, length
-        return cls(*fixed, settings["train_steps"], settings["lr_decay_fraction"])
+        return cls(*fixed, settings["steps"], settings["lr_decay_fraction"])
 
     @property
     def total(self) -> float | None:

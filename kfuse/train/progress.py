@@ -55,9 +55,9 @@ class Progress:
     stragglers: tuple[int, ...] = ()  # numbers of the workers that were reported as stragglers
     corrupt: tuple[int, ...] = ()  # numbers of the workers that audits have found to compute wrong gradients
     accuracy: float | None = None
-    eval_loss: float | None = None
+    heldout_loss: float | None = None
     best: float | None = None  # the best evaluation so far: its accuracy where that is known, else minus its loss
-    eval_metrics: dict[str, float] = field(default_factory=dict)
+    heldout_metrics: dict[str, float] = field(default_factory=dict)
     evaluated: int = 0  # number of steps after which the last evaluation ran
     loss: float | None = None
     generation: int = 0  # generation of the view to switch to, if above that of the active view
@@ -114,20 +114,20 @@ class Progress:
         target = settings["train_target_accuracy"]
         if target is not None and self.accuracy is not None and self.accuracy >= target:
             return "target_accuracy"
-        if settings["train_steps"] is not None and self.counted(settings, self.step) >= settings["train_steps"]:
+        if settings["steps"] is not None and self.counted(settings, self.step) >= settings["steps"]:
             return "steps"
-        if settings["train_epochs"] is not None and self.epoch >= settings["train_epochs"]:
+        if settings["epochs"] is not None and self.epoch >= settings["epochs"]:
             return "epochs"
         return None
 
     def counted(self, settings: TrainSettings, steps: int) -> float:
-        """So many optimizer steps in the unit of train_steps: with adascale the sum of their gains."""
+        """So many optimizer steps in the unit of steps: with adascale the sum of their gains."""
         return self.schedule if settings["lr_scaling"] == "adascale" else steps
 
     def is_last_step(self, settings: TrainSettings, epoch_is_over: bool) -> bool:
         """Whether training ends with the step under way, after its update. An evaluation may end it all the same."""
-        last_epoch = epoch_is_over and self.epoch + 1 == settings["train_epochs"]
-        steps = settings["train_steps"]
+        last_epoch = epoch_is_over and self.epoch + 1 == settings["epochs"]
+        steps = settings["steps"]
         last_step = steps is not None and self.counted(settings, self.step + 1) >= steps
         return self.stop > 0 or last_epoch or last_step
 
@@ -137,19 +137,19 @@ class Progress:
         length: samples of an epoch, if known. Raises TypeError if the number is unknown.
         """
         limit = math.inf
-        if (steps := settings["train_steps"]) is not None:
+        if (steps := settings["steps"]) is not None:
             limit = self.step + math.ceil(max(0, steps - self.counted(settings, self.step)))
-        if (epochs := settings["train_epochs"]) is not None and length is not None:
+        if (epochs := settings["epochs"]) is not None and length is not None:
             left = -(-(length - self.cursor) // self.batch_size)
             left += max(0, epochs - self.epoch - 1) * -(-length // self.batch_size)
             limit = min(limit, self.step + (left if self.epoch < epochs else 0))
         if limit == math.inf:
-            raise TypeError("this training has no length: its data tell none, and train_steps= is not given")
+            raise TypeError("this training has no length: its data tell none, and steps= is not given")
         return int(limit)
 
     def take_evaluation(self, accuracy: float | None, loss: float, metrics: dict[str, float], steps: int) -> bool:
         """Keeps the result of the evaluation after `steps` steps. Returns whether it is the best one so far."""
-        self.accuracy, self.eval_loss, self.eval_metrics, self.evaluated = accuracy, loss, metrics, steps
+        self.accuracy, self.heldout_loss, self.heldout_metrics, self.evaluated = accuracy, loss, metrics, steps
         score = -loss if accuracy is None else accuracy
         best = math.isfinite(score) and (self.best is None or score > self.best)
         if best:

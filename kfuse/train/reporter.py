@@ -67,7 +67,7 @@ class Reporter:
         policy sees with the present workers and bounds. restarts: started anew, it would go on from its own
         checkpoints.
         """
-        epochs, steps = self._settings["train_epochs"], self._settings["train_steps"]
+        epochs, steps = self._settings["epochs"], self._settings["steps"]
         total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
         about = {"samples": total, "steps": steps, "step": step}
         about["ledger"] = self._settings["observe_ledger"]

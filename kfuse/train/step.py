@@ -265,11 +265,11 @@ def stragglers(workers: Sequence[int], relative: Sequence[float | None], before:
 def micro_batch_of(settings: TrainSettings, batch_size: int, workers: int) -> int:
     """Returns the samples of each micro-batch in a step of `batch_size` samples; the last one may have fewer.
 
-    A multiple of `batch_micro`, at most `batch_micro_max`. A larger batch than the first one has at least as many
+    A multiple of `micro_batch`, at most `micro_batch_max`. A larger batch than the first one has at least as many
     micro-batches, so that the statistics stay as good; and as many on each worker, where whole multiples allow it.
     """
-    unit = settings["batch_micro"] or 1
-    count = max(-(-settings["batch_size"] // unit), -(-batch_size // (settings["batch_micro_max"] or unit)))
+    unit = settings["micro_batch"] or 1
+    count = max(-(-settings["batch_size"] // unit), -(-batch_size // (settings["micro_batch_max"] or unit)))
     count = -(-count // workers) * workers
     size = -(-batch_size // (count * unit)) * unit
     if -(-batch_size // size) < count:  # rounded up, too few are left
@@ -296,7 +296,7 @@ class Sampling:
         at.mean_grad_sq, at.mean_grad_variance, at.loss = stats.mean_grad_sq, stats.mean_grad_variance, stats.loss
         if session.group.size == 1 and not session.elastic:
             return []
-        unit = self.settings["batch_micro"] or 1
+        unit = self.settings["micro_batch"] or 1
         seconds = [each * (unit / (context.micro_batch or unit)) for each in stats.seconds]
         at.throughput = measured(at.throughput, workers, seconds)
         before, now = at.stragglers, session.workers
@@ -316,7 +316,7 @@ class Sampling:
 
     def of_finished_step(self, stats: StepStats, context: StepContext) -> StepSamples:
         count = round(stats.samples) if context.share is None else context.batch_size
-        micro_batch = context.micro_batch or self.settings["batch_micro"] or 1
+        micro_batch = context.micro_batch or self.settings["micro_batch"] or 1
         return self._samples(context.epoch, context.cursor, count, micro_batch)
 
     def _samples(self, epoch: int, cursor: int, count: int, micro_batch: int) -> StepSamples:

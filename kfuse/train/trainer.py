@@ -138,7 +138,7 @@ class Trainer:
         """Context: sets up the optimizers for this training, and the first step's transport and rate. On exit, also by
         an early Ctrl-C, resets all of it.
         """
-        opts, clip_norm = self.given.opts, self.settings["train_clip_norm"]
+        opts, clip_norm = self.given.opts, self.settings["clip_norm"]
         own = [opt.clip_norm for opt in opts]
         try:
             for opt in opts:
@@ -226,7 +226,7 @@ class Trainer:
             self.opt.begin(plan)
         else:
             self.passes.new_body(plan)
-        epochs = self.settings["train_epochs"]
+        epochs = self.settings["epochs"]
         self.fetcher.expect(samples.task_plan(rank, at.batch_size, self.samples_an_epoch, epochs))
         self._newest = Step(at.step, samples, self.session, self.fetcher, self.given, self.passes)
         return self._newest

@@ -82,7 +82,7 @@ def test_it_trains_as_a_loop_by_hand_does(place: Path, tmp_path: Path) -> None:
         assert record["loss"] == pytest.approx(mean.item(), rel=1e-5)
     assert len(job.metrics) == 6 and {k for entry in job.ledger for k in entry["indices"]} - {*range(100)}
     held = loss(tokens[1], [*range((len(tokens[1]) - 1) // BLOCK)])
-    assert job.summary["eval_loss"] == pytest.approx(held.item(), rel=1e-5)
+    assert job.summary["heldout_loss"] == pytest.approx(held.item(), rel=1e-5)
     saved = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-6)
@@ -96,7 +96,7 @@ def test_the_bits_are_those_of_one_worker(task: str, place: Path, tmp_path: Path
     one = run(place, tmp_path / "one", *same)
     run(place, tmp_path / "two", *same, "workers.count=2", "train.steps=3")
     two = run(place, tmp_path / "on", *same, "workers.count=2", f"checkpoint.resume={tmp_path / 'two'}")
-    for name in ("params_sha256", "eval_loss", "eval_accuracy"):
+    for name in ("params_sha256", "heldout_loss", "heldout_accuracy"):
         assert one.summary[name] == two.summary[name], name
 
 

@@ -145,7 +145,7 @@ def script(folder: Path) -> None:
     steps = [step for name, step, *_ in recorder.seen if name == "on_step_end"]
     found = {
         "parameters": params_sha256(trainer.model),
-        "losses": [each.get("loss", each.get("eval_loss")) for each in trainer.state.log_history],
+        "losses": [each.get("loss", each.get("heldout_loss")) for each in trainer.state.log_history],
         "loss": output.training_loss,
         "steps": steps,
         "leads": trainer.state.is_world_process_zero,
@@ -185,7 +185,7 @@ class Grows(kf.BasePolicy):
 def test_a_policy_changes_the_batch_size(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = trainer_of(tmp_path, llama(), [recorder], num_train_epochs=3)
-    output = fit(trainer, kf.Hook(Grows()), tokens=True)
+    output = fit(trainer, Grows(), tokens=True)
     assert output is not None
     planned = list(dict.fromkeys(steps for name, _, _, steps, *_ in recorder.seen if name == "on_step_end"))
     assert planned[0] == 24 and planned[-1] == output.global_step < 16

@@ -122,7 +122,7 @@ def test_each_sink_has_the_figures_once_after_a_loss_and_a_resume(tmp_path: Path
     training = [
         *SMALL,
         f"observe.sinks=[tensorboard,csv,{SERVICES}]",
-        *words("checkpoint.every_steps=8 train.eval_every=5"),
+        *words("checkpoint.every_steps=8 train.heldout_every=5"),
     ]
     training += words("workers.count=2 workers.max=2 workers.min=2 comm.reproducible=true")
     training += chaos(

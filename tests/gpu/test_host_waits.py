@@ -161,8 +161,8 @@ def train(**options: Any) -> list[list[str]]:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 4))
     with job(lambda params: None, lag=2, **options) as it:
         opt, counts = kf.FusedAdamW(model.parameters()), Counts(it.recorder)
-        settings = {"batch_size": 32, "batch_micro": 8, "train_epochs": 2, "data_workers": 2}
-        kf.fit(model, data, opt, kf.Hook(counts), loss_fn=F.cross_entropy, **settings)
+        settings = {"batch_size": 32, "micro_batch": 8, "epochs": 2, "num_workers": 2}
+        kf.fit(model, data, opt, counts, loss_fn=F.cross_entropy, **settings)
     assert len(counts.steps) == 16
     return counts.steps[1:8]
 

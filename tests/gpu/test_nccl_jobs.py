@@ -24,7 +24,7 @@ pytestmark = pytest.mark.full
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 comm.timeout_s=60 train.clip_norm=0.5 lr.base=0.003 workers.max=3",
     "model._target_=nccl_double.Classifier data=digits batch.size=16 batch.micro=4 batch.max=64 train.steps=60",
-    "train.eval_every=20",
+    "train.heldout_every=20",
 )
 
 
@@ -84,7 +84,7 @@ def fit(directory: Path, timeout_s: float = 60.0) -> list[float]:
     opt = kf.FusedAdamW(net.parameters(), lr=0.01)
     x = torch.randn(96, 8, generator=torch.Generator().manual_seed(2))
     given: dict[str, Any] = {"checkpoint_dir": directory, "checkpoint_every_steps": 1000, "checkpoint_resume": "auto"}
-    given |= {"train_steps": STEPS, "batch_size": 12, "batch_micro": 4}
+    given |= {"steps": STEPS, "batch_size": 12, "micro_batch": 4}
     kf.fit(net, (x, x[:, :3].argmax(1)), opt, observe_progress=False, **given)
     parameters: list[float] = torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
     return parameters

@@ -113,7 +113,7 @@ def train_oddly(options: CommOptions) -> list[float]:
     generator = torch.Generator().manual_seed(0)
     if options.sync != "ssgd":
         data = torch.randn(280, 13, generator=generator), torch.randint(5, (280,), generator=generator)
-        kf.fit(net, data, opt, batch_size=7 * group.size, train_epochs=None, train_steps=4)
+        kf.fit(net, data, opt, batch_size=7 * group.size, epochs=None, steps=4)
     mine = tuple(range(7 * r // group.size, 7 * (r + 1) // group.size) for r in range(group.size))
     for _ in range(4 if options.sync == "ssgd" else 0):
         x = torch.randn(7, 4, 13, generator=generator)

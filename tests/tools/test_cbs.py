@@ -229,7 +229,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], kf.Optimizer | kf.FusedAdamW]] = {
     "torch's SGD": lambda net: kf.Optimizer(torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)),
     "bf16, masters": lambda net: kf.FusedAdamW(net.to(torch.bfloat16).parameters(), lr=0.01),
 }
-ARGUMENTS = {"batch_size": 8, "batch_micro": 4, "factors": (1, 2, 4), "repetitions": 2, "samples": 128}
+ARGUMENTS = {"batch_size": 8, "micro_batch": 4, "factors": (1, 2, 4), "repetitions": 2, "samples": 128}
 ARGUMENTS["tolerance"] = 0.05
 
 
@@ -263,7 +263,7 @@ def test_critical_batch_leaves_model_optimizer_and_random_state_as_they_were(nam
     def run(measured: bool) -> tuple[list[bytes], list[float]]:
         net, opt, data = problem(name)
         if trained:
-            kf.fit(net, data, opt, train_steps=20, batch_size=8, batch_micro=2, train_precision=precision)
+            kf.fit(net, data, opt, steps=20, batch_size=8, micro_batch=2, train_precision=precision)
         net.layers[2].eval()
         torch.manual_seed(5), np.random.seed(5), random.seed(5)
         if measured:
@@ -305,9 +305,7 @@ def test_its_branches_are_trainings_by_kf_fit(tmp_path: Path) -> None:
         net, opt, data = problem("FusedAdamW")
         opt.param_groups[0]["lr"] *= math.sqrt(2)
         where = tmp_path / str(seed)
-        kf.fit(
-            net, data, opt, train_steps=8, batch_size=16, batch_micro=4, seed=7 + seed, run_dir=where, lr_scaling="none"
-        )
+        kf.fit(net, data, opt, steps=8, batch_size=16, micro_batch=4, seed=7 + seed, run_dir=where, lr_scaling="none")
         rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
         # The last quarter of 128 samples: two steps of 16.
         assert found.losses[1][seed] == pytest.approx((rows[6]["loss"] + rows[7]["loss"]) / 2, rel=1e-6)
@@ -332,8 +330,8 @@ def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     net, opt, data = problem("FusedAdamW")
     with pytest.raises(ValueError, match="lr_scaling=adascale: must be one of none, linear, sqrt"):
         kf.critical_batch(net, data, opt, lr_scaling="adascale")
-    with pytest.raises(ValueError, match="batch_micro=8: must be at most 4"):
-        kf.critical_batch(net, data, opt, batch_size=8, batch_micro=8, factors=(0.5, 1, 2))
+    with pytest.raises(ValueError, match="micro_batch=8: must be at most 4"):
+        kf.critical_batch(net, data, opt, batch_size=8, micro_batch=8, factors=(0.5, 1, 2))
     net.head.weight.grad = torch.zeros_like(net.head.weight)
     with pytest.raises(ValueError, match=r"after opt.zero_grad\(\)"):
         kf.critical_batch(net, data, opt, **ARGUMENTS)  # type: ignore[arg-type]

@@ -179,8 +179,8 @@ def measured_by_one_rank() -> tuple[Any, bool]:
     net = torch.nn.Linear(6, 2)
     opt = kf.FusedAdamW(net.parameters(), lr=0.01)
     x = torch.randn(256, 6)
-    data, batch = (x, (x[:, 0] > 0).long()), {"batch_size": 8, "batch_micro": 2}
-    kf.fit(net, data, opt, train_steps=5, seed=1, **batch)
+    data, batch = (x, (x[:, 0] > 0).long()), {"batch_size": 8, "micro_batch": 2}
+    kf.fit(net, data, opt, steps=5, seed=1, **batch)
 
     def state() -> list[torch.Tensor]:
         return [net.weight.detach().clone(), opt.state_dict()["state"][0]["exp_avg"].clone()]

@@ -91,7 +91,7 @@ def test_its_signals_follow_its_own_settings() -> None:
     """A decision on step 9 is in force from step 13 on; what the settings decide is computed, the rest unknown."""
     recorded = course([100.0] * 400, epoch=640)
     signals = [
-        replace(each, throughput=(1.0,), eval_accuracy=0.5, loss=1.0, link_latencies=((0.0,),))
+        replace(each, throughput=(1.0,), heldout_accuracy=0.5, loss=1.0, link_latencies=((0.0,),))
         for each in recorded.signals
     ]
     watching = Seen({9: Decision(batch_size=128, workers=2, lr_scale=0.5)})
@@ -103,7 +103,7 @@ def test_its_signals_follow_its_own_settings() -> None:
     assert after.lr == pytest.approx(0.1 * 4 * 0.5)
     assert after.grad_norm == pytest.approx(math.sqrt(2 + 200 / 128))
     assert (after.grad_sq, after.grad_variance, after.noise_scale, after.loss) == (2.0, 200.0, 100.0, 1.0)
-    assert after.eval_accuracy == 0.5
+    assert after.heldout_accuracy == 0.5
     assert (after.throughput, after.link_latencies) == ((None, None), None)
     change = result.changes[0]
     assert (change.step, change.samples, change.before) == (9 + DECISION_LAG - 1, 13 * 32, DecidedSettings(32, 1))
@@ -180,14 +180,14 @@ def test_every_signal_is_rebuilt() -> None:
 # -- the command --------------------------------------------------------------------------------------------------
 
 
-def train(directory: Path, hook: kf.Hook | None = None, **arguments: Any) -> None:
+def train(directory: Path, policy: kf.BasePolicy | None = None, **arguments: Any) -> None:
     """A script's run, recorded."""
     torch.manual_seed(0)
     x, y = torch.randn(64, 6), torch.randn(64, 1)
     model = torch.nn.Linear(6, 1)
     opt = kf.FusedSGD(model.parameters(), lr=0.05)
-    arguments |= {"batch_size": 8, "batch_micro": 2, "train_epochs": 6, "loss_fn": F.mse_loss}
-    kf.fit(model, (x, y), opt, hook, run_dir=directory, **arguments)
+    arguments |= {"batch_size": 8, "micro_batch": 2, "epochs": 6, "loss_fn": F.mse_loss}
+    kf.fit(model, (x, y), opt, policy, run_dir=directory, **arguments)
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_a_policy_that_raises_is_reported_with_its_traceback(recorded: Path, com
 
 DIGITS = words(
     "model=mlp data=digits model.hidden=[24] batch.size=16 batch.micro=4 batch.max=128 train.epochs=6 lr.base=0.003",
-    "workers.max=3 train.eval_every=20",
+    "workers.max=3 train.heldout_every=20",
 )
 
 

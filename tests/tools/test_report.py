@@ -17,7 +17,7 @@ from kfuse.tools.report.recorded import MOST_PARTS, read_runs
 
 TRAINING = words(
     "comm.bucket_mb=0.002 lr.base=0.003 workers.count=2 workers.max=3 model=mlp data=digits model.hidden=[24]",
-    "batch.size=16 batch.micro=4 batch.max=64 train.epochs=1 train.eval_every=20",
+    "batch.size=16 batch.micro=4 batch.max=64 train.epochs=1 train.heldout_every=20",
 )
 
 

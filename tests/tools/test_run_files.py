@@ -36,9 +36,9 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("valid") / "run"
     net = torch.nn.Linear(6, 1)
     data, opt = (torch.randn(64, 6), torch.randn(64, 1)), kf.FusedSGD(net.parameters(), lr=0.05)
-    settings: dict[str, Any] = {"batch_size": 8, "batch_micro": 2, "train_epochs": 16, "lr_scaling": "linear"}
+    settings: dict[str, Any] = {"batch_size": 8, "micro_batch": 2, "epochs": 16, "lr_scaling": "linear"}
     settings |= {"run_dir": folder, "checkpoint_dir": folder / "checkpoints", "checkpoint_every_steps": 50}
-    kf.fit(net, data, opt, kf.Hook(SchedulePolicy(PHASES)), loss_fn=F.mse_loss, **settings)
+    kf.fit(net, data, opt, SchedulePolicy(PHASES), loss_fn=F.mse_loss, **settings)
     (folder / ".hydra").mkdir()
     OmegaConf.save(OmegaConf.create(compose(CONFIG)), folder / ".hydra" / "config.yaml")
     return folder

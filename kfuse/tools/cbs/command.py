@@ -266,8 +266,8 @@ class Start:
         factor = self.lr / opt.base_lr / gain(run.lr_scaling, plan.batch_size, values["batch_size"])
         for group in opt.param_groups:
             group["lr"] *= factor
-        values |= {"lr_scaling": run.lr_scaling, "lr_decay": "none", "lr_warmup_steps": 0, "train_epochs": None}
-        values |= {"train_clip_norm": None}
+        values |= {"lr_scaling": run.lr_scaling, "lr_decay": "none", "lr_warmup_steps": 0, "epochs": None}
+        values |= {"clip_norm": None}
         # A branch evaluates nothing: settings that need held-out data are off.
         values |= {AT_SHELL[rule.key].name: None for rule in RULES if "heldout" in rule.when and rule.key in AT_SHELL}
 
@@ -275,7 +275,7 @@ class Start:
             batch, seed = plan.batch(k), (run.config["seed"] + repetition) % 2**32
             bounds = {"batch_min": min(values["batch_min"], batch), "batch_max": max(values["batch_max"], batch)}
             last = at.step + plan.steps(k, at.cursor, trainer.samples_an_epoch)
-            return completed({**values, **bounds, "seed": seed, "train_steps": last})
+            return completed({**values, **bounds, "seed": seed, "steps": last})
 
         with branches(trainer.given.model, trainer.given.data, opt, plan, settings, position=at) as train:
 
@@ -284,7 +284,7 @@ class Start:
                 lr = opt.base_lr * gain(run.lr_scaling, plan.batch(k), values["batch_size"])
                 # What the result depends on, beside the run's configuration.
                 asked = {"checkpoint": self._sha256, "batch_size": plan.batch(k), "seed": own["seed"], "lr": lr}
-                asked |= {"steps": own["train_steps"], "workers": trainer.session.group.size}
+                asked |= {"steps": own["steps"], "workers": trainer.session.group.size}
                 done = run.path / "cbs" / f"step-{at.step:08d}" / f"batch-{plan.batch(k)}-seed-{own['seed']}.json"
                 try:
                     found = json.loads(done.read_text())

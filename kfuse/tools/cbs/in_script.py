@@ -17,7 +17,7 @@ from kfuse.data.sources import TrainingData, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies.signals import BasePolicy, Signals
 from kfuse.session import current
-from kfuse.settings.tree import ConfigError, TrainSettings, completed, resolved
+from kfuse.settings.tree import SETTINGS, ConfigError, TrainSettings, completed, resolved
 from kfuse.statistics.step_stats import Statistics
 from kfuse.tools.cbs.estimate import FACTORS, Branch, CriticalBatch, Plan, Trace, measure
 from kfuse.train.arguments import TrainArguments
@@ -25,8 +25,8 @@ from kfuse.train.assemble import assemble
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
 from kfuse.train.progress import Progress
 
-_LOADING = [name for name in TrainSettings.__annotations__ if name.startswith("data_")]
-_TAKEN = ("batch_size", "batch_micro", "seed", "lr_scaling", "train_clip_norm", "train_precision", *_LOADING)
+_LOADING = [name for name, leaf in SETTINGS.items() if leaf.key.startswith("data.")]
+_TAKEN = ("batch_size", "micro_batch", "seed", "lr_scaling", "clip_norm", "train_precision", *_LOADING)
 
 
 def critical_batch(
@@ -58,7 +58,7 @@ def critical_batch(
     samples: of each branch. Default: 16 steps of the largest batch.
     tolerance: how far a smoothed loss may be above the reference's, as a part of the latter.
     window: the part of a branch's samples, at its end, whose mean loss is its smoothed loss.
-    settings: as kf.fit's. lr_scaling is f: sqrt, linear or none. batch_micro: a quarter of the smallest batch.
+    settings: as kf.fit's. lr_scaling is f: sqrt, linear or none. micro_batch: a quarter of the smallest batch.
 
     All values are restored bit for bit, parameters in place; the optimizer's param_groups and state tensors are new
     objects, as after opt.load_state_dict.
@@ -123,12 +123,12 @@ def _settings(plan: Plan, given: TrainingData, values: Mapping[str, Any]) -> Cal
         raise ConfigError("lr_scaling=adascale: must be one of none, linear, sqrt")
     steps = {k: plan.steps(k, length=len(given.data)) for k in plan.factors}
     smallest = plan.batch(plan.factors[0])
-    micro = completed({**values, "batch_size": smallest})["batch_micro"]
+    micro = completed({**values, "batch_size": smallest})["micro_batch"]
     if micro > smallest:
-        raise ConfigError(f"batch_micro={micro}: must be at most {smallest}, the smallest batch")
+        raise ConfigError(f"micro_batch={micro}: must be at most {smallest}, the smallest batch")
 
     def of_branch(k: float, repetition: int) -> dict[str, Any]:
-        own = {"batch_micro": micro, "batch_max": max(plan.batch_size, plan.batch(k)), "train_steps": steps[k]}
+        own = {"micro_batch": micro, "batch_max": max(plan.batch_size, plan.batch(k)), "steps": steps[k]}
         own["seed"] = (values["seed"] + repetition) % 2**32
         return completed({**values, **own})
 

@@ -70,7 +70,7 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
         devices, problem = result()
     gpus = len(devices["gpus"]) if devices else 0
     yield from gpu_lines(devices, problem)
-    yield shared_memory(config["data"]["workers"])
+    yield shared_memory(config["data"]["num_workers"])
     yield _transport(options)
     yield from _self_test(options.named(), gpus)
 
@@ -208,7 +208,7 @@ def shared_memory(loaders: int) -> Line:
     except OSError as error:
         return Line("shared memory", "warn", f"/dev/shm: {error.strerror}", "Mount a tmpfs there.")
     free = usage.free / 2**30
-    found = f"/dev/shm has {usage.total / 2**30:.1f} GiB, {free:.1f} free (data.workers={loaders})"
+    found = f"/dev/shm has {usage.total / 2**30:.1f} GiB, {free:.1f} free (data.num_workers={loaders})"
     if free < LEAST_SHM_GIB:
         return Line("shared memory", "warn", found, "In a container: --shm-size=8g, or --ipc=host.")
     return Line("shared memory", "ok", found)

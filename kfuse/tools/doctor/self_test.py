@@ -151,7 +151,7 @@ def _train() -> tuple[str, float]:
     data, model = load_digits(), MLP((1, 8, 8), 10, hidden=(64,))
     model.to(session.current().group.device)
     opt = FusedSGD(model.parameters(), lr=0.2, momentum=0.9)
-    summary = fit(model, data.train, opt, train_steps=10, batch_size=64, batch_micro=8, observe_progress=False)
+    summary = fit(model, data.train, opt, steps=10, batch_size=64, micro_batch=8, observe_progress=False)
     opt.close()
     assert summary is not None
     return summary["params_sha256"], summary["loss"]
