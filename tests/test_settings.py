@@ -21,7 +21,6 @@ from kfuse.settings.tree import (
     JobSettings,
     Leaf,
     TrainSettings,
-    key_of,
     resolved,
     spell,
 )
@@ -62,7 +61,7 @@ def test_a_value_is_taken_in_the_settings_type(name: str, value: Any, becomes: A
     if becomes is not None:
         assert SETTINGS[name].checked(value) == becomes
         return
-    with pytest.raises(ConfigError, match=f"^{key_of(name)}="):
+    with pytest.raises(ConfigError, match=f"^{SETTINGS[name].key}="):
         SETTINGS[name].checked(value, shell=True)
 
 

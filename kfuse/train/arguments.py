@@ -11,7 +11,7 @@ from torch import nn
 from kfuse.data import Dataset, Stream
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
-from kfuse.settings.tree import WORKERS_MAX, TrainSettings
+from kfuse.settings.tree import SETTINGS, WORKERS_MAX, TrainSettings
 from kfuse.train.loss import Metric, Objective
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class TrainArguments:
     @property
     def followed(self) -> dict[str, Any]:
         """The settings, by name, that the training itself follows."""
-        return {name: value for name, value in self.settings.items() if name.partition("_")[0] in _SECTIONS}
+        sections = {name: SETTINGS[name].key.partition(".")[0] for name in self.settings}
+        return {name: value for name, value in self.settings.items() if sections[name] in _SECTIONS}
 
     @property
     def shared(self) -> dict[str, Any]:
