@@ -118,7 +118,7 @@ def test_a_killed_measurement_goes_on_where_it_was(tmp_path: Path, run: Path, me
 
 def test_ctrl_c_ends_the_branch_under_way(tmp_path: Path, run: Path) -> None:
     copy = copied(run, tmp_path / "copy", ".hydra", "checkpoints")
-    command = [sys.executable, "-m", "kfuse", "cbs", f"run={copy}", "steps=[40]", "repetitions=2", "samples=4000"]
+    command = [sys.executable, "-m", "kfuse", "cbs", f"run={copy}", "steps=[40]", "repetitions=20", "samples=4000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         wait_until("a branch", branch(copy, 16, 0).exists)
