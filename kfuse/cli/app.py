@@ -52,6 +52,7 @@ _TOOLS = {
     "replay": "kfuse.tools.replay.command",
     "report": "kfuse.tools.report.command",
     "schedule": "kfuse.tools.step_programs",
+    "status": "kfuse.tools.status",
 }
 # A home directory at the start of a value: bash expands none after a name with a dot, and Hydra does not read it.
 _HOME = re.compile(r"(?:^|(?<=[=,\['\"]))~(?=/|$)")
@@ -139,7 +140,7 @@ def _tool_arguments(name: str, words: list[str]) -> tuple[Any, ...]:
     `replay` has overrides of the policy alone. It gets them, and the function that composes a configuration from some.
     Raises ConfigError.
     """
-    if name in ("cbs", "plan", "ramp", "report"):
+    if name in ("cbs", "plan", "ramp", "report", "status"):
         return (words,)
     try:
         args = _parse(words)

@@ -63,9 +63,25 @@ def share(run_dir: Path) -> TextIO | None:
     except OSError:  # on another host
         return None
     if not _lock(file, fcntl.LOCK_SH):
-        file.close()
-        raise ConfigError(f"{run_dir}: another run uses it: must be this worker's own")
+        time.sleep(_POLL_S)  # `in_use` may have asked at this moment
+        if not _lock(file, fcntl.LOCK_SH):
+            file.close()
+            raise ConfigError(f"{run_dir}: another run uses it: must be this worker's own")
     return file
+
+
+def in_use(run_dir: Path) -> bool:
+    """Returns whether a process of a run is in this directory. True where that cannot be seen from here."""
+    import fcntl
+
+    try:
+        with (run_dir / _LOCK).open() as file:
+            if not _lock(file, fcntl.LOCK_EX):
+                return True
+            _lock(file, fcntl.LOCK_UN)
+            return False
+    except FileNotFoundError:
+        return False
 
 
 def _lock(file: TextIO, kind: int) -> bool:

@@ -15,12 +15,12 @@ from rich.text import Text
 
 from kfuse.elastic.protocol import NOT_TRAINED
 from kfuse.observe.run_dir import RunDirectory
+from kfuse.observe.sentences import sentence
 from kfuse.statistics.figures import display_text
 
 LINE_EVERY_S = 2.0
 REFRESH_HZ = 4  # each redraw takes CPU time that workers on this machine need
 _RATE_WINDOW_S = 5.0
-_NOT_SHOWN = ("time", "step", "kind", "regroup_s", "transfer_s", "traceback")  # of an event
 
 
 class Display:
@@ -94,17 +94,11 @@ class Display:
             self.line("  ".join(self._fields()))
 
     def event(self, record: Mapping[str, Any]) -> None:
-        """Something that happened, as in events.jsonl, in one line; an evaluation joins the latest figures."""
+        """Something that happened, as in events.jsonl, as a sentence; an evaluation joins the latest figures."""
         if record.get("kind") == "evaluation":
             self._evaluation = record
-        elif self._progress and record.get("kind") != "schedule":  # why a transport was chosen: for events.jsonl
-            words = ", ".join(
-                f"{_label(key)} {_value(key, value)}"
-                for key, value in _flat(record)
-                if key not in _NOT_SHOWN and value is not None
-            )
-            when = f"step {record['step']}  " if record.get("step") is not None else ""
-            self.line(f"{when}{record.get('kind', 'event')}: {words}")
+        elif self._progress and (text := sentence(record)) is not None:
+            self.line(text)
 
     def line(self, text: str) -> None:
         """A line as it is, above the live part; also with `progress` off."""

@@ -7,6 +7,7 @@ ConfigError, in one line: the file, where in it, the name. Values that this vers
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,23 @@ def each_step(run_dir: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"{run_dir}: must be the directory of a run: {path.name}: {error.strerror}") from error
     if not found:
         raise ConfigError(f"{path}: has no step yet")
+
+
+def latest_lines(path: Path, most: int = 2**18) -> list[dict[str, Any]] | None:
+    """Returns the objects of the file's last lines, within `most` bytes; None where there is no file.
+
+    Raises ConfigError where it cannot be read, and for a damaged line.
+    """
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - most)
+            file.seek(start)
+            lines = file.read().splitlines(keepends=True)[bool(start) :]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    return [_object(line, f"{path}: one of its last lines") for line in lines if line.endswith(b"\n")]
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
