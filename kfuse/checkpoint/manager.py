@@ -1,6 +1,7 @@
 """When a run writes checkpoints and its trained model, and what it resumes from.
 
-Plain torch and safetensors read the model's files, model.pt, best.pt and model.safetensors:
+model.json says how to make the model, and its input of a file: `kfuse predict` follows it. Plain torch and safetensors
+read the model's files, model.pt, best.pt and model.safetensors:
 
     model.load_state_dict(torch.load("model.pt", weights_only=True))
     safetensors.torch.load_model(model, "model.safetensors")
@@ -9,6 +10,7 @@ Plain torch and safetensors read the model's files, model.pt, best.pt and model.
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import textwrap
 import threading
@@ -29,7 +31,7 @@ from kfuse.optim.refuse import uncompiled
 _log = logging.getLogger("kfuse")
 
 _LAST_TIMEOUT_S = 15.0  # a part of the grace period that a preempted job usually has
-_MODEL, _SAFE, _BEST = "model.pt", "model.safetensors", "best.pt"
+_MODEL, _SAFE, _BEST, ABOUT = "model.pt", "model.safetensors", "best.pt", "model.json"
 CaptureState = Callable[[], dict[str, Any]]
 
 
@@ -184,12 +186,19 @@ class Checkpoints:
 class SavedModel:
     """Writes the model of one training, on rank 0. What goes wrong with a file is an event, never an exception."""
 
-    def __init__(self, directory: Path, session: Session, report: Record | None = None) -> None:
-        """directory: where the files go; made if need be.
+    def __init__(
+        self,
+        directory: Path,
+        session: Session,
+        about: Mapping[str, Any] | None = None,
+        report: Record | None = None,
+    ) -> None:
+        """directory: where the files go; made if need be. about: what model.json is to hold; None: there is none.
 
         report: gets events, as ("event", fields); None: `session.report`.
         """
         self._directory, self._session, self._report = directory, session, report or session.report
+        self._about = about
         self._thread: threading.Thread | None = None
 
     def save_best(self, model: nn.Module) -> None:
@@ -218,6 +227,8 @@ class SavedModel:
         found = {}
         if (weights := self._attempt(paths["model"], model_weights, model)) is not None:
             found = {key: str(path) for key, path in paths.items() if self._attempt(path, _write, path, weights)}
+            if self._about is not None:
+                self._attempt(directory / ABOUT, _write_json, directory / ABOUT, self._about)
         if has_best and (directory / _BEST).exists():
             found["best_model"] = str(directory / _BEST)
         return found
@@ -297,6 +308,10 @@ def _save_safetensors(weights: Mapping[str, Any], path: Path) -> None:
     tensors = {name: weights[name].contiguous() for name in first.values()}
     shared = {name: first[id(value)] for name, value in weights.items() if id(value) in first and name not in tensors}
     save_file(tensors, path, {"format": "pt", **shared})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_whole(path, lambda to: to.write_text(json.dumps(content, indent=2) + "\n"))
 
 
 def _write(path: Path, weights: Mapping[str, Any]) -> bool:

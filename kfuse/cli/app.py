@@ -48,6 +48,7 @@ _TOOLS = {
     "cbs": "kfuse.tools.cbs.command",
     "doctor": "kfuse.tools.doctor.command",
     "plan": "kfuse.tools.plan.command",
+    "predict": "kfuse.tools.predict",
     "ramp": "kfuse.tools.ramp",
     "replay": "kfuse.tools.replay.command",
     "report": "kfuse.tools.report.command",
@@ -140,7 +141,7 @@ def _tool_arguments(name: str, words: list[str]) -> tuple[Any, ...]:
     `replay` has overrides of the policy alone. It gets them, and the function that composes a configuration from some.
     Raises ConfigError.
     """
-    if name in ("cbs", "plan", "ramp", "report", "status"):
+    if name in ("cbs", "plan", "predict", "ramp", "report", "status"):
         return (words,)
     try:
         args = _parse(words)

@@ -10,6 +10,7 @@ from kfuse.data.sources import Source, Stream, place
 if TYPE_CHECKING:
     from kfuse.data.builtin import load_cifar10, load_digits, load_image_folder, load_text
     from kfuse.data.hugging_face import load_hf
+    from kfuse.data.table import load_csv
 
 __all__ = [
     "DataError",
@@ -23,6 +24,7 @@ __all__ = [
     "TensorData",
     "as_dataset",
     "load_cifar10",
+    "load_csv",
     "load_digits",
     "load_hf",
     "load_image_folder",
@@ -36,5 +38,5 @@ def __getattr__(name: str) -> Any:
     """Imports the built-in data sets when one is used."""
     if not name.startswith("load_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "hugging_face" if name == "load_hf" else "builtin"
+    module = {"load_hf": "hugging_face", "load_csv": "table"}.get(name, "builtin")
     return getattr(importlib.import_module(f"kfuse.data.{module}"), name)

@@ -136,7 +136,8 @@ def load_cifar10(path: str | os.PathLike[str] | None = None, augment: bool = Tru
     images, labels = (torch.cat(parts) for parts in zip(*train, strict=True))
     heldout = _read_batch(folder / "test_batch.bin")
     spec = {"input_shape": (3, 32, 32), "num_classes": 10}
-    return DataSplit(Cifar10(images, labels, augment), Cifar10(*heldout, augment=False), spec)
+    parts = Cifar10(images, labels, augment), Cifar10(*heldout, augment=False)
+    return DataSplit(*parts, spec, _image_input(32, CIFAR10_PIXELS))
 
 
 def _read_batch(file: Path) -> tuple[Tensor, Tensor]:
@@ -157,8 +158,15 @@ class ImageFiles(Images):
     A few threads decode a batch. With augmentation each image is mirrored with probability 1/2.
     """
 
-    def __init__(self, files: Sequence[Path], labels: np.ndarray, size: int, augment: bool) -> None:
-        super().__init__(torch.from_numpy(labels.astype(np.int64)), IMAGENET_PIXELS, augment)
+    def __init__(
+        self,
+        files: Sequence[Path],
+        labels: np.ndarray,
+        size: int,
+        augment: bool,
+        pixels: tuple[Sequence[float], Sequence[float]] = IMAGENET_PIXELS,
+    ) -> None:
+        super().__init__(torch.from_numpy(labels.astype(np.int64)), pixels, augment)
         self.files, self.size = list(files), size
         self._pillow = import_for("PIL.Image", "image_folder", "Pillow", "'kfuse[vision]'")
 
@@ -219,7 +227,14 @@ def load_image_folder(
         chosen = split_indices(len(files), heldout, split_seed)
         train, held = (([files[i] for i in indices], labels[indices]) for indices in chosen)
     spec = {"input_shape": (3, size, size), "num_classes": len(classes), "classes": tuple(classes)}
-    return DataSplit(ImageFiles(*train, size, augment), ImageFiles(*held, size, augment=False), spec)
+    parts = ImageFiles(*train, size, augment), ImageFiles(*held, size, augment=False)
+    return DataSplit(*parts, spec, _image_input(size, IMAGENET_PIXELS))
+
+
+def _image_input(size: int, pixels: tuple[Sequence[float], Sequence[float]]) -> dict[str, Any]:
+    """As `DataSplit.input`: the middle square, RGB, resized, divided by 255, then (x - mean) / std by channel."""
+    mean, std = map(list, pixels)
+    return {"kind": "image", "size": size, "mean": mean, "std": std}
 
 
 def _class_names(folder: Path) -> list[str]:
@@ -294,7 +309,8 @@ def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, 
             f"{len(held)} held out, and block_size={block_size} needs at least {block_size + 1} in each"
         )
     spec = {"vocab_size": 256, "block_size": block_size}
-    return DataSplit(TextBlocks(train, block_size), TextBlocks(held, block_size), spec)
+    about = {"kind": "bytes", "block_size": block_size}
+    return DataSplit(TextBlocks(train, block_size), TextBlocks(held, block_size), spec, about)
 
 
 def _read_utf8(path: Path) -> bytes:

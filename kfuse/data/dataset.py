@@ -148,7 +148,9 @@ class DataSplit:
     heldout: Any  # what `as_dataset` takes
     spec: dict[str, Any] = field(default_factory=dict)
     """By name: `input_shape` (tuple, without the batch dimension) and `num_classes` for images; `vocab_size` and
-    `block_size` for text."""
+    `block_size` for text. Classes' names: `classes`."""
+    input: dict[str, Any] = field(default_factory=dict)
+    """How a model's input is made of a file, in plain values: `model.json` has it, and `kfuse predict` follows it."""
 
 
 class TensorData(Dataset):

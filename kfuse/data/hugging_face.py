@@ -47,7 +47,7 @@ def load_hf(
     import_for("transformers", "hf", "transformers", _INSTALL)
     if block_size < 1:
         raise DataError(f"block_size={block_size}: must be at least 1")
-    tokens = _load_tokenizer(tokenizer)
+    tokens = load_tokenizer(tokenizer)
     datasets.disable_progress_bars()
     train = _read(datasets, name, subset, split)
     if heldout_split is not None:
@@ -62,10 +62,12 @@ def load_hf(
     parts = [_blocks(rows, text, tokens, block_size) for rows in (train, held)]
     if not all(map(len, parts)):
         raise DataError(f"{name} is too short for block_size={block_size}: no block to train on, or none to hold out")
-    return DataSplit(parts[0], parts[1], {"vocab_size": len(tokens), "block_size": block_size})
+    about = {"kind": "tokens", "tokenizer": tokens.name_or_path, "block_size": block_size}
+    return DataSplit(parts[0], parts[1], {"vocab_size": len(tokens), "block_size": block_size}, about)
 
 
-def _load_tokenizer(name: str | None) -> Any:
+def load_tokenizer(name: str | None) -> Any:
+    """Returns a tokenizer by its name on the hub, or its folder. Raises DataError, in one line."""
     from transformers import AutoTokenizer
 
     if name is None:
@@ -191,7 +193,8 @@ def _for_classification(train: Any, held: Any, text: str, label: str, tokenizer:
     make = partial(_cut, text=text, tokenizer=tokenizer, length=block_size)
     parts = [LabelledTexts(_tokenised(rows, make), y, tokenizer) for rows, y in zip((train, held), labels, strict=True)]
     spec = {"vocab_size": len(tokenizer), "block_size": block_size, "pad_token_id": tokenizer.pad_token_id}
-    return DataSplit(parts[0], parts[1], spec | {"num_classes": len(classes), "classes": classes})
+    about = {"kind": "texts", "tokenizer": tokenizer.name_or_path, "block_size": block_size}
+    return DataSplit(parts[0], parts[1], spec | {"num_classes": len(classes), "classes": classes}, about)
 
 
 def _cut(batch: Mapping[str, list[Any]], text: str, tokenizer: Any, length: int) -> dict[str, list[list[int]]]:

@@ -67,11 +67,10 @@ def _failure(event: Mapping[str, Any]) -> str:
 
 
 def _corruption(event: Mapping[str, Any]) -> str:
+    what = f"micro-batch {event['micro_batch']}"
     if event.get("worker") is None:
-        return f"two workers computed other gradients of micro-batch {event['micro_batch']}: {event.get('note') or 'which of them is wrong is unknown'}"
-    return (
-        f"worker {event['worker']} computes wrongly: two others contradict it about micro-batch {event['micro_batch']}"
-    )
+        return f"two workers computed other gradients of {what}: {event.get('note') or 'which is wrong is unknown'}"
+    return f"worker {event['worker']} computes wrongly: two others contradict it about {what}"
 
 
 def _left_out(event: Mapping[str, Any]) -> str:

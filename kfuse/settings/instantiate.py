@@ -71,6 +71,12 @@ def build(node: Mapping[str, Any], /, *first: Any, **supplied: Any) -> Any:
     return factory(*first, **(fitting | own))
 
 
+def supplied_node(node: Mapping[str, Any], /, **supplied: Any) -> dict[str, Any]:
+    """Returns the node with those of `supplied` that its signature names: `build` makes the same of it without them."""
+    known = parameters(locate(node.get("_target_")))
+    return {name: value for name, value in supplied.items() if name in known} | dict(node)
+
+
 def initial_weights(node: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     """The model's node without `init`, and `init`: the file with the weights to start from, or None.
 

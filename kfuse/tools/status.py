@@ -21,7 +21,7 @@ kfuse status RUN_DIR [SECONDS]
 Prints what the run recorded in RUN_DIR does now: its phase, step, rate, workers and hosts, the age of the last step,
 and the latest events.
 Exit status 0: the run begins, trains, or has ended as it should. 1: it has failed or was stopped, its processes are
-gone, or, where SECONDS is given, it has recorded nothing for longer than that. 2: RUN_DIR is not the directory of a run.
+gone, or, where SECONDS is given, it has recorded nothing for longer than that. 2: RUN_DIR is no run's directory.
 As a probe of Kubernetes: command: [kfuse, status, /runs/a, "300"] (docs/operate.md)."""
 
 _LATEST = 5  # events that are shown

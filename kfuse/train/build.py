@@ -22,6 +22,7 @@ from kfuse.train.assemble import assemble
 from kfuse.train.loss import cast_parameters
 from kfuse.train.output import log_remarks
 from kfuse.train.trainer import Trainer
+from kfuse.version import __version__
 
 
 def set_threads(config: dict[str, Any]) -> None:
@@ -55,6 +56,8 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     # The optimizer has the norm to clip to: see `_optimizer`.
     settings: Any = completed(values | {"clip_norm": None})
     checkpoints = {name: config["checkpoint"][name] for name in ("every_steps", "keep", "resume")}
+    about: dict[str, Any] = {"model": instantiate.supplied_node(node, **split.spec), "input": split.input or None}
+    about |= {"classes": split.spec.get("classes"), "kfuse": __version__}
     given = training_data(split.train)
     log_remarks(given.remarks)
     arguments = TrainArguments(
@@ -65,7 +68,9 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         bounds,
         policy=instantiate.build(config["policy"]),
         checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **checkpoints),
-        saved_model=SavedModel(Path(config["run_dir"]), session) if values["train_save_model"] is not False else None,
+        saved_model=None
+        if values["train_save_model"] is False
+        else SavedModel(Path(config["run_dir"]), session, about),
         heldout=heldout_data(split.heldout),
         exits_are_errors=True,
     )

@@ -82,7 +82,7 @@ class Output:
         if where is not None and settings["train_save_model"] is not False:
             from kfuse.checkpoint.manager import SavedModel
 
-            self.saved_model = SavedModel(where, session, self.report)
+            self.saved_model = SavedModel(where, session, report=self.report)
 
     def _resume(self, asked: str | None, folder: Path | None) -> str:
         """Where this training begins: see `checkpoint_resume`. Raises ConfigError.
