@@ -221,6 +221,7 @@ def _run_hydra(sweep: int, first: FirstWorker) -> int:
     sweep: how many jobs there are; 0: one, and no sweep.
     """
     statuses: list[int] = []
+    ended: list[tuple[Path, list[str], int]] = []  # of a sweep: directory, overrides and status of each run
     here = os.getpid()
 
     @hydra.main(config_path="pkg://kfuse.configs", config_name="config", version_base="1.3")
@@ -235,6 +236,7 @@ def _run_hydra(sweep: int, first: FirstWorker) -> int:
         if status and os.getpid() != here:
             raise FailedElsewhere(status)  # Hydra raises it again in the command's process
         statuses.append(status)
+        ended.append((Path(context.runtime.output_dir), list(context.overrides.task), status))
         if status in STOP_STATUS.values():  # by Ctrl-C or SIGTERM, which mean the rest of a sweep too
             raise KeyboardInterrupt
 
@@ -248,6 +250,11 @@ def _run_hydra(sweep: int, first: FirstWorker) -> int:
     except FailedElsewhere as error:
         print("kfuse: error: a job has failed; what it wrote is in hydra.sweep.dir, .submitit", file=sys.stderr)
         statuses += error.args
+    if sweep and ended:
+        from kfuse.tools import sweep as sweeps
+
+        sweeps.show(ended)
+        print(f"report  kfuse report {ended[0][0].parent}")
     return max(statuses, default=0)
 
 

@@ -98,7 +98,7 @@ class Display:
         if record.get("kind") == "evaluation":
             self._evaluation = record
         elif self._progress and (text := sentence(record)) is not None:
-            self.line(text)
+            self.line(text if record.get("step") is None else f"step {record['step']}  {text}")
 
     def line(self, text: str) -> None:
         """A line as it is, above the live part; also with `progress` off."""

@@ -24,13 +24,8 @@ _WHY = {  # by the reason of a view
 
 def sentence(event: Mapping[str, Any]) -> str | None:
     """Returns what has happened, in a line; None for an event that is for events.jsonl alone."""
-    kind = event.get("kind")
-    if kind in _QUIET:
-        return None
-    tell = _SENTENCES.get(str(kind))
-    step = event.get("step")
-    text = _plainly(event) if tell is None else tell(event)
-    return text if step is None else f"step {step}  {text}"
+    kind = str(event.get("kind"))
+    return None if kind in _QUIET else _SENTENCES.get(kind, _plainly)(event)
 
 
 def since(moment: float, now: float | None = None) -> str:

@@ -65,7 +65,8 @@ def main(words: Sequence[str]) -> int:
     for label, value in rows.items():
         print(f"{label:<12} {value}")
     for event in state.events:
-        print(f"{since(event['time']) + ' ago':<12} {sentence(event)}")
+        step = "" if event.get("step") is None else f"step {event['step']}  "
+        print(f"{since(event['time']) + ' ago':<12} {step}{sentence(event)}")
     return 0 if state.is_well(float(words[1]) if len(words) == 2 else None) else 1
 
 

@@ -11,11 +11,12 @@ from kfuse.tools.report.recorded import read_runs
 
 USAGE = """\
 kfuse report RUN_DIR [RUN_DIR ...]
+kfuse report SWEEP_DIR
 
 Writes a page about runs, and prints its path: loss, accuracy, noise scale and batch size, learning rate, workers and
 events, throughput and the time of a step, with the settings and the summary. Several runs are drawn over each other.
-The page is report.html in the run's directory; of several runs it is comparison.html in the first one's. It is one file
-and needs no network. Needs bokeh (pip install 'kfuse[report]').
+The page is report.html in the run's or the sweep's directory; of several runs it is comparison.html in the first one's.
+It is one file and needs no network. Needs bokeh (pip install 'kfuse[report]').
 Exit status 0; 2 for what is no run directory."""
 
 
@@ -23,18 +24,28 @@ def main(words: Sequence[str]) -> int:
     """Writes the page. Returns the exit status. Raises ConfigError, in one line."""
     if not words:
         raise ConfigError("kfuse report: must be given the directories of one run or more")
-    print(write_report([Path(word) for word in words]))
+    given = [Path(word) for word in words]
+    runs = runs_of_sweep(given[0]) if len(given) == 1 else []
+    print(write_report(runs, given[0] / "report.html") if runs else write_report(given))
     return 0
 
 
-def write_report(run_dirs: Sequence[Path]) -> Path:
-    """Writes the page about these runs into the first one's directory. Returns its path. Raises ConfigError."""
+def runs_of_sweep(folder: Path) -> list[Path]:
+    """Returns the directories of a sweep's runs, in order; none for a run's own directory."""
+    if (folder / "metrics.jsonl").exists() or not folder.is_dir():
+        return []
+    found = [path.parent for path in folder.glob("*/metrics.jsonl")]
+    return sorted(found, key=lambda path: (len(path.name), path.name))  # 0, 1, ..., 10
+
+
+def write_report(run_dirs: Sequence[Path], path: Path | None = None) -> Path:
+    """Writes the page about these runs. path: None: in the first one's directory. Returns it. Raises ConfigError."""
     try:
         from kfuse.tools.report.page import page
     except ImportError as error:
         raise ConfigError(f"kfuse report needs bokeh: pip install 'kfuse[report]' ({error})") from error
     html = page(read_runs(run_dirs))
-    path = run_dirs[0] / ("report.html" if len(run_dirs) == 1 else "comparison.html")
+    path = path or run_dirs[0] / ("report.html" if len(run_dirs) == 1 else "comparison.html")
     try:
         write_whole(path, lambda to: to.write_text(html, encoding="utf-8", errors="backslashreplace"))
     except OSError as error:

@@ -10,7 +10,7 @@ from bokeh.embed import components
 from bokeh.resources import Resources
 
 from kfuse.tools.report.charts import Chart, charts, number
-from kfuse.tools.report.recorded import Recorded
+from kfuse.tools.report.recorded import Recorded, differing
 
 _HEAD = """\
 <!doctype html>
@@ -86,6 +86,7 @@ def page(runs: Sequence[Recorded]) -> str:
         *(f"<script>{code}</script>\n" for code in Resources(mode="inline", components=["bokeh"]).js_raw),
         "</head>\n<body>\n<main>\n",
         f"<h1>{escape(title)}</h1>\n",
+        _differences(runs),
         _summaries(runs),
         '<div class="charts">\n',
         *(_section(chart, places[f"chart{index}"]) for index, chart in enumerate(made)),
@@ -118,16 +119,17 @@ def _summaries(runs: Sequence[Recorded]) -> str:
     return _table(["", *(run.name for run in runs)], rows)
 
 
+def _differences(runs: Sequence[Recorded]) -> str:
+    rows = [[name, *(_exact(run.settings, name) for run in runs)] for name in differing(runs)]
+    header = ["setting", *(run.name for run in runs)]
+    return f"<h2>Settings that differ</h2>\n{_table(header, rows)}" if rows else ""
+
+
 def _settings(runs: Sequence[Recorded]) -> str:
-    """All settings; those that differ between the runs first."""
     names = list(dict.fromkeys(name for run in runs for name in run.settings))
     rows = [[name, *(_exact(run.settings, name) for run in runs)] for name in names]
-    differ = [row for row in rows if len(set(row[1:])) > 1]
-    header = ["setting", *(run.name for run in runs)]
-    first = f"<h2>Settings that differ</h2>\n{_table(header, differ)}" if differ else ""
-    if not rows:
-        return first
-    return f"{first}<details><summary>All settings</summary>\n{_table(header, rows)}</details>\n"
+    table = _table(["setting", *(run.name for run in runs)], rows)
+    return f"<details><summary>All settings</summary>\n{table}</details>\n" if rows else ""
 
 
 def _text(values: Mapping[str, Any], name: str) -> str:

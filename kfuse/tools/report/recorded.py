@@ -4,31 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kfuse.observe.sentences import sentence
 from kfuse.tools.run_files import config_path, each_step, read_config, read_events, read_summary
 
+_MOST_IN_A_NAME = 3  # settings
 MOST_PARTS = 1500
 """Of so many parts of a long run some steps each are drawn: a screen has no more columns."""
-SHOWN_EVENTS = {
-    "decision": "decision",
-    "failure": "worker lost",
-    "host_lost": "host lost",
-    "cut": "workers that do not reach each other",
-    "view": "new group of workers",
-    "resumed": "resumed from a checkpoint",
-    "corruption": "wrong results of a worker",
-    "went_back": "went back to an earlier step",
-    "left_out": "samples left out",
-    "skipped": "no update",
-    "records_lost": "records lost",
-    "policy_failed": "policy failed",
-}
 _COLUMNS = (
     "step", "samples", "loss", "lr", "batch_size", "workers", "noise_scale", "noise_scale_low", "noise_scale_high",
     "step_time_s", "data_wait_s",
@@ -44,7 +32,7 @@ class Event:
     step: int
     seconds: float
     kind: str
-    text: str
+    text: str  # a sentence
 
 
 @dataclass(frozen=True)
@@ -65,8 +53,29 @@ class Recorded:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Recorded]:
-    """Reads runs' directories. Raises ConfigError for what is none."""
-    return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    """Reads runs' directories. They are named by the settings that differ, where these tell them apart; else by paths.
+
+    Raises ConfigError for what is none.
+    """
+    runs = [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    differ = [name for name in differing(runs) if not name.startswith("hydra")]
+    names = [
+        " ".join(f"{_short(name)}={run.settings[name]}" for name in differ if name in run.settings) for run in runs
+    ]
+    if 0 < len(differ) <= _MOST_IN_A_NAME and len({*names}) == len(names):
+        return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    return runs
+
+
+def differing(runs: Sequence[Recorded]) -> list[str]:
+    """Returns the names of the settings that are not the same in all of these runs."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    return [name for name in names if len({str(run.settings.get(name, "")) for run in runs}) > 1]
+
+
+def _short(name: str) -> str:
+    """Returns a setting's name in a run's name: policy=gns for policy._target_=kfuse.policies.GNSPolicy is long."""
+    return name.removesuffix("._target_")
 
 
 def _read(path: Path, name: str) -> Recorded:
@@ -82,7 +91,7 @@ def _read(path: Path, name: str) -> Recorded:
             evaluations = [each for each in evaluations if each["step"] < event["step"]]
         if event["kind"] == "evaluation":
             evaluations.append(event)
-        elif event["kind"] in SHOWN_EVENTS:
+        elif sentence(event) is not None:
             events.append(event)
     # The last evaluation comes after the last step, and events may too.
     rows = np.minimum(
@@ -98,7 +107,7 @@ def _read(path: Path, name: str) -> Recorded:
         drawn=_drawn(columns),
         evaluations=of_evaluations,
         events=[
-            Event(each["step"], float(columns["seconds"][row]), *_told(each))
+            Event(each["step"], float(columns["seconds"][row]), _kind(each), sentence(each) or "")
             for each, row in zip(events, at, strict=True)
         ],
         summary=read_summary(path),
@@ -145,28 +154,8 @@ def _number(value: Any) -> float:
         return np.nan
 
 
-# -- events ------------------------------------------------------------------------------------------------------------
-
-
-def _told(event: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns an event's kind, and it in words."""
-    kind, what = event["kind"], SHOWN_EVENTS[event["kind"]]
-    if kind == "failure" and "worker" not in event:
-        kind, what = "job failed", "the job failed"
-    skipped = ("time", "step", "kind", "traceback", "pid")
-    known = {name: value for name, value in event.items() if name not in skipped and value not in (None, "", [], {})}
-    if isinstance(workers := known.get("workers"), list) and kind == "view":
-        known = {"workers": len(workers), **{name: known[name] for name in ("reason", "pause_s") if name in known}}
-    words = []
-    for name, value in known.items():
-        is_change = kind == "decision" and isinstance(value, list) and len(value) == 2 and name != "tree"
-        text = f"{_short(value[0])} to {_short(value[1])}" if is_change else _short(value)
-        words.append(f"{name.removesuffix('_s').replace('_', ' ')} {text}{' s' if name.endswith('_s') else ''}")
-    return kind, f"{what}: {', '.join(words)}"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _kind(event: Mapping[str, Any]) -> str:
+    return "job failed" if event["kind"] == "failure" and "worker" not in event else str(event["kind"])
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
