@@ -57,13 +57,14 @@ def test_events_are_one_line_each_and_never_held_back() -> None:
     display, out, _ = plain()
     display.metrics(metrics(0))
     workers = [{"rank": rank, "pid": 10 + rank, "host": "a"} for rank in range(2)]
-    display.event({"time": 1.0, "step": 7, "kind": "view", "workers": workers, "reason": "x " * 60, "pause_s": 0.02})
+    view = {"step": 7, "kind": "view", "generation": 2, "workers": workers, "reason": "x " * 60, "pause_s": 0.02}
+    display.event({"time": 1.0, **view})
     display.event({"step": 8, "kind": "decision", "batch_size": [32, 64], "lr": [0.001, 0.0014]})
     display.event({"step": None, "kind": "failure", "why": "worker 1 was killed", "lost": None})
     assert out.getvalue().splitlines()[1:] == [
-        f"step 7  view: workers 2, reason {'x ' * 60}, pause 0.02 s",
-        "step 8  decision: batch size 32 -> 64, lr 0.001 -> 0.0014",
-        "failure: why worker 1 was killed",
+        f"step 7  2 workers train: {'x ' * 60} (0.02 s without a step)",
+        "step 8  batch size 32 -> 64, learning rate 0.001 -> 0.0014",
+        "the job has failed: worker 1 was killed",
     ]
 
 

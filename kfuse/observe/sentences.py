@@ -25,7 +25,10 @@ _WHY = {  # by the reason of a view
 def sentence(event: Mapping[str, Any]) -> str | None:
     """Returns what has happened, in a line; None for an event that is for events.jsonl alone."""
     kind = str(event.get("kind"))
-    return None if kind in _QUIET else _SENTENCES.get(kind, _plainly)(event)
+    try:
+        return None if kind in _QUIET else _SENTENCES.get(kind, _plainly)(event)
+    except (KeyError, TypeError, ValueError):  # another version has written it
+        return _plainly(event)
 
 
 def since(moment: float, now: float | None = None) -> str:
@@ -124,6 +127,6 @@ def _number(value: object) -> str:
 
 
 def _plainly(event: Mapping[str, Any]) -> str:
-    """An event of a kind that this version does not know."""
+    """An event of another version, or of another program."""
     rest = {key: value for key, value in event.items() if key not in ("time", "step", "kind")}
     return f"{event.get('kind', 'event')}: " + ", ".join(f"{key} {value}" for key, value in rest.items())

@@ -54,7 +54,7 @@ def test_the_page_shows_what_was_recorded(run_dir: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == f"{run_dir / 'report.html'}\n"
     html = (run_dir / "report.html").read_text()
     assert not re.search(r"""<(script|link|img)[^>]*(src|href)=["'](?!data:)""", html), "it needs no network"
-    assert "worker lost" in html and "batch.micro" in html
+    assert "was ended by SIGKILL: the others go on" in html and "batch.micro" in html
 
 
 def test_a_long_run_is_a_small_page_with_its_extremes(run_dir: Path, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_what_comes_again_and_what_is_odd(run_dir: Path, tmp_path: Path) -> None
     assert runs[0].evaluations["step"].tolist() == [9, 19] and runs[0].evaluations["accuracy"].tolist() == [0.09, 0.5]
     assert "lost" not in next(chart for chart in charts(runs) if chart.title.startswith("Workers")).text
     assert app._tool("report", [str(tmp_path / "a/run"), str(tmp_path / "b/run")]) == 0
-    assert "path &lt;b&gt;&amp;" in (tmp_path / "a/run/comparison.html").read_text()
+    assert "resumes from &lt;b&gt;&amp;" in (tmp_path / "a/run/comparison.html").read_text()
 
 
 def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
