@@ -21,7 +21,7 @@ from kfuse.comm import devices, transports
 from kfuse.comm.buckets import ALIGN, Bucket
 from kfuse.comm.group import CommError, Group, Pending
 from kfuse.comm.schedule import FACTOR, PARAMETER, SHARD, Op, Program
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import RangePlan, plan_merges, plan_range
 from kfuse.comm.transports import BringsContributions
 from kfuse.kernels import BLOCK, block_sumsq, num_blocks

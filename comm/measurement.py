@@ -23,7 +23,7 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.devices import Event, Place, quick
-from kfuse.comm.step_state import StepState
+from kfuse.comm.step import MicroBatch, Step
 from kfuse.kernels import BLOCK, BlockSumsqArguments, SumPartialsArguments, block_sumsq, num_blocks, sum_partials
 
 SUM_SQUARES = 0  # sum over micro-batches of b_j |g_j|^2
@@ -72,9 +72,8 @@ class Measurement:
         self._usual[: self._params] = self._usual[self._params + MICRO_BATCHES] = 1.0
         self._usual[self._params + LOSS] = math.nan
 
-    def write(self, bucket: Bucket, now: StepState) -> None:
+    def write(self, bucket: Bucket, now: Step, current: MicroBatch) -> None:
         """Writes the tail of the micro-batch that ends to the last bucket."""
-        assert now.current is not None
         squares: Tensor | float = 0.0  # `record` has it
         if not now.alone:
             sum_partials.run(self._total)
@@ -82,17 +81,15 @@ class Measurement:
         if now.parts > 1:
             squares *= now.parts**2  # the loss was divided
         own: dict[int, Tensor | float] = {}
-        if not now.told:
+        if not now.done:
             own = {TAIL_SLOTS + self._rank: self.stopwatch.seconds_before}
             if (plan := now.plan) is not None and self._rank == 0:
                 own |= {STEP_TIME: plan.times[0], DATA_WAIT: plan.times[1], DECISION: float(plan.decision)}
                 own.update(enumerate(() if plan.fisher is None else plan.fisher, FISHER_TRACE))
-        bucket.slot(now.leaf.slot)  # makes it, if it is not there
-        place, current = bucket.tails[now.leaf.slot], now.current
-        self.write_tail(
-            place, now.leaf.accumulate, float(current.weight), squares, current.loss, now.missed, current.figures, own
-        )
-        now.told = True
+        leaf = current.leaf
+        bucket.slot(leaf.slot)  # makes it, if it is not there
+        place, weight = bucket.tails[leaf.slot], float(current.weight)
+        self.write_tail(place, leaf.accumulate, weight, squares, current.loss, current.missed, current.figures, own)
 
     def write_tail(
         self,
@@ -143,7 +140,7 @@ class Measurement:
             tail[index] = number
         place.add_(tail) if accumulate else place.copy_(tail)
 
-    def total_weight(self, tail: Tensor, now: StepState) -> Tensor | None:
+    def total_weight(self, tail: Tensor, now: Step) -> Tensor | None:
         """float64 scalar: what the reduced buckets are to be divided by; None if they hold means."""
         if now.weights_are_known:
             return None
@@ -188,7 +185,7 @@ class Measurement:
                     kept = self._blocks_of[bucket.index] = BlockSumsqArguments(bucket.own, norms)
                 block_sumsq.run(kept)
 
-    def record(self, tail: Place, now: StepState) -> Tensor:
+    def record(self, tail: Place, now: Step) -> Tensor:
         """The step's record from the reduced tail, once `norms` has the sums of squares of all shards.
 
         float64 [RECORD_SLOTS + workers + figures] on the device: the slots named above, |gbar|^2 and whether the update

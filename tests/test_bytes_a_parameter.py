@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import aligned_ranges, bound, bytes_a_parameter, plan_range
 from kfuse.session import reset
 

@@ -59,7 +59,7 @@ class MuonRule(Rule):
         return costs
 
     def update(self, updates: Flat, given: Update) -> None:
-        engine, alone = updates.engine, updates.sharded or given.reduced.now.is_local
+        engine, alone = updates.engine, updates.sharded or given.step.is_local
         try:
             if engine.group.size > 1 and not alone and not known_to_skip(given.scaled.skip):
                 engine.executor.share_factors(self._own_factors(updates, given))

@@ -14,17 +14,17 @@ from kfuse.optim.updates import Update
 
 def has_begun(opt: DistributedOptimizer, step: int) -> bool:
     """Whether this worker has begun the update of this step, with sharded state, and still has its gradients."""
-    kept = opt.engine.kept
-    return kept is not None and kept.step == step and opt.begun is not None and opt.begun.step == step
+    last = opt.engine.last
+    return last is not None and last.number == step and opt.begun is not None and opt.begun.step is last
 
 
 def begun_update(opt: DistributedOptimizer) -> dict[str, Any]:
     """Returns what others need to make the update that this worker has begun. Plain values and small tensors."""
-    assert opt.begun is not None and opt.engine.kept is not None
-    scaled = opt.begun.scaled
+    assert opt.begun is not None
+    step, scaled = opt.begun.step, opt.begun.scaled
     groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
     settings = {"groups": groups, "lr_factor": opt.lr_factor}
-    reduced = {"record": scaled.record, "tail": opt.engine.kept.tail, "changes": opt.engine.kept.changes}
+    reduced = {"record": scaled.record, "tail": step.tail, "changes": step.changes}
     return {**reduced, "factor": scaled.factor, "skip": scaled.skip, **settings}
 
 
@@ -44,15 +44,10 @@ def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int
     )
     assert record is not None and tail is not None
     opt.engine.resume(record, tail, [change.to(device) for change in given["changes"]])
-    reduced = opt.engine.reduced
-    assert reduced is not None
+    resumed = opt.engine.take()
+    assert resumed is not None
     scaled = Scaling(record, factor, skip, finite=skip is None or not bool(skip))
     if not has_begun(opt, step):
         opt.last_lr = opt.base_lr * opt.lr_factor
-        opt.begun = Update(step, reduced, scaled, (), (), opt.lr_factor)
-    try:
-        opt.synchronize()  # finds which parameters are updated
-        in_doubt, unused = opt.reducer.in_doubt, opt.reducer.unused
-        opt.updates.update(Update(step, reduced, scaled, in_doubt, unused, opt.lr_factor, owner_is_lost))
-    finally:
-        opt.engine.reduced = None
+        opt.begun = Update(resumed, scaled, opt.lr_factor)
+    opt.updates.update(Update(resumed, scaled, opt.lr_factor, owner_is_lost))

@@ -13,7 +13,7 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm import measurement as t
 from kfuse.comm.engine import Engine
-from kfuse.comm.step import Reduced
+from kfuse.comm.step import Step
 from kfuse.kernels import BLOCK, num_blocks, sum_partials
 
 _LOG = logging.getLogger("kfuse")
@@ -30,7 +30,7 @@ class Scaling:
 
 
 def scaling(
-    reduced: Reduced,
+    step: Step,
     engine: Engine,
     clip_norm: float | None,
     skip_nonfinite: bool,
@@ -44,8 +44,9 @@ def scaling(
     clip_norm: the largest norm of the mean gradient, without the loss scale. The gradients' factor is then
     min(1, clip_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it.
     """
-    record = reduced.record
-    exact, finite = squared_norm_of(reduced, engine)
+    record = step.record
+    assert record is not None
+    exact, finite = squared_norm_of(record, step.is_local, engine)
     skip, factor = None, None if loss_scale is None else 1.0 / loss_scale.to(torch.float32)
     squared_norm = record[t.GRAD_SQ] if exact is None and (clip_norm is not None or found_inf is not None) else exact
     if found_inf is not None:
@@ -67,20 +68,19 @@ def scaling(
         assert squared_norm is not None
         coefficient = (clip_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0).to(torch.float32)
         factor = coefficient if factor is None else factor * coefficient
-    if reduced.now.is_local:
+    if step.is_local:
         record[t.GRAD_SQ] = torch.nan  # the workers' mean gradient is not computed
     if skip is not None:
         record[t.SKIPPED] = skip
     return Scaling(record, factor, skip, finite)
 
 
-def squared_norm_of(reduced: Reduced, engine: Engine) -> tuple[Tensor | None, Tensor | bool]:
+def squared_norm_of(record: Tensor, is_local: bool, engine: Engine) -> tuple[Tensor | None, Tensor | bool]:
     """|gbar|^2 (float64, on the device; None: it is the record's), and whether the gradients are finite.
 
     The record's squares are fp32, which finite gradients above 1e19 overflow. Where they did, the CPU looks at the
     gradients themselves; on CUDA that would make the host wait, so there they count as not finite.
     """
-    record = reduced.record
     if devices.of(record.device).asynchronous:
         total = record[t.SUM_SQUARES] + record[t.GRAD_SQ]
         return None, total - total == 0  # infinities and NaN give NaN; torch.isfinite takes four kernels
@@ -88,7 +88,7 @@ def squared_norm_of(reduced: Reduced, engine: Engine) -> tuple[Tensor | None, Te
     if math.isfinite(values[t.SUM_SQUARES] + values[t.GRAD_SQ]):
         return None, True
     squared_norm = squared_norm_exactly(engine)
-    if reduced.now.is_local:  # the others must skip too, and have other gradients
+    if is_local:  # the others must skip too, and have other gradients
         return squared_norm, False
     return squared_norm, math.isfinite(squared_norm.item())
 
