@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kfuse.comm import gradients
-from kfuse.comm.buckets import PACKED, Bucket, BucketLayout
+from kfuse.comm.buckets import LARGE, PACKED, Bucket, BucketLayout
 from kfuse.comm.gradients import STILL_THERE
 from kfuse.comm.group import CommError
 from kfuse.comm.parts import EngineParts
@@ -56,7 +56,8 @@ class Engine(EngineParts):
         and leaves this gradient to them: it is taken as the micro-batch ends.
         """
         order, dtype, strided = bucket.orders[k], bucket.layout.dtype, torch.strided
-        large, numel, name = k in bucket.call_of, bucket.shapes[k].numel(), self.names[bucket.layout.params[k]]
+        numel, name = bucket.shapes[k].numel(), self.names[bucket.layout.params[k]]
+        call = bucket.calls.index([k]) if numel >= LARGE and [k] in bucket.calls else None
 
         def on_gradient(param: Tensor) -> None:
             if not (self.now.collects or self._wants_gradient()):
@@ -67,15 +68,17 @@ class Engine(EngineParts):
             grad = param.grad
             if grad is None:
                 return  # a hook of the user's has dropped it
-            if bucket.packed or bucket.grads[k] is not None or type(grad) is not Tensor or grad is bucket.views[k]:
+            if not bucket.grads or bucket.grads[k] is not None or type(grad) is not Tensor or grad is bucket.views[k]:
                 gradients.refuse_another(grad, bucket, k, name)
             if grad.layout is not strided or param.dtype is not dtype or grad.numel() != numel:
                 gradients.refuse_unfit(grad, param, bucket, k, name)
             bucket.grads[k], param.grad = grad if order is None else grad.permute(order), None
             del grad  # once it is packed nothing holds it
             bucket.missing -= 1
-            if large and self.now.collects:  # while it lies in the cache, and its memory is there for the next one
-                self._pack(bucket, bucket.call_of[k], [bucket.grads[k]], True)
+            if (
+                call is not None and self.now.collects
+            ):  # while it lies in the cache, and its memory is there for the next one
+                self._pack(bucket, call, [bucket.grads[k]], True)
                 bucket.grads[k] = PACKED
             if not bucket.missing:
                 self.pack(bucket)
@@ -131,6 +134,8 @@ class Engine(EngineParts):
         now.collects = not (on_gpu or self.audited is not None or micro_batch.several_backwards)
         if not now.done:
             self.measurement.stopwatch.start()
+            if now.plan is None:
+                self.executor.reset()
         if not now.implicit:
             if now.done:
                 self.averaged.put_back()
@@ -218,7 +223,7 @@ class Engine(EngineParts):
         self.streams.go_on_here()
         for bucket in self.gradient_buckets:
             gradients.collect_set_by_hand(bucket, self.params, self.names)
-            if not bucket.packed:
+            if bucket.grads:
                 self.pack(bucket)
         if now.plan is not None and current.missed and len(current.missed) == len(self.params):
             self.warn_once(
@@ -228,7 +233,8 @@ class Engine(EngineParts):
             )
         if self.averaged.tensors:
             self.averaged.pack(last, current.leaf, current.scale / now.parts)
-        self.measurement.write(last, now, current)
+        last.slot(current.leaf.slot)  # makes it, if it is not there
+        self.measurement.write(last.tails[current.leaf.slot], now, current)
         if current.last:
             self.measurement.stopwatch.stop(now.done + 1)
             now.phase = Phase.CLOSED
@@ -258,7 +264,6 @@ class Engine(EngineParts):
                 self._pack(bucket, number, grads, not bucket.missing)
                 del grads  # they go before the bucket's messages begin
         bucket.grads = []
-        bucket.packed = True
         if bucket is not self.buckets[-1]:
             self._complete(bucket, current)
 
@@ -305,9 +310,9 @@ class Engine(EngineParts):
             return
         self.streams.go_on_here()
         self.streams.end()
-        self.executor.wait(now.is_local)
-        self.measurement.measure(self.measurement.total_weight(last.tail_sum, now), self.executor.measured)
-        now.number, now.tail, now.phase = self.step, last.tail_sum, Phase.SUMMED
+        self.executor.wait()
+        now.number, now.tail, now.phase = self.step, last.sum[last.body :], Phase.SUMMED
+        self.measurement.measure(self.measurement.total_weight(now.tail, now), self.executor.measured)
         now.changes = last.view(last.mean) if self.averaged.tensors else ()
         self.last = now
         # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the result,
@@ -319,7 +324,7 @@ class Engine(EngineParts):
             if not self._first_steps:  # the first update may compile too: the second step's messages wait for it
                 self.group.first_steps.discard(self)
         self.step += 1
-        self._begin_anew()
+        self.now = Step()
 
     def _contribute_nothing(self) -> None:
         """Sends zeros, where the plan has no micro-batch for this worker. With reproducible sums there is no slot to
@@ -334,16 +339,12 @@ class Engine(EngineParts):
         launched = self.gradient_buckets if self._tail_waits else self.buckets
         self.executor.launch(launched, self.step, self.now.is_local)
 
-    def _complete_step(self, step: Step, record: Tensor | None) -> None:
-        """The step is reduced. record: see `Step`; None: it has one."""
-        if record is None:
-            self.averaged.put_back()  # an audit that failed has undone the step's changes
-        else:
-            step.record = record
-            if self.averaged.tensors:
-                total_weight = self.measurement.total_weight(step.tail, step)
-                self.averaged.apply(self.buckets[-1].layout.params, step.changes, total_weight)
-        step.phase = Phase.REDUCED
+    def _complete_step(self, step: Step, record: Tensor) -> None:
+        """The step is reduced. record: see `Step`."""
+        if self.averaged.tensors:
+            total_weight = self.measurement.total_weight(step.tail, step)
+            self.averaged.apply(self.buckets[-1].layout.params, step.changes, total_weight)
+        step.record, step.phase = record, Phase.REDUCED
         self._find_unused(step)
         gradients.show(self.gradient_buckets, self.params, step.left_out)
 
@@ -362,26 +363,26 @@ class Engine(EngineParts):
             counts = step.tail[: len(self.params)].tolist()
             step.left_out = {index for index, count in enumerate(counts) if count == 0}
 
-    def updates(self) -> Iterator[Bucket]:
+    def updates(self, parameters: Sequence[Tensor]) -> Iterator[Bucket]:
         """After `finish`: yields each bucket of gradients for its update, and shares what each worker has updated.
 
-        Raises CommError, once all buckets are updated.
+        parameters: of each bucket, [body] in their dtype. Raises CommError, once all buckets are updated.
         """
         step = self.last
         assert step is not None
         try:
             if not step.resumed:
-                yield from self.executor.updates(self.gradient_buckets)
-            elif not step.updated:
+                yield from self.executor.updates(self.gradient_buckets, parameters)
+            elif step.phase < Phase.UPDATED:
                 yield from self.gradient_buckets
         except CommError:
-            step.updated = True
+            step.phase = Phase.UPDATED
             raise
-        step.updated = True
+        step.phase = Phase.UPDATED
 
-    def resume(self, record: Tensor, tail: Tensor, changes: Sequence[Tensor]) -> None:
-        """After a loss, in another group: the last step is `reduced` again, for an update that some worker has begun.
-        This worker updates its part, and what it mirrors; nothing is shared.
+    def resume(self, record: Tensor, tail: Tensor, changes: Sequence[Tensor]) -> Step:
+        """After a loss, in another group: returns the last step, for an update that some worker has begun. This worker
+        updates its part, and what it mirrors; nothing is shared.
 
         record, tail and changes: as in `Step`, of a worker that has them. Between `abort` and `begin`.
         """
@@ -391,8 +392,12 @@ class Engine(EngineParts):
         if step.record is None:  # the message with its tail did not arrive here
             step.tail, step.changes = tail, changes
             self._complete_step(step, record)
+            step.phase = Phase.TAKEN
         else:
-            self._complete_step(step, None)
+            self.averaged.put_back()  # an audit that failed has undone the step's changes
+            self._find_unused(step)
+            step.record = record
+        return step
 
     # -- where the step stands ------------------------------------------------------------------------------------
 
@@ -425,23 +430,19 @@ class Engine(EngineParts):
             for param in self.params:
                 param.grad = None
         is_kept = self.options.sharded and self.last is now
-        self.executor.abandon(is_kept)
-        if is_kept:
+        if (now.begun or now.closed) and self.executor.abandon(is_kept):
             self.measurement.renew()
-        elif self.last is now:
+        if self.last is now and not is_kept:
             self.last = None
         self.take()
-        self._begin_anew()
+        self.executor.reset()
+        self.now = Step()
 
     def take(self) -> Step | None:
         """Returns the last step, if its result was not taken before: from now on it is."""
         if (reduced := self.reduced) is not None:
             reduced.phase = Phase.TAKEN
         return reduced
-
-    def _begin_anew(self) -> None:
-        self.executor.reset()
-        self.now = Step()
 
 
 _CLOSED: list[Engine] = []  # whose bare backward is over, and whose last messages have started

@@ -28,7 +28,7 @@ def refuse_another(grad: Tensor, bucket: Bucket, k: int, name: str) -> None:
     """Raises RuntimeError for the last step's gradient, and for a second one in a micro-batch."""
     if grad is bucket.views[k]:
         raise RuntimeError(STILL_THERE)
-    if bucket.packed or bucket.grads[k] is not None:
+    if not bucket.grads or bucket.grads[k] is not None:
         raise RuntimeError(f"{name} received a second gradient: {REMEDY}")
 
 
@@ -55,7 +55,7 @@ def collect_set_by_hand(bucket: Bucket, params: Sequence[Parameter], names: Sequ
         if (grad := params[index].grad) is not None:
             if grad is bucket.views[k]:
                 raise RuntimeError(STILL_THERE)
-            if bucket.packed or bucket.grads[k] is not None:
+            if not bucket.grads or bucket.grads[k] is not None:
                 raise RuntimeError(
                     f"the gradient of {names[index]} was set by hand in a micro-batch after its backward, whose "
                     "gradient has been taken: change it by register_post_accumulate_grad_hook, compute the "

@@ -98,10 +98,7 @@ class EngineParts:
         """
         check_owner(self)
         self.close()
-        before = self.gradient_buckets
-        self._build([bucket.layout for bucket in before], buffers, summed)
-        for bucket, old in zip(self.gradient_buckets, before, strict=True):  # what the optimizer has set
-            bucket.parameters = old.parameters
+        self._build([bucket.layout for bucket in self.gradient_buckets], buffers, summed)
         self.set_group(self.group)
 
     def carry_figures(self, count: int) -> None:
@@ -158,7 +155,8 @@ class EngineParts:
         )
         programs = [matrices if bucket.layout.costs else whole for bucket in self.gradient_buckets]
         programs += [apart] * (len(self.buckets) - len(programs))
-        self.executor = Executor(self.buckets, self.group, programs, options.dtype, self.tree or options.tree)
+        tree = self.tree or options.tree
+        self.executor = Executor(self.buckets, self.group, programs, options.dtype, tree, self.measurement.norms_of)
         self.now = Step()
 
     def _choose(self, group: Group, before: Group) -> Choice | None:
@@ -203,7 +201,7 @@ class EngineParts:
     @property
     def bf16_sums(self) -> bool:
         """Whether bf16 messages are added up in bf16, by the library or the transport."""
-        return self.options.dtype == "bf16" and not self.executor.programs[0].has("reduce")
+        return self.options.dtype == "bf16" and not self.executor.program.has("reduce")
 
     def warn_once(self, message: str, *values: object) -> None:
         if message not in self._warned:

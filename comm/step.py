@@ -63,6 +63,7 @@ class Phase(IntEnum):
     SUMMED = 2  # this worker has its sums; of others it is not known
     REDUCED = 3  # all workers have theirs: the mean gradient and the record are there for the optimizer
     TAKEN = 4  # by the optimizer, which updates; or they were dropped
+    UPDATED = 5  # with sharded state: the optimizer has updated this worker's part
 
 
 class Step:
@@ -90,7 +91,6 @@ class Step:
     record: Tensor | None = None  # float64 [RECORD_SLOTS + workers + figures]: see `Measurement.record`
     left_out: set[int]  # parameters that no worker gave a gradient, where the host knows it
     in_doubt: set[int]  # whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient
-    updated = False  # the optimizer has updated this worker's part
     resumed = False  # it is being ended in another group: what is updated is not shared
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def counted(
     reset()
     gc.collect()
     gc.freeze()  # the collector then knows of what is made from now on
-    kf.init(**CommOptions(**{**vars(options), "bucket_mb": 4 * NUMEL / 2**20}).named())
+    kf.init(**replace(options, bucket_mb=4 * NUMEL / 2**20).named())
     group = Silent(rank, len(ranges), message)
     opt = kf.FusedAdamW([nn.Parameter(torch.zeros(NUMEL)) for _ in range(buckets)])
     opt.engine.set_group(group)

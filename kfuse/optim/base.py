@@ -304,11 +304,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 where = where_workers_differ(self.updates, self._numbers(), self.reducer.tracked)
                 taken.phase = Phase.REDUCED  # it is not made
                 raise ConsistencyError(f"step {taken.number}: the workers no longer have the same model: {where}")
-            scaled = scaling(taken, self.engine, self.clip_norm, self.skip_nonfinite, found_inf, loss_scale)
+            begun = scaling(
+                taken, self.engine, self.clip_norm, self.skip_nonfinite, found_inf, loss_scale, self.lr_factor
+            )
             self.last_lr = self.base_lr * self.lr_factor
             if self.pair is not None and self.pair.mix(self.updates.weights()):
                 self.updates.weights_changed()
-            begun = self.begun = Update(taken, scaled, self.lr_factor)
+            self.begun = begun
             if not (taken.is_local and not taken.done):
                 self.updates.update(begun)
         except RuntimeError as error:  # comm.state=sharded: sums of shards, or updated parameters, did not arrive
@@ -324,13 +326,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def take_statistics(self, update: Update, warns: bool = True) -> None:
         """The update is made: keeps its figures. warns: of a gradient that is not finite."""
-        step, scaled = update.step, update.scaled
+        step = update.step
+        assert step.record is not None
         unit = "micro-batches" if step.implicit else self.reducer.unit
         self.statistics.bf16_sums = self.engine.bf16_sums
-        self.statistics.push(step.number, unit, scaled.record, step.is_local, self.engine.figures)
+        self.statistics.push(step.number, unit, step.record, step.is_local, self.engine.figures)
         if warns:
             leads, arrived = self._session.group.rank == 0, self.statistics.arrived
-            self._warning.after_step(step.number, scaled.finite, arrived, self.skip_nonfinite, leads)
+            self._warning.after_step(step.number, update.finite, arrived, self.skip_nonfinite, leads)
 
     def _workers_differ(self, step: Step) -> bool:
         """Whether what must be equal on all ranks is not, in a step in which they compare it. The host waits for the

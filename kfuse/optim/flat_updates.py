@@ -95,7 +95,11 @@ class FlatUpdates(FlatState):
     def run(self, update: Callable[[Bucket, BucketState], None]) -> None:
         """Updates this worker's part of each bucket, and shares its shards. Raises CommError."""
         try:
-            for bucket in self.engine.updates() if self.sharded else reversed(self.engine.gradient_buckets):
+            for bucket in (
+                self.engine.updates([s.param for s in self.states])
+                if self.sharded
+                else reversed(self.engine.gradient_buckets)
+            ):
                 update(bucket, self.states[bucket.index])
         except CommError:
             self.renew_parameters()
@@ -149,7 +153,7 @@ class FlatUpdates(FlatState):
         """Counts an update of all parameters, by a kernel or two, if each bucket has its state and one call."""
         together = all(s.entries[0].known and self._all_in_one_call(bucket, s, given) for bucket, s in self.pairs())
         if together:
-            self.steps.add_(1.0 if given.scaled.skip is None else 1.0 - given.scaled.skip)
+            self.steps.add_(1.0 if given.skip is None else 1.0 - given.skip)
         return together
 
     # -- averages -------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from kfuse.optim.base import DistributedOptimizer
-from kfuse.optim.scaling import Scaling
 from kfuse.optim.updates import Update
 
 
@@ -21,11 +20,11 @@ def has_begun(opt: DistributedOptimizer, step: int) -> bool:
 def begun_update(opt: DistributedOptimizer) -> dict[str, Any]:
     """Returns what others need to make the update that this worker has begun. Plain values and small tensors."""
     assert opt.begun is not None
-    step, scaled = opt.begun.step, opt.begun.scaled
+    begun, step = opt.begun, opt.begun.step
     groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
     settings = {"groups": groups, "lr_factor": opt.lr_factor}
-    reduced = {"record": scaled.record, "tail": step.tail, "changes": step.changes}
-    return {**reduced, "factor": scaled.factor, "skip": scaled.skip, **settings}
+    reduced = {"record": step.record, "tail": step.tail, "changes": step.changes}
+    return {**reduced, "factor": begun.factor, "skip": begun.skip, **settings}
 
 
 @torch.no_grad()
@@ -43,11 +42,8 @@ def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int
         None if given[name] is None else given[name].to(device) for name in ("record", "tail", "factor", "skip")
     )
     assert record is not None and tail is not None
-    opt.engine.resume(record, tail, [change.to(device) for change in given["changes"]])
-    resumed = opt.engine.take()
-    assert resumed is not None
-    scaled = Scaling(record, factor, skip, finite=skip is None or not bool(skip))
+    resumed = opt.engine.resume(record, tail, [change.to(device) for change in given["changes"]])
+    update = Update(resumed, factor, skip, skip is None or not bool(skip), opt.lr_factor, owner_is_lost)
     if not has_begun(opt, step):
-        opt.last_lr = opt.base_lr * opt.lr_factor
-        opt.begun = Update(resumed, scaled, opt.lr_factor)
-    opt.updates.update(Update(resumed, scaled, opt.lr_factor, owner_is_lost))
+        opt.last_lr, opt.begun = opt.base_lr * opt.lr_factor, update
+    opt.updates.update(update)

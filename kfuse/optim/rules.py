@@ -163,7 +163,7 @@ class AdamWRule(Rule):
             kept = AdamWArguments(piece.param, piece.grad, m, v, adam, step=piece.step, master=piece.master)
             piece.arguments = kept
         kept = piece.arguments
-        kept.options, kept.grad_scale, kept.found_inf = adam, given.scaled.factor, piece.skip
+        kept.options, kept.grad_scale, kept.found_inf = adam, given.factor, piece.skip
         adamw.run(kept)
 
 
@@ -190,7 +190,7 @@ class SGDRule(Rule):
 
 
 def _scalars(piece: Piece, given: Update) -> dict[str, Tensor | None]:
-    return {"grad_scale": given.scaled.factor, "found_inf": piece.skip, "master": piece.master}
+    return {"grad_scale": given.factor, "found_inf": piece.skip, "master": piece.master}
 
 
 def adam_options(options: Options, given: Update) -> AdamOptions:

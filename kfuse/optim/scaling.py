@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,18 +14,9 @@ from kfuse.comm import measurement as t
 from kfuse.comm.engine import Engine
 from kfuse.comm.step import Step
 from kfuse.kernels import BLOCK, num_blocks, sum_partials
+from kfuse.optim.updates import Update
 
 _LOG = logging.getLogger("kfuse")
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """What an update needs. Tensors are on the gradients' device."""
-
-    record: Tensor  # the step's record, in units of the true gradient, and with the slots that only the optimizer knows
-    factor: Tensor | None  # fp32 scalar that the gradients are multiplied with; None: 1
-    skip: Tensor | None  # fp32 scalar; non-zero leaves the update out. None: it is made.
-    finite: Tensor | bool  # whether all gradients are finite: a bool on the CPU, a bool scalar on CUDA
 
 
 def scaling(
@@ -36,8 +26,11 @@ def scaling(
     skip_nonfinite: bool,
     found_inf: Tensor | None,
     loss_scale: Tensor | None,
-) -> Scaling:
+    lr_factor: float,
+) -> Update:
     """How the reduced gradients are used. Nothing waits for a CUDA device.
+
+    The step's `record` is then in units of the true gradient, and has the slots that only the optimizer knows.
 
     found_inf, loss_scale: what torch's GradScaler passes to an optimizer's step. loss_scale is None too where the user
     has unscaled the gradients (`scaler.unscale_`).
@@ -72,7 +65,8 @@ def scaling(
         record[t.GRAD_SQ] = torch.nan  # the workers' mean gradient is not computed
     if skip is not None:
         record[t.SKIPPED] = skip
-    return Scaling(record, factor, skip, finite)
+    step.record = record
+    return Update(step, factor, skip, finite, lr_factor)
 
 
 def squared_norm_of(record: Tensor, is_local: bool, engine: Engine) -> tuple[Tensor | None, Tensor | bool]:

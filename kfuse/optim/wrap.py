@@ -145,7 +145,7 @@ class TorchUpdates(Updates):
     def update(self, given: Update) -> None:
         self._refuse_changed()
         self._take_state()
-        scale, found_inf = given.scaled.factor, given.scaled.skip
+        scale, found_inf = given.factor, given.skip
         on_device = self.skips_on_device and devices.of(self.engine.device).asynchronous
         if found_inf is not None and not on_device and found_inf.item():
             return
