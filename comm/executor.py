@@ -242,13 +242,15 @@ class Executor:
         `loss.backward()`. In a fixed group it is raised at once: a GPU may be lost with the message.
         """
         self._step = step
-        for run in (self._runs[bucket.index] for bucket in complete):
+        if self._group.size == 1:
+            return
+        for run in [self._runs[bucket.index] for bucket in complete]:
             self._pass(run, "pack")
             if local:
                 run.sum = run.bucket.sum[run.bucket.body :]
                 if run.bucket.index < len(self._runs) - 1:
                     run.at = run.program.index("barrier")
-        if self.failed is not None or self._group.in_one_order or self._group.size == 1:
+        if self.failed is not None or self._group.in_one_order:
             return
         try:
             self._start_complete()
@@ -318,7 +320,7 @@ class Executor:
         sums: fp32 or float64, on the device, in one message. Zeros are added, so the bits stay. what: names it in
         errors.
         """
-        if (self.program.sharded or self.measured) and self._group.size > 1:
+        if self._group.size > 1 and (self.program.sharded or self.measured):
             flat = sums[0] if len(sums) == 1 else torch.cat(sums)
             self._group.all_reduce(flat, f"step {self._step}, {what}").wait_on_stream()
             if len(sums) > 1:

@@ -122,8 +122,8 @@ class Reducer(Engine):
         except (CommError, ControlError) as error:
             if not self.leave_to_loop(error):
                 raise
-        if self.reduced is not None:
-            self._had_gradients |= len(self.reduced.left_out) < len(self.params)
+        if (reduced := self.reduced) is not None:
+            self._had_gradients |= len(reduced.left_out) < len(self.params)
 
     def take_complete(self, uses_scaler: bool) -> Step | None:
         """Takes the step's complete reduction. Returns None without gradients, or if the loop handles a lost worker."""
