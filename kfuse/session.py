@@ -23,7 +23,7 @@ from kfuse.comm.settings import CommOptions
 from kfuse.elastic import notice, protocol
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.logs import set_up_logging
-from kfuse.membership import Record, Session
+from kfuse.membership import Session
 from kfuse.observe.lock import share
 from kfuse.settings import rules
 from kfuse.settings.declared import CommSettings
@@ -82,7 +82,7 @@ def current() -> Session:
 
 def _check_torchs_group(session: Session) -> None:
     """Raises RuntimeError where the script has initialised torch's process group after this session of one worker."""
-    if session.control_client is None and session.group.size == 1 and dist.is_available() and dist.is_initialized():
+    if not session.elastic and session.group.size == 1 and dist.is_available() and dist.is_initialized():
         size = dist.get_world_size()
         if size > 1:
             raise RuntimeError(
@@ -94,8 +94,8 @@ def _check_torchs_group(session: Session) -> None:
 def reset() -> None:
     """Forgets the session, so that `init` may be called again in the same process."""
     global _current
-    if _current is not None and _current.control_client is not None:
-        _current.control_client.close()
+    if _current is not None:
+        _current.link.close()
     _current = None
 
 
@@ -115,9 +115,7 @@ def connect_to_supervisor(client: ControlClient, comm: CommOptions, timeout_s: f
     return made
 
 
-def join_fixed_group(
-    rendezvous: Rendezvous, comm: CommOptions, timeout_s: float, record: Record | None = None
-) -> Session:
+def join_fixed_group(rendezvous: Rendezvous, comm: CommOptions, timeout_s: float) -> Session:
     """The session of a worker of a job of fixed size, in its only view. Raises CommError if others do not connect."""
     group, view = rendezvous.form_group(_take_device(comm), timeout_s)
     group.first_steps.add(group)
@@ -125,7 +123,7 @@ def join_fixed_group(
         from kfuse.comm.topology import measure  # few jobs need it
 
         measure(group)
-    made = _use(Session(group, comm, record=record))
+    made = _use(Session(group, comm))
     made.view = view
     made.log_view()
     _close_at_exit(made, rendezvous)
@@ -151,8 +149,7 @@ def _close_at_exit(made: Session, rendezvous: Rendezvous | None = None) -> None:
             drop_retired()
         else:
             keep_for_ever(made.group)
-        if made.control_client is not None:
-            made.control_client.close()
+        made.link.close()
 
     atexit.register(close)
 

@@ -102,7 +102,7 @@ def test_closing_does_not_wait_for_a_supervisor_that_is_gone(stopped: Stopped) -
     stopped.end()
     client.close()
     with pytest.raises(ControlError):
-        client.send("ready")
+        client.check()
 
 
 def test_a_worker_that_writes_a_last_checkpoint_is_not_ended(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:

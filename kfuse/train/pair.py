@@ -25,6 +25,7 @@ class PairAveraging(SyncMethod):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
+        self._client: Any = self._session.link
         self._pair: Pair | None = None
         self._group: Group | None = None  # the group that `_pair` belongs to
         # This worker, for the engine: it reduces over nobody.
@@ -48,7 +49,7 @@ class PairAveraging(SyncMethod):
         if self._opt.engine.group is not self._alone:
             self._opt.engine.set_group(self._alone)
         self._session.apart = True
-        self._session.client.step = step
+        self._client.step = step
         self._pair.begin_step(step)
 
     def _open(self, group: Group) -> None:
@@ -75,7 +76,7 @@ class PairAveraging(SyncMethod):
         if not at.drifted:
             return
         if self._session.group.size == 1:  # the others are lost, and what was announced before is not
-            self._apply_all(max(self._session.client.announced(at.announced), default=at.announced))
+            self._apply_all(max(self._client.announced(at.announced), default=at.announced))
             return
         self._pass_on()
         # After a loss a step may end in a new view, in which the workers first meet in `before_step`. Until then nobody
@@ -90,12 +91,12 @@ class PairAveraging(SyncMethod):
         """Sends what is requested on rank 0. Each worker gets it from the supervisor, this one too."""
         requested = self._decisions.take_requested()
         if requested and self._session.group.rank == 0:
-            self._session.send("announce", announcement=requested)
+            self._session.link.send("announce", announcement=requested)
 
     def _apply_at_once(self) -> bool:
         """Applies factors of the learning rate that have arrived. Returns whether more has, which needs a meeting."""
         at = self._progress
-        for number, announced in self._session.client.announced(at.announced).items():
+        for number, announced in self._client.announced(at.announced).items():
             if announced.keys() != {"lr_scale"}:  # the factor that leads to a rate differs from step to step
                 return True
             self._decisions.apply(announced)
@@ -105,7 +106,7 @@ class PairAveraging(SyncMethod):
     @property
     def _is_called(self) -> bool:
         session = self._session
-        return session.proposed_generation() > 0 or session.stop_reason() in STOP_REASONS
+        return session.proposed_generation() > 0 or session.link.stop in STOP_REASONS
 
     def meet(self, every: int) -> None:
         """Another mode begins. Where there are several workers they have just met: it was announced so."""
@@ -125,7 +126,7 @@ class PairAveraging(SyncMethod):
     def _hold(self, met: Met) -> None:
         """All workers are here: one model, one state, the same settings."""
         at, session = self._progress, self._session
-        session.apart, session.client.step, self._until = False, None, 0
+        session.apart, self._client.step, self._until = False, None, 0
         self._opt.engine.set_group(session.group)
         self._decisions.use_transport()
         self._opt.updates.agree_on_state()  # each worker knows of its own steps only
@@ -138,7 +139,7 @@ class PairAveraging(SyncMethod):
 
     def _apply_all(self, until: int) -> None:
         at = self._progress
-        for number, announced in self._session.client.announced(at.announced).items():
+        for number, announced in self._client.announced(at.announced).items():
             if number <= until:
                 self._decisions.apply(announced)
         at.announced = until
@@ -150,7 +151,7 @@ class PairAveraging(SyncMethod):
         self._opt.pair = None
         self._pair.close()
         self._pair = self._group = None
-        self._session.apart, self._together, self._session.client.step = False, True, None
+        self._session.apart, self._together, self._client.step = False, True, None
         if self._opt.engine.group.size < self._session.group.size:
             self._opt.engine.set_group(self._session.group)
 

@@ -93,15 +93,15 @@ class Recovery:
         except (Exception, GeneratorExit) as error:
             failed_at = self.progress.step if isinstance(error, Exception) else None
             if isinstance(error, ConsistencyError | ConfigError):
-                self.session.give_up(str(error))
+                self.session.link.give_up(str(error))
             elif isinstance(error, ControlError | CommError) or self.session.loses_supervisor():
                 self.session.lost = True
                 self._abort()
                 if self.session.comm.sharded:
                     _LOG.warning("no last checkpoint is written: comm.state=sharded, and not all workers are there")
                 elif self._has_state and self._checkpoints is not None:
-                    client, writes = self.session.control_client, self.session.writes_last
-                    with contextlib.nullcontext() if client is None else client.saving():
+                    with self.session.link.saving():
+                        writes = self.session.writes_last
                         self._checkpoints.save_last(self.progress.step, self.state.capture, alone=writes)
             raise
         finally:
@@ -342,7 +342,7 @@ class Recovery:
         saved: Mapping[str, Any] | None = None if self._checkpoints is None else self._checkpoints.load(restarted)
         if saved is None and self._lost is not None:
             why = f"{self._lost[1]}, and there is no checkpoint to go on from"
-            self.session.give_up(why)
+            self.session.link.give_up(why)
             raise ShardsLost(why)
         saved = self._to_begin_from if saved is None else saved
         if saved is None and self._torn:
