@@ -13,7 +13,7 @@ from kfuse.comm.group import CommError, Group
 from kfuse.comm.settings import CommOptions
 from kfuse.elastic import rendezvous
 from kfuse.elastic.link import Link
-from kfuse.elastic.protocol import Met, View
+from kfuse.elastic.protocol import View
 
 _LOG = logging.getLogger("kfuse")
 
@@ -91,6 +91,10 @@ class Session:
         """The generation of the view that the supervisor has proposed to this worker; 0 if there is none."""
         view = None if self.view is None else self.link.view(self.view.generation)
         return 0 if view is None else view.generation
+
+    def newest_generation(self) -> int:
+        """As `proposed_generation`; that of the active view where none is proposed."""
+        return self.proposed_generation() or self._generation
 
     def loses_supervisor(self) -> bool:
         """Whether the supervisor is lost, or has ended the job, while this process can still write a checkpoint."""
@@ -187,26 +191,6 @@ class Session:
         self.link.check()
         if self.link.view(self._generation, recovers=True) is not None:
             raise CommError("a worker was lost: the supervisor has formed another view")
-
-    def meet(self, step: int, applied: int) -> Met:
-        """Stands still after `step` steps until all workers of the view do (see `kfuse.elastic.meetings`).
-
-        applied: number of the newest announcement that this worker has applied.
-        Raises CommError if one of them is lost meanwhile, or none of the others makes a step for long,
-        ControlError if the supervisor is lost.
-        """
-        client: Any = self.link
-        met: Met | None
-        timeout_s = max(self.group.timeout_s, 2 * client.silence_s)  # who is cut off may come back until it is killed
-        try:
-            met = client.meet(self._generation, step, self.workers, applied, timeout_s)
-        except TimeoutError:
-            silent = f"{self.group.whom()} made no step for {timeout_s:.0f} s"
-            raise CommError(f"meeting of all workers after step {step}: {silent}") from None
-        if met is None:
-            self.check()
-        assert met is not None
-        return met
 
     def finish(self) -> bool:
         """Waits until the supervisor has the job's results; False if a worker was lost before that."""

@@ -98,8 +98,7 @@ def supported() -> list[Case]:
 def supervised() -> Any:
     """In place of the connection to a supervisor, which has nothing to say."""
     link: Any = Link()
-    link.elastic, link.silence_s, link.step, link.job = True, 10.0, None, {"run_dir": "."}
-    link.announced = lambda after: {}
+    link.elastic, link.job = True, {"run_dir": "."}
     return link
 
 

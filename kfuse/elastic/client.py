@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from kfuse.elastic import protocol
 from kfuse.elastic.link import Link
-from kfuse.elastic.protocol import ControlError, Met, View
+from kfuse.elastic.protocol import ControlError, View
 
 _SUPERVISOR_LOST_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
 _SAVING_S = 30.0  # added while it writes a last checkpoint: twice that one's own limit
@@ -37,7 +37,6 @@ class ControlClient(Link):
     """The connection to the supervisor that the environment names. Thread-safe."""
 
     elastic = True
-    step: int | None = None  # steps made so far, which heartbeats report while workers are at steps of their own
     failed: str | None = None  # why the job has failed, where this worker has a moment for a last checkpoint
 
     def __init__(self, timeout_s: float = 60.0) -> None:
@@ -47,9 +46,6 @@ class ControlClient(Link):
         self._changed = threading.Condition()
         self._view: View | None = None  # the newest one; it is planned only once all are in the one before
         self._over = False
-        self._announced: dict[int, dict[str, Any]] = {}
-        self._met: Met | None = None
-        self._moving_at = 0.0  # when the last "moving" came, or this worker stood still
         self._unsent: deque[bytes] = deque()
         self._dropped = protocol.DroppedRecords("the supervisor took no records, and too many waited in a worker")
         self._lost: str | None = None
@@ -61,7 +57,7 @@ class ControlClient(Link):
         except OSError as error:
             raise ControlError(f"no supervisor at {protocol.place(host, int(port))}: {error}") from error
         self.job = welcome["job"]
-        self.silence_s: float = welcome["silence_s"]  # without a heartbeat, after which it kills a worker
+        self.silence_s, self.catch_up_s = welcome["silence_s"], welcome["catch_up_s"]
         self.notice_signals: list[str] = welcome["notice_signals"]  # names: see `kfuse.elastic.notice`
         protocol.set_acknowledgement_timeout(self._socket, self.silence_s)
         threading.Thread(target=self._receive, name="kfuse-control", daemon=True).start()
@@ -155,7 +151,7 @@ class ControlClient(Link):
         over, self._over = self._over, False
         return over
 
-    # -- decisions and meetings -----------------------------------------------------------------------------------
+    # -- decisions ------------------------------------------------------------------------------------------------
 
     def publish(self, decision: dict[str, Any]) -> int:
         """Sends it through the supervisor, which outlives the views."""
@@ -173,30 +169,10 @@ class ControlClient(Link):
             self._decisions = {key: it for key, it in self._decisions.items() if key[0] != worker or key[1] >= number}
         return found
 
-    def announced(self, after: int) -> dict[int, dict[str, Any]]:
-        """The leader's announcements that came over this connection, by number, in order; those up to `after` go."""
+    def take_apart(self) -> list[dict[str, Any]]:
         with self._changed:
-            self._announced = {number: each for number, each in self._announced.items() if number > after}
-            return {**self._announced}
-
-    def meet(self, generation: int, step: int, members: list[int], applied: int, timeout_s: float) -> Met | None:
-        """Stands still after `step` steps until all `members`, the workers of view `generation`, do: the answer to it.
-
-        applied: number of the newest announcement that this worker has applied.
-        None where the supervisor forms a view after a lost worker meanwhile. Raises TimeoutError where for `timeout_s`
-        none of the others has made a step, ControlError if the supervisor is lost.
-        """
-        self._met, self._moving_at = None, time.monotonic()
-        self.send("meet", generation=generation, step=step, members=members, applied=applied)
-        with self._changed:
-            # An answer of the view before may come late, where a worker was lost.
-            while (self._met is None or self._met.view != generation) and not self.view(generation, recovers=True):
-                self.check()
-                left = self._moving_at + timeout_s - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                self._changed.wait(left)
-            return None if self.view(generation, recovers=True) else self._met
+            keys = [key for key, each in self._decisions.items() if "apart" in each and key[0] != self.worker]
+            return [self._decisions.pop(key) for key in keys]
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -251,14 +227,8 @@ class ControlClient(Link):
                             self.failed, self.writes_last = message["why"], message["saves"]
                         case "reach":
                             threading.Thread(target=self._tell_unreached, kwargs=message, daemon=True).start()
-                        case "announce":
-                            self._announced[message["number"]] = message["announcement"]
                         case "decision":
                             self._decisions[message["worker"], message["number"]] = message["decision"]
-                        case "met":
-                            self._met = Met(**message)
-                        case "moving":
-                            self._moving_at = time.monotonic()
                     self._changed.notify_all()
         except (OSError, ValueError) as error:
             why = f": {error}"
@@ -297,7 +267,7 @@ class ControlClient(Link):
                 if (now := time.monotonic()) >= due:
                     due = now + protocol.HEARTBEAT_S
                     faulthandler.dump_traceback_later(_STUCK_S, exit=True)
-                    self._socket.sendall(protocol.encode({"type": "alive", "step": self.step}))
+                    self._socket.sendall(protocol.encode({"type": "alive"}))
                     with contextlib.suppress(BlockingIOError):  # there are no more
                         for _ in range(_MOST_REACHED):
                             self._reached.accept()[0].close()

@@ -30,6 +30,8 @@ class Link:
     """The link of a worker of a job without a supervisor: nothing is sent, and nobody asks for anything."""
 
     elastic = False  # whether the number of workers can change
+    silence_s = 0.0  # without a heartbeat, after which the supervisor kills a worker
+    catch_up_s = 0.0  # where the job is to stop: how long workers wait for others that are behind (pair averaging)
     stop: str | None = None  # why training is asked to stop; None: it is not
     writes_last: bool | None = None  # of a failed job: whether this worker writes its checkpoint; None: the leader does
     numbers = itertools.count(1)  # of this process's decisions: no session and no training uses one again
@@ -75,6 +77,13 @@ class Link:
         assert self._store is not None
         decision: dict[str, Any] = json.loads(self._store.get(f"decision/{number}"))
         return decision
+
+    def take_apart(self) -> list[dict[str, Any]]:
+        """Returns what has arrived of other workers' decisions for a training whose workers are apart, in order, once.
+
+        Such a decision has the key `apart`; no step's tail carries its number.
+        """
+        return []
 
     # -- views, and the job's end ---------------------------------------------------------------------------------
 

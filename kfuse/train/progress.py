@@ -61,7 +61,6 @@ class Progress:
     evaluated: int = 0  # number of steps after which the last evaluation ran
     loss: float | None = None
     generation: int = 0  # generation of the view to switch to, if above that of the active view
-    announced: int = 0  # number of the newest announcement of the control channel that is applied (pair averaging)
     # The step at which this run resumed. Views and stops announced before it are ignored: they were another run's.
     resumed_at: int = 0
     stop: int = 0  # why to stop: index into `STOP_REASONS`

@@ -372,7 +372,7 @@ class Recovery:
             for group, rate in zip(self._opt.param_groups, configured, strict=True):
                 if rate is not None:
                     group["lr"] = rate
-        at.stop = at.generation = at.announced = 0
+        at.stop = at.generation = 0
         at.corrupt = ()  # numbers of another job's workers
         at.resumed_at = at.step
         if self.session.view is not None:
