@@ -77,7 +77,7 @@ def assemble(given: TrainArguments) -> Trainer:
     parts |= {"statistics": opt.statistics, "policy": calls, "progress": progress, "synchronisation": synchronisation}
     parts |= {"decisions": decisions, "records": reporter}
     state = TrainingState(parts | ({} if given.scheduler is None else given.scheduler.parts()))
-    about = given, session, decisions, calls, state, progress, reporter, length
+    about = given, session, decisions, calls, state, progress, reporter
     recovery = Recovery(*about, lambda: trainer.record_finished_update())
     passes, audit = None, None
     if len(opts) > 1:

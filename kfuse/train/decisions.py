@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from kfuse.comm.chunks import plain_copy
 from kfuse.comm.group import CommError, Links
 from kfuse.comm.settings import TRANSPORT_NAMES, TREES, Sync
 from kfuse.elastic.protocol import ControlError
@@ -160,9 +159,8 @@ class Decisions:
         """Applies what rank 0 announced with a finished step. context: the settings that the step was made with."""
         at, announced = self.progress, self._under_way.pop(stats.step, {})
         self.apply(announced, context.members)
-        if stats.step >= at.resumed_at:
-            at.generation = announced.get("generation", at.generation)
-            at.stop = announced.get("stop", at.stop)
+        at.generation = announced.get("generation", at.generation)
+        at.stop = announced.get("stop", at.stop)
 
     def apply(self, announced: Mapping[str, Any], members: Sequence[int] | None = None) -> None:
         """Applies what rank 0 announced, from the next step on. members: the workers then, in rank order; None: now."""
@@ -239,6 +237,15 @@ class Decisions:
         self._requested, self._under_way = dict(state["requested"]), dict(state["under_way"])
         self.use_transport()
 
+    def forget_job(self) -> None:
+        """What was loaded is of another run, whose views, stop and number of workers do not count here."""
+        self.progress.stop = self.progress.generation = 0
+        theirs = ("generation", "stop")
+        for step, announced in self._under_way.items():
+            self._under_way[step] = {name: value for name, value in announced.items() if name not in theirs}
+        if self.session.view is not None:
+            self.workers_requested = 0
+
 
 @dataclass(eq=False)
 class PolicyCalls:
@@ -277,6 +284,8 @@ class PolicyCalls:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy's state. What a checkpoint cannot hold is an error of the policy too."""
+        from kfuse.comm.chunks import plain_copy  # for other workers and checkpoints
+
         what = f"the value of {self._name('state_dict')}"
         return self._call("state_dict", lambda: plain_copy(self.policy.state_dict(), what)) or {}
 
@@ -325,7 +334,7 @@ class PolicyCalls:
             corrupt_workers=tuple(rank for rank, worker in enumerate(workers) if worker in at.corrupt),
             previous_step_time_s=stats.previous_step_time_s,
             previous_data_wait_s=stats.previous_data_wait_s,
-            eval_accuracy=at.accuracy,
+            eval_accuracy=at.evaluation.accuracy,
             bounds=self.bounds,
             link_latencies=None if links is None else links.latencies,
             link_throughputs=None if links is None else links.throughputs,
