@@ -11,7 +11,6 @@ from typing import Any, TextIO
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.settings import CommOptions
-from kfuse.elastic import rendezvous
 from kfuse.elastic.link import Link
 from kfuse.elastic.protocol import View
 
@@ -162,7 +161,9 @@ class Session:
             self.link.send("left")  # until then it is in each view that recovers from a loss
             self.left = True
             return False
-        group = rendezvous.form_group(view, rank, old, self.check, new)
+        from kfuse.elastic.rendezvous import form_group  # where a supervisor has started this worker
+
+        group = form_group(view, rank, old, self.check, new)
         try:
             group.connect_lanes(max(1, self.lanes_used))
             if self.comm.tree == "latency":  # it follows this view's links

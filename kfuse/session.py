@@ -20,17 +20,15 @@ from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import Group, drop_retired, keep_for_ever
 from kfuse.comm.settings import CommOptions
-from kfuse.elastic import notice, protocol
-from kfuse.elastic.rendezvous import Rendezvous
-from kfuse.logs import set_up_logging
+from kfuse.elastic import protocol
 from kfuse.membership import Session
-from kfuse.observe.lock import share
 from kfuse.settings import rules
 from kfuse.settings.declared import CommSettings
 from kfuse.settings.tree import by_key, resolved
 
-if TYPE_CHECKING:  # only where a supervisor has started this worker
+if TYPE_CHECKING:  # only where there are other workers
     from kfuse.elastic.client import ControlClient
+    from kfuse.elastic.rendezvous import Rendezvous
 
 _CLOSE_S = 5.0  # how long an ending process waits until the others end too
 
@@ -63,9 +61,12 @@ def init(**settings: Unpack[CommSettings]) -> Session:
         from kfuse.elastic.client import ControlClient
 
         return connect_to_supervisor(ControlClient(timeout_s), comm_options, timeout_s)
-    rendezvous = Rendezvous.of_torch() or Rendezvous.of_environment()
-    if rendezvous is not None and rendezvous.size > 1:
-        return join_fixed_group(rendezvous, comm_options, timeout_s)
+    if "WORLD_SIZE" in os.environ or (dist.is_available() and dist.is_initialized()):
+        from kfuse.elastic.rendezvous import Rendezvous
+
+        rendezvous = Rendezvous.of_torch() or Rendezvous.of_environment()
+        if rendezvous is not None and rendezvous.size > 1:
+            return join_fixed_group(rendezvous, comm_options, timeout_s)
     return _use(Session(Group(device=_take_device(comm_options), timeout_s=timeout_s), comm_options))
 
 
@@ -104,6 +105,10 @@ def connect_to_supervisor(client: ControlClient, comm: CommOptions, timeout_s: f
 
     Raises ValueError for a schedule that needs a fixed number of workers.
     """
+    from kfuse.elastic import notice  # these are of workers that a supervisor started only
+    from kfuse.logs import set_up_logging
+    from kfuse.observe.lock import share
+
     rules.check(by_key(comm.named()) | {"job": "elastic"})
     if "observe" in client.job:
         set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")

@@ -52,7 +52,7 @@ class ControlClient(Link):
         self._saves = False  # a last checkpoint, as the supervisor is lost
         self._closing = threading.Event()
         try:
-            self._socket, self._lines, welcome = self._connect((host, int(port)), timeout_s)
+            self._socket, lines, welcome = self._connect((host, int(port)), timeout_s)
             self._messages, _, _ = self._connect((host, int(port)), timeout_s, messages=True)
         except OSError as error:
             raise ControlError(f"no supervisor at {protocol.place(host, int(port))}: {error}") from error
@@ -60,7 +60,7 @@ class ControlClient(Link):
         self.silence_s, self.catch_up_s = welcome["silence_s"], welcome["catch_up_s"]
         self.notice_signals: list[str] = welcome["notice_signals"]  # names: see `kfuse.elastic.notice`
         protocol.set_acknowledgement_timeout(self._socket, self.silence_s)
-        threading.Thread(target=self._receive, name="kfuse-control", daemon=True).start()
+        threading.Thread(target=self._receive, args=(lines,), name="kfuse-control", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="kfuse-heartbeat", daemon=True).start()
 
     def _connect(self, address: tuple[str, int], timeout_s: float, **more: Any) -> tuple[socket.socket, BinaryIO, Any]:
@@ -210,10 +210,10 @@ class ControlClient(Link):
 
     # -- threads --------------------------------------------------------------------------------------------------
 
-    def _receive(self) -> None:
+    def _receive(self, lines: BinaryIO) -> None:
         why = ""
         try:
-            while line := self._lines.readline(protocol.MAX_LINE):
+            while line := lines.readline(protocol.MAX_LINE):
                 message = protocol.decode(line)
                 with self._changed:
                     match message.pop("type"):
