@@ -188,8 +188,8 @@ class Chaos(BasePolicy):
     def _await(self, right: Callable[[int], bool], why: Mapping[str, Any]) -> None:
         """Waits until it is right, or another view is on its way: that one needs steps to be made."""
         own, deadline = session.current(), time.monotonic() + _PATIENCE_S
-        client = own.control_client
-        while client is not None and own.view is not None and not right(own.group.size):
+        client = own.link
+        while own.elastic and own.view is not None and not right(own.group.size):
             if client.view(own.view.generation) or client.stop:
                 return
             assert time.monotonic() < deadline, f"{own.group.size} workers at step {self._step}: no good for {why}"

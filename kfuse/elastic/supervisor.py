@@ -1,7 +1,7 @@
 """The supervisor: starts workers, forms views of them, and passes on what they report. It trains nothing itself.
 
 It receives the workers' messages and calls its parts: `Processes` (start, heartbeats, ends), `Views` (membership),
-`Failures` (lost workers, lost contact), `Meetings`, `Records`.
+`Failures` (lost workers, lost contact), `Records`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from kfuse.elastic import protocol
 from kfuse.elastic.failures import Failures
 from kfuse.elastic.job import Job, JobFailed, Recorder, Records
 from kfuse.elastic.launchers import Launcher
-from kfuse.elastic.meetings import Meetings
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker, send_to_all
 from kfuse.elastic.server import Server
 from kfuse.elastic.views import Views
@@ -55,7 +54,6 @@ class Supervisor:
         self.processes = Processes(launcher, self.job, self.records, self._ended)
         self.views = Views(self.job, self.processes, self.records)
         self.failures = Failures(self.job, self.processes, self.records, self.views)
-        self._meetings = Meetings(self.job, self.processes)
         self.token = secrets.token_hex(16)
         self.address = ""  # host:port of the control channel
         self._server = Server(self.token, self._serve)
@@ -167,14 +165,7 @@ class Supervisor:
         _log.info("stop asked: %s", reason)
         self.job.stopping = reason
         send_to_all(self.processes.alive(), "stop", reason=reason)
-        loop.call_later(_CATCH_UP * self.job.settings["elastic_grace_s"], self._end_catching_up)
         loop.call_later(self.job.settings["elastic_grace_s"], self.job.end)
-
-    def _end_catching_up(self) -> None:
-        """Workers that are to stop, and wait for others that are behind: these take the furthest one's state."""
-        if self._meetings.under_way:
-            _log.info("workers are too far behind to make their steps up to the furthest one: they take its state")
-            self.views.recover("stop")
 
     async def _ended(self, worker: Worker, was: State, status: int | None) -> None:
         notices = [-signal.Signals[name] for name in self.job.settings["elastic_notice_signals"]]
@@ -243,8 +234,9 @@ class Supervisor:
             worker.pid, worker.host, worker.address = pid, host, list(hello.get("address", []))
             limits = self.job.settings
             silence_s, signals = limits["elastic_heartbeat_timeout_s"], limits["elastic_notice_signals"]
-            worker.send("welcome", job=self._told, silence_s=silence_s, notice_signals=signals)
-            self._meetings.connected(worker)
+            catch_up_s = _CATCH_UP * limits["elastic_grace_s"]
+            told = {"silence_s": silence_s, "catch_up_s": catch_up_s, "notice_signals": signals}
+            worker.send("welcome", job=self._told, **told)
         rest = b""
         while more := await reader.read(protocol.MAX_LINE):  # of a batch many lines at once
             worker.last_message_at = asyncio.get_running_loop().time()
@@ -299,16 +291,14 @@ class Supervisor:
             case "evict":  # an audit by the others has named a worker, whose loss then is one like any other
                 self.records.add("event", message["event"])
                 self.processes.end(self.processes.workers[message["worker"]], message["why"])
-            case "announce":
-                self._meetings.announce(message["announcement"])
             case "decision":  # of rank 0, for all others
                 number, decision = message["number"], message["decision"]
                 others = (other for other in self.processes.alive() if other is not worker)
                 send_to_all(others, "decision", worker=worker.number, number=number, decision=decision)
-            case "meet":
-                self._meetings.arrive(worker, message)
-            case "alive":  # a heartbeat
-                self._meetings.moved(worker, message.get("step"))
+            case "far_behind":  # pair averaging: the others have waited for it long enough, as the job is to stop
+                if message["generation"] == self.job.view.generation:
+                    _log.info("workers too far behind to make their steps up to the furthest one take its state")
+                    self.views.recover("stop")
             case "notice":
                 await self._take_notice(worker)
             case "goodbye":  # nothing follows, and no heartbeat is due any more

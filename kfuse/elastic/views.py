@@ -29,7 +29,10 @@ class Views:
     def __init__(self, job: Job, processes: Processes, records: Records) -> None:
         self._job, self._processes, self._records = job, processes, records
         self.host = ""  # this machine's address, as workers reach it
-        self.store: TCPStore | None = None  # the newest view's, in this process: no lost worker takes it down
+        # The newest view's, and until all are in a planned one that of before, in this process: no lost worker takes
+        # them down.
+        self.store: TCPStore | None = None
+        self._store_before: TCPStore | None = None
         self.inquiry = -1  # generation of the view whose workers are being asked whom they reach
         self._asked = job.wanted
         self._to_join: list[Worker] = []  # of the newest view: all that have not joined it yet, and perhaps others
@@ -161,6 +164,8 @@ class Views:
         staying = {worker.number for worker in workers}
         leaving = [worker for worker in self._processes.members() if worker.number not in staying]
         members = tuple(Member(worker.number, worker.pid or 0, worker.host) for worker in workers)
+        # Before a planned view the workers may still meet over theirs. Else those that wait there get an error.
+        self._store_before = None if recovers else self.store
         view = self._job.view = View(generation, members, self._open_store(len(members)), reason, recovers)
         for worker in workers:
             worker.state = State.PROPOSED
@@ -170,10 +175,7 @@ class Views:
         _log.info("view %d formed (%s): workers %s on store %s:%d", generation, reason, numbers, *view.store)
 
     def _open_store(self, workers: int) -> tuple[str, int]:
-        """Opens a store for the next view, of so many workers: for one alone none is needed.
-
-        Closes the one before: workers that still wait there get an error.
-        """
+        """Opens a store for the next view, of so many workers: for one alone none is needed."""
         if workers == 1:
             self.store = None
             return self.host, 0

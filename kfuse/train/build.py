@@ -12,6 +12,7 @@ from kfuse.checkpoint.manager import Checkpoints, SavedModel, load_weights
 from kfuse.cores import cores
 from kfuse.data import DataSplit
 from kfuse.data.sources import heldout_data, training_data
+from kfuse.elastic.link import Report, ignore
 from kfuse.optim import DistributedOptimizer, Optimizer
 from kfuse.session import current
 from kfuse.settings import instantiate
@@ -37,8 +38,8 @@ def set_threads(config: dict[str, Any]) -> None:
     torch.set_num_threads(workers["threads"] or (1 if config["comm"]["reproducible"] else shared))
 
 
-def build_trainer(config: dict[str, Any]) -> Trainer:
-    """Data, model, policy and optimizer as configured, ready to run. Needs a session."""
+def build_trainer(config: dict[str, Any], report: Report = ignore) -> Trainer:
+    """Data, model, policy and optimizer as configured, ready to run. Needs a session. report: takes its records."""
     torch.manual_seed(config["seed"])
     values = flat(config)
     split: DataSplit = instantiate.build(class_arguments("data", config["data"]))
@@ -55,7 +56,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     # The optimizer has the norm to clip to: see `_optimizer`.
     settings: Any = completed(values | {"train_clip_norm": None})
     checkpoints = {name: config["checkpoint"][name] for name in ("every_steps", "keep", "resume")}
-    given = training_data(split.train)
+    given, run_dir = training_data(split.train), Path(config["run_dir"])
     log_remarks(given.remarks)
     arguments = TrainArguments(
         model,
@@ -64,8 +65,9 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         settings,
         bounds,
         policy=instantiate.build(config["policy"]),
-        checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **checkpoints),
-        saved_model=SavedModel(Path(config["run_dir"]), session) if values["train_save_model"] is not False else None,
+        checkpoints=Checkpoints(run_dir / "checkpoints", session, **checkpoints, report=report),
+        saved_model=SavedModel(run_dir, session, report) if values["train_save_model"] is not False else None,
+        report=report,
         heldout=heldout_data(split.heldout),
         exits_are_errors=True,
     )
