@@ -83,6 +83,7 @@ def who(text: str) -> dict[int, Worker]:
         ("0m 1mo", "01", BROKEN, "failure", "0", 0, ""),
         ("0mo 1m", "0", {**BROKEN, **ONE}, "failure", "1", 0, ""),  # one that was to leave
         ("0m 1mo", "0", {}, "", "", 0, ""),  # as it ends it is judged
+        ("0m 1lo", "0", {}, "", "", 1, ""),
         ("0p 1m", "02", BROKEN, "failure", "01", 1, ""),
         ("2r", "01", {**BROKEN, **ONE}, "restart", "2", 0, ""),
         # What has to wait, and the end.

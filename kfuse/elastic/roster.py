@@ -107,7 +107,7 @@ def _there(members: Sequence[Worker], others: Sequence[Worker]) -> int:
         elif each.noticed:
             count += not all_noticed
         else:  # one that has left its loop while the others go on is judged as it ends
-            count += each.state in NEW or (each.state is State.MEMBER and each.ended_loop)
+            count += each.state in NEW or (each.ended_loop and each.state is not State.LEFT)
     return count
 
 
@@ -208,14 +208,15 @@ class Roster:
             self._stop("terminated")
         if found.start and not self._starting:
             self._starting = True
-            job.run(self._start())
+            job.run(self._start(found.start))
         elif not (self._starting or processes.present):
             job.end(job.late_failure)
 
-    async def _start(self) -> None:
-        """Starts one worker; what is missing then is decided anew."""
+    async def _start(self, workers: int) -> None:
+        """Starts so many workers; what is missing then is decided anew."""
         try:
-            await self._processes.start()
+            for _ in range(workers):
+                await self._processes.start()
         except LaunchError as error:
             self._go_on_with_those_there(error)
         self._starting = False
@@ -229,7 +230,7 @@ class Roster:
         for worker in self._processes.members():
             worker.to_replace = False
         asked, job.wanted = job.wanted, min(job.wanted, alive)
-        job.places -= self._plan().start
+        job.places -= plan(self._processes.present, job, room=None).start
         self._clipped(asked, job.wanted, str(error))
 
     def _announce(self, workers: Sequence[Worker], reason: str, recovers: bool) -> None:
