@@ -125,7 +125,7 @@ async def test_newcomers_alone_have_nothing_to_go_on_with(stage: Stage) -> None:
     await stage.says(1, "record", kind="start", data=BEGINS)
 
 
-@job(limits(3, 1, 3, restart=True), failure=4)
+@job(limits(3, 1, 3, restart=True, replace=False), failure=4)
 async def test_a_worker_that_dies_as_the_job_starts_anew_is_replaced(stage: Stage) -> None:
     await stage.train(0, 1, 2)
     await stage.lose(0, 1, 2)
