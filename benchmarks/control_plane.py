@@ -202,9 +202,8 @@ class Measured:
         view = self._supervisor.job.view
         joins = message["type"] == "joined" and message["generation"] == view.generation
         if joins:
-            if view.generation != self._generation:
-                self._generation, self._number = view.generation, 0
-            self._number += 1
+            self._number = 1 + self._number * (view.generation == self._generation)
+            self._generation = view.generation
         await self._receive(worker, message)
         if joins and self._number == view.size == self._awaited:
             self._agreed_cpu_s, self._agreed_at = time.process_time(), time.monotonic()
