@@ -120,17 +120,17 @@ class Supervisor:
             await asyncio.sleep(_POLL_S)
 
     async def _watch(self) -> None:
-        """Checks heartbeats and the launcher's notices, and what follows from them, or from a GPU that is free now."""
+        """Checks heartbeats, what a worker that waits for a GPU or for room does now, and the launcher's notices."""
         time = asyncio.get_running_loop().time
         checked_at = time()
         while True:
             await asyncio.sleep(protocol.HEARTBEAT_S)
             before, checked_at = checked_at, time()
             self.processes.check_heartbeats(checked_at - before - protocol.HEARTBEAT_S)
+            self.roster.settle()
             for worker in self.processes.alive():
                 if getattr(worker.process, "noticed", False):
                     self._take_notice(worker)
-            self.roster.settle()
 
     def _limit_to_gpus(self) -> None:
         """Lowers the maximum, which is often a default, to the number of GPUs, with a log line and an event.
