@@ -95,6 +95,7 @@ class Engine(EngineParts):
         self.last = None
         self.abort()
         self.now.plan, self.now.mine = plan, plan.ranges[self.group.rank]
+        self.now.is_local = plan.local is not None
         if self.options.reproducible:
             self.now.leaves = self.executor.plan_sums(plan).steps
 
@@ -283,7 +284,7 @@ class Engine(EngineParts):
     def _complete(self, bucket: Bucket, current: MicroBatch) -> None:
         for destination, source in current.leaf.merges:
             bucket.slot(destination).add_(bucket.slot(source))
-        if current.last and not (bucket is self.buckets[-1] and self._tail_waits):
+        if current.last and self.group.size > 1 and not (bucket is self.buckets[-1] and self._tail_waits):
             self.executor.launch([bucket], self.step, self.now.is_local)
 
     @property
@@ -311,13 +312,18 @@ class Engine(EngineParts):
         self.streams.go_on_here()
         self.streams.end()
         self.executor.wait()
-        now.number, now.tail, now.phase = self.step, last.sum[last.body :], Phase.SUMMED
-        self.measurement.measure(self.measurement.total_weight(now.tail, now), self.executor.measured)
+        several = self.group.size > 1
+        now.number, now.phase = self.step, Phase.SUMMED
+        if self.options.sharded or now.unused or not now.weights_are_known:  # else nobody reads it
+            now.tail = last.sum[last.body :]
+        total_weight = self.measurement.total_weight(now)
+        self.measurement.measure(total_weight, self.executor.measured if several else ())
         now.changes = last.view(last.mean) if self.averaged.tensors else ()
         self.last = now
         # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the result,
         # and nobody updates, before all gradients are where they are needed.
-        self.executor.share_sums(self.measurement.norms, *([last.sum] if self._tail_waits else []))
+        if several:
+            self.executor.share_sums(self.measurement.norms, *([last.sum] if self._tail_waits else []))
         self._complete_step(now, self.measurement.record(last.tails[0], now))
         if self._first_steps:
             self._first_steps -= 1
@@ -342,8 +348,8 @@ class Engine(EngineParts):
     def _complete_step(self, step: Step, record: Tensor) -> None:
         """The step is reduced. record: see `Step`."""
         if self.averaged.tensors:
-            total_weight = self.measurement.total_weight(step.tail, step)
-            self.averaged.apply(self.buckets[-1].layout.params, step.changes, total_weight)
+            changes, total_weight = step.changes, self.measurement.total_weight(step)
+            self.averaged.apply(self.buckets[-1].layout.params, changes, total_weight)
         step.record, step.phase = record, Phase.REDUCED
         self._find_unused(step)
         gradients.show(self.gradient_buckets, self.params, step.left_out)

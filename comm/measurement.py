@@ -59,6 +59,7 @@ class Measurement:
         self._total = SumPartialsArguments(every, torch.zeros((), dtype=torch.float64, device=device))
         # Of a record: |gbar|^2, and 0 for an update that is not left out.
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
+        self._quick_totals = quick(self._totals)
         self.renew()
         self.stopwatch = Stopwatch(device)
 
@@ -122,13 +123,13 @@ class Measurement:
             tail[index] = number
         place.add_(tail) if current.leaf.accumulate else place.copy_(tail)
 
-    def total_weight(self, tail: Tensor, now: Step) -> Tensor | None:
+    def total_weight(self, now: Step) -> Tensor | None:
         """float64 scalar: what the reduced buckets are to be divided by; None if they hold means."""
         if now.weights_are_known:
             return None
         if now.is_local:  # the buckets hold this worker's own sums
-            return torch.full((), now.weight or 1.0, dtype=torch.float64, device=tail.device)  # no wait
-        return tail[self._params + SAMPLES].double()
+            return torch.full((), now.weight or 1.0, dtype=torch.float64, device=self._totals.device)  # no wait
+        return now.tail[self._params + SAMPLES].double()
 
     def renew(self) -> None:
         """Takes other memory for `norms`: messages under way may still write to this."""
@@ -181,7 +182,7 @@ class Measurement:
         """
         sum_partials.run(self._norm)
         slots, of_ranks = self._params, self._params + TAIL_SLOTS
-        parts: Any = (tail[slots:of_ranks], quick(self._totals), tail[of_ranks:])
+        parts: Any = (tail[slots:of_ranks], self._quick_totals, tail[of_ranks:])
         record = torch.cat(parts) if isinstance(tail, Tensor) else torch.from_numpy(np.concatenate(parts))
         if now.alone:
             values = record.numpy()

@@ -71,6 +71,7 @@ class Step:
 
     number = 0  # counted from 0; known once it is summed
     plan: StepPlan | None = None
+    is_local = False  # gradients stay with their worker; only the tail is reduced
     mine: range | None = None  # what this worker is to run: in the plan, or of bare backwards. None: not known before
     implicit = False  # of bare backwards, outside opt.micro_batch
     current: MicroBatch | None = None
@@ -85,7 +86,9 @@ class Step:
     leaves: Sequence[LeafStep] | None = None  # with the canonical tree: how this worker sums its own
     unused: set[int]  # parameters that none of this worker's finished micro-batches gave a gradient
     # Of a step that is summed. Tensors are on the device.
-    tail: Tensor  # fp32: its summed tail; first, by parameter, how many micro-batches of all gave it a gradient
+    # fp32: its summed tail, where somebody reads it (`Engine.finish`). First, by parameter, how many micro-batches of
+    # all workers gave it a gradient.
+    tail: Tensor
     changes: Sequence[Tensor] = ()  # the averaged buffers' summed changes, in the order of their bucket
     # Of one that is reduced. The mean gradient is in the buckets.
     record: Tensor | None = None  # float64 [RECORD_SLOTS + workers + figures]: see `Measurement.record`
@@ -108,11 +111,6 @@ class Step:
     def parts(self) -> int:
         """Bare backwards in the step, each of a loss divided by their number."""
         return len(self.mine) if self.implicit and self.mine is not None else 1
-
-    @property
-    def is_local(self) -> bool:
-        """Gradients stay with their worker; only the tail is reduced."""
-        return self.plan is not None and self.plan.local is not None
 
     @property
     def weights_are_known(self) -> bool:

@@ -339,8 +339,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether what must be equal on all ranks is not, in a step in which they compare it. The host waits for the
         device then. Raises CommError.
         """
-        engine, every = self.engine, self.engine.options.check_every
-        if every is None or step.number % every or step.is_local or engine.group.size == 1:
+        engine = self.engine
+        every = engine.options.check_every
+        if engine.group.size == 1 or every is None or step.number % every or step.is_local:
             return False
         from kfuse.comm.digest import digest  # one worker alone does not need it
 

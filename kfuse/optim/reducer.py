@@ -127,11 +127,11 @@ class Reducer(Engine):
 
     def take_complete(self, uses_scaler: bool) -> Step | None:
         """Takes the step's complete reduction. Returns None without gradients, or if the loop handles a lost worker."""
-        if self.reduced is None:
+        if (reduced := self.take()) is None:
             if self.lost_worker_error is None and any(p.grad is not None for p in self.params):
                 self._take_gradients_set_by_hand(uses_scaler)
             self.finish()
-        reduced = self.take()
+            reduced = self.take()
         if not self.has_pass:
             raise RuntimeError(
                 f"{type(self._updates.opt).__name__}.step(): this optimizer has had no pass in this body: write `for "
