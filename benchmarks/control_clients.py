@@ -22,7 +22,7 @@ from kfuse.elastic import protocol
 
 STEP_S = 0.1
 WORKERS_A_HOST = 8
-_ALIVE = protocol.encode({"type": "alive", "step": None})
+_ALIVE = protocol.encode({"type": "alive"})
 _NOTICED = 8  # times that losses, one after the other, are noticed by the others
 _LIMIT = 2**20  # bytes of a line of orders
 _METRICS = {

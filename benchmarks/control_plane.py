@@ -131,7 +131,7 @@ class Measured:
         limits = {"workers_count": workers, "workers_max": 2 * workers, "elastic_replace": False}
         settings: Any = resolved("the benchmark", JobSettings, limits)
         self._supervisor = Supervisor(self._clients, {}, self._recorder, settings)
-        self._joined, self._supervisor.views.joined = self._supervisor.views.joined, self._count_joined  # type: ignore[method-assign]
+        self._receive, self._supervisor._receive = self._supervisor._receive, self._count_joined  # type: ignore[method-assign]
         self._generation = self._number = 0
         self._agreed = asyncio.Event()
         self._awaited = workers
@@ -198,14 +198,14 @@ class Measured:
         }
         await asyncio.sleep(1.0)  # what is left to do is not the next phase's
 
-    def _count_joined(self, worker: Worker, generation: int) -> None:
+    async def _count_joined(self, worker: Worker, message: dict[str, Any]) -> None:
         view = self._supervisor.job.view
-        if generation == view.generation:
-            if generation != self._generation:
-                self._generation, self._number = generation, 0
-            self._number += 1
-        self._joined(worker, generation)
-        if generation == view.generation and self._number == view.size == self._awaited:
+        joins = message["type"] == "joined" and message["generation"] == view.generation
+        if joins:
+            self._number = 1 + self._number * (view.generation == self._generation)
+            self._generation = view.generation
+        await self._receive(worker, message)
+        if joins and self._number == view.size == self._awaited:
             self._agreed_cpu_s, self._agreed_at = time.process_time(), time.monotonic()
             self._agreed.set()
 

@@ -25,7 +25,7 @@ from workers import leave, messages_of, set_torchrun_variables
 import kfuse as kf
 from kfuse import session
 from kfuse.comm.settings import TRANSPORT_NAMES, CommOptions
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.step import StepPlan
 
 STEPS, MICRO_BATCHES, SAMPLES = 8, 8, 16
 LIMIT_S, TIMEOUT_S = 25.0, 10.0

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import kfuse as kf
 from kfuse import session
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.step import StepPlan
 from kfuse.comm.transports import all_to_all
 from kfuse.kernels import Merges, PackArguments, block_sumsq, pack, reduce, sum_partials
 from kfuse.models import GPT

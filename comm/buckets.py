@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -120,27 +121,21 @@ class Bucket:
     parameter's shape has its strides too (channels_last). One of averaged buffers holds them in logical order.
     """
 
-    kind: torch.dtype  # of the slots
     orders: list[tuple[int, ...] | None]  # each parameter's `dense_order`; None: the logical one
-    sum: Tensor  # [body + tail], slot 0
-    tail_sum: Tensor  # [tail], the part of `sum` behind the gradients
     tails: list[Place]  # of each slot
     mean: Tensor  # [body], `sum` without the tail: after the reduction, the mean gradient
     visible: Tensor  # [body], what each p.grad is a view of: `mean`, or for 16-bit parameters its rounded values
     shards: list[slice]  # each rank's part, where the program splits the bucket
     owned: list[slice]  # each rank's parameters, where an update needs the whole gradient of each; else empty
     part: slice  # this worker's of `shards`, which it adds up and measures
-    shard: slice  # the part of `mean` that this worker updates; all of it with replicated state
     mirrored: slice  # the shard of the worker before, whose updates this one repeats; empty where there is no mirror
     own: Tensor  # `mean[shard]`
-    before: Tensor  # `mean[mirrored]`
-    parameters: Tensor | None  # [body], in their dtype; shared after a sharded update. The optimizer sets it
     # Each parameter's gradient, a view of `visible`; with sharded state None, since no worker has all of it.
     views: Sequence[Tensor | None]
     sumsq: Tensor  # fp32: sums of squares of one micro-batch's own gradient, which `pack` writes. Measurement sets it
     places: list[Tensor]  # of each parameter in `mean`, laid out as its gradients are
     calls: list[list[int]]  # which gradients are packed together: on a CPU each large one alone, first; then the rest
-    call_of: dict[int, int]  # the number of each large one's call
+    grads: list[Tensor | None]  # of the micro-batch; none once they are packed
 
     def __init__(
         self,
@@ -160,35 +155,28 @@ class Bucket:
         mine = [tensors[i] for i in layout.params]
         self.device = device
         self.shapes = [t.shape for t in mine]
-        self._strides = layout.strides or (None,) * len(mine)
         self.orders = [
             None if strides is None else dense_order(torch.empty_strided(shape, strides, device="meta"))
-            for shape, strides in zip(self.shapes, self._strides, strict=True)
+            for shape, strides in zip(self.shapes, layout.strides or (None,) * len(mine), strict=True)
         ]
-        self.body, self.tail = layout.numel, 0
-        self.kind = torch.float64 if layout.dtype is torch.float64 else torch.float32
         self.shards, self.owned = [slice(0, self.body)], []
-        self.part, self.mirrored, self.parameters = slice(0, self.body), slice(0, 0), None
+        self.part, self.mirrored = slice(0, self.body), slice(0, 0)
         self.table = PackTable.build([t.numel() for t in mine], list(layout.offsets), self.device)
         large = [] if devices.of(self.device).asynchronous else [k for k, t in enumerate(mine) if t.numel() >= LARGE]
         rest = [k for k in range(len(mine)) if k not in large]
         self.calls = [[k] for k in large] + ([rest] if rest else [])
-        self._tables = [self.table] if rest and not large else [self._table(which) for which in self.calls]
-        self.call_of = {k: number for number, k in enumerate(large)}
-        self.renew()
+        self.renew(0)
         self.begin_micro_batch()
 
-    def renew(self, tail: int | None = None, new_slot: Callable[[int], Tensor | None] | None = None) -> None:
+    def renew(self, tail: int | None = None, new_slot: Callable[[int], Tensor] | None = None) -> None:
         """Takes fresh slots, perhaps with another tail; messages under way may still write to the old ones.
 
         new_slot(k): where slot k is to lie, [body + tail], zeros; None: in memory of its own.
         """
-        self.tail = self.tail if tail is None else tail
-        self._new_slot = new_slot
+        numel = self.body + (self.tail if tail is None else tail)
+        self._new_slot = new_slot or partial(flat_zeros, numel, device=self.device, dtype=self.kind)
         self.slots, self.tails, self._packings = list[Tensor](), list[Place](), dict[int, list[PackArguments]]()
-        self.sum = self.slot(0)
-        self.tail_sum = self.sum[self.body :]
-        self.mean = self.sum[: self.body]
+        self.mean = self.slot(0)[: self.body]
         self.assign(self.part, self.mirrored)
         self.places = [self.laid_out(k, view) for k, view in enumerate(self.view(self.mean))]
         self.visible = self.mean
@@ -200,8 +188,31 @@ class Bucket:
         """Makes `views` anew."""
         self._shown = [] if self.sharded else self.view(self.visible)
         self.views = self._shown or [None] * len(self.shapes)
-        self._addresses = [view.data_ptr() for view in self._shown]
-        self._shown_strides = [view.stride() for view in self._shown]
+        self._shown_at = [view.data_ptr() for view in self._shown], [view.stride() for view in self._shown]
+
+    @property
+    def body(self) -> int:
+        """Elements of the gradients, padding included."""
+        return self.layout.numel
+
+    @property
+    def kind(self) -> torch.dtype:
+        """The dtype of the slots."""
+        return torch.float64 if self.layout.dtype is torch.float64 else torch.float32
+
+    @property
+    def sum(self) -> Tensor:
+        """[body + tail], slot 0."""
+        return self.slots[0]
+
+    @property
+    def tail(self) -> int:
+        return self.slots[0].numel() - self.body
+
+    @property
+    def shard(self) -> slice:
+        """The part of `mean` that this worker updates; all of it with replicated state."""
+        return self.part if self.sharded else slice(0, self.body)
 
     def of(self, params: Sequence[T]) -> list[T]:
         """This bucket's of an engine's parameters."""
@@ -210,15 +221,12 @@ class Bucket:
     def assign(self, part: slice, mirrored: slice) -> None:
         """Sets this worker's parts of `mean`. Between steps."""
         self.part, self.mirrored = part, mirrored
-        self.shard = part if self.sharded else slice(0, self.body)
-        self.own, self.before = self.mean[self.shard], self.mean[mirrored]
+        self.own = self.mean[self.shard]
 
     def slot(self, k: int) -> Tensor:
         """Slot k, allocated (zeros, so that padding stays zero) on first use."""
         while len(self.slots) <= k:
-            nth = len(self.slots)
-            slot = None if self._new_slot is None else self._new_slot(nth)
-            self.slots.append(flat_zeros(self.body + self.tail, nth, self.device, self.kind) if slot is None else slot)
+            self.slots.append(self._new_slot(len(self.slots)))
             self.tails.append(quick(self.slots[-1][self.body :]))
         return self.slots[k]
 
@@ -229,10 +237,11 @@ class Bucket:
     def packings(self, k: int) -> list[PackArguments]:
         """The arguments of each of `calls` into slot k, kept: they are given a micro-batch's gradients and scale."""
         if k not in self._packings:
-            sums = self.sumsq.split_with_sizes([table.num_chunks for table in self._tables])
+            tables = [self.table] if len(self.calls) == 1 else [self._table(which) for which in self.calls]
+            sums = self.sumsq.split_with_sizes([table.num_chunks for table in tables])
             self._packings[k] = [
                 PackArguments([None] * len(table.numels), self.slot(k), table, 1.0, False, sumsq)
-                for table, sumsq in zip(self._tables, sums, strict=True)
+                for table, sumsq in zip(tables, sums, strict=True)
             ]
         return self._packings[k]
 
@@ -247,7 +256,7 @@ class Bucket:
 
     def shaped(self, elements: Tensor, k: int) -> Tensor:
         """The k-th parameter's elements, 1-D, in its shape and with its strides."""
-        strides = self._strides[k]
+        strides = self.layout.strides[k] if self.layout.strides else None
         return elements.view(self.shapes[k]) if strides is None else elements.as_strided(self.shapes[k], strides)
 
     def laid_out(self, k: int, gradient: Tensor) -> Tensor:
@@ -257,8 +266,9 @@ class Bucket:
 
     def are_views(self) -> bool:
         """Whether all of `views` are views still: `p.grad.data = tensor` gives one other memory, or other strides."""
-        same = list(map(Tensor.data_ptr, self._shown)) == self._addresses
-        return same and list(map(Tensor.stride, self._shown)) == self._shown_strides
+        addresses, strides = self._shown_at
+        same = list(map(Tensor.data_ptr, self._shown)) == addresses
+        return same and list(map(Tensor.stride, self._shown)) == strides
 
     def take_visible(self) -> None:
         """Elements of 16-bit gradients that were changed since p.grad was set replace those of the mean in fp32."""
@@ -266,9 +276,8 @@ class Bucket:
             take_changed(self.visible, self.mean)
 
     def begin_micro_batch(self) -> None:
-        self.grads: list[Tensor | None] = [None] * len(self.shapes)
+        self.grads = [None] * len(self.shapes)
         self.missing = len(self.shapes)
-        self.packed = False
 
 
 def make_buckets(

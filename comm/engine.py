@@ -1,200 +1,156 @@
 """An engine reduces the gradients of some parameters to their mean over the workers of a group, step after step.
 
-Hooks take over each fresh gradient (`gradients`), `step` packs micro-batches into buckets and launches complete ones
-during backward, and `executor` runs each bucket's program with messages of the group.
+1) Hooks take each gradient as backward has computed it. When a bucket has all of a micro-batch's gradients one kernel
+   (`pack`) reads them once: into the flat buffer, scaled by the micro-batch's weight, with the sum of squares of this
+   micro-batch's own gradient.
+2) After the step's last micro-batch the bucket's reduction starts while backward goes on (`executor`). Buckets start in
+   index order on every rank; the tail is the end of the last one.
+3) `finish` waits for all of them, and sets each `p.grad`. The optimizer takes the step, and updates.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kfuse.comm import devices, gradients, transports
-from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_parameters
-from kfuse.comm.executor import Executor
-from kfuse.comm.gradients import STILL_THERE, GradientHooks
-from kfuse.comm.group import CommError, Group
-from kfuse.comm.measurement import Measurement
-from kfuse.comm.settings import CommOptions
-from kfuse.comm.step import REMEDY, EngineParts, KeptStep, Reduced, Step
-from kfuse.comm.step_state import MicroBatch, StepPlan
-
-if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
-    from kfuse.comm.cost import Choice
-
-_LOG = logging.getLogger("kfuse")
+from kfuse.comm import gradients
+from kfuse.comm.buckets import LARGE, PACKED, Bucket, BucketLayout
+from kfuse.comm.gradients import STILL_THERE
+from kfuse.comm.group import CommError
+from kfuse.comm.parts import EngineParts
+from kfuse.comm.step import REMEDY, MicroBatch, Phase, Step, StepPlan
+from kfuse.comm.sum_tree import ADD, WRITE
+from kfuse.kernels import pack
 
 
 class Engine(EngineParts):
-    """Reduces the gradients of `groups` (parameters that may share a bucket) over a `group` of workers."""
+    """Runs the steps of its parts."""
 
-    def __init__(
-        self,
-        groups: Sequence[Sequence[Parameter]],
-        group: Group,
-        options: CommOptions,
-        names: Sequence[str] | None = None,
-        lane: int = 0,
-        mirrors: bool = False,
-        costs: Sequence[int | None] = (),
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether the optimizer leaves parameters alone where the device says so, and the host need not ask it."""
+        return False
+
+    def _build(
+        self, layouts: Sequence[BucketLayout], buffers: Mapping[str, Tensor], summed: Sequence[Tensor] = ()
     ) -> None:
-        """names: of the parameters, for error messages. lane: which of the group's lanes (`Group.lane`) to use.
+        super()._build(layouts, buffers, summed)
+        try:
+            for bucket in self.gradient_buckets:
+                for k, index in enumerate(bucket.layout.params):
+                    self._handles.append(self._register(self.params[index], bucket, k))
+        except BaseException:  # by Ctrl-C: nobody has these hooks to remove them
+            self.close()
+            raise
 
-        costs: of each parameter, what its update costs a worker if that needs the whole gradient and so has one owner.
+    def _register(self, param: Parameter, bucket: Bucket, k: int) -> torch.utils.hooks.RemovableHandle:
+        """Registers a hook that moves the parameter's new `.grad` into the bucket's `grads`.
 
-        mirrors: with sharded state, the worker after this one gets its shard of the mean gradient too.
-
-        Raises ValueError for parameters that are not dense, fp32 or bf16 (on a CPU also float64), and on one device.
+        It is one closure, which calls nothing where all is as usual: it runs for every gradient. Hooks that the user
+        registers later would run after it, and find no gradient. Where it meets a new one it moves itself to the end,
+        and leaves this gradient to them: it is taken as the micro-batch ends.
         """
-        self.options, self.lane, self.mirrors = options, lane, mirrors and options.sharded
-        self.params = [p for params in groups for p in params]
-        self.names = list(names) if names is not None else [f"parameter {i}" for i in range(len(self.params))]
-        gradients.check_parameters(self.params, self.names)
-        if options.sync != "ssgd" and any(p.dtype == torch.float64 for p in self.params):
-            raise ValueError(f"comm.sync={options.sync}: must be ssgd with parameters of float64")
-        kinds = [index for index, params in enumerate(groups) for _ in params]
-        # What the optimizer sets.
-        self.on_last_micro_batch = lambda: None
-        # What else than parameters must be equal on all ranks: tensors, and the `salt` of `digest`.
-        self.compared: Callable[[], tuple[Sequence[Tensor], int]] = lambda: ((), 0)
-        self.audited = None
-        self.parts = 1  # bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)
-        self.figures = 0  # slots of the tail for a step function's figures
-        # What decisions and measured messages have chosen.
-        self.topology: str | None = None  # the transport that a decision chose; None: the configured one
-        # The shape that a decision chose for `tree`; None: the configured one. Parents are for the present group.
-        self.tree: str | tuple[int, ...] | None = None
-        self.choice: Choice | None = None  # what `comm.schedule=auto` chose by measured messages; None: no choice
-        # How far it is.
-        self.step, self.reduced = 0, None
-        self.kept: KeptStep | None = None  # with sharded state: the last reduced step, until the next one begins
-        self.superseded = False
-        # Whether a backward outside `MicroBatch` is a micro-batch. If not its gradients stay with their parameters.
-        self.bare_backwards = True
-        self._warned = set[str]()
-        self.group = group
-        self._layouts = plan_parameters(self.params, kinds, options.bucket_elements, costs)
-        self._build({})
-        self.set_group(group)
+        order, dtype, strided = bucket.orders[k], bucket.layout.dtype, torch.strided
+        numel, name = bucket.shapes[k].numel(), self.names[bucket.layout.params[k]]
+        call = bucket.calls.index([k]) if numel >= LARGE and [k] in bucket.calls else None
 
-    # -- set-up, between steps ------------------------------------------------------------------------------------
+        def on_gradient(param: Tensor) -> None:
+            if not (self.now.collects or self._wants_gradient()):
+                return  # it stays with its parameter
+            if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)  # autograd reads it as a dict: `move_to_end` would do nothing
+                return
+            grad = param.grad
+            if grad is None:
+                return  # a hook of the user's has dropped it
+            if not bucket.grads or bucket.grads[k] is not None or type(grad) is not Tensor or grad is bucket.views[k]:
+                gradients.refuse_another(grad, bucket, k, name)
+            if grad.layout is not strided or param.dtype is not dtype or grad.numel() != numel:
+                gradients.refuse_unfit(grad, param, bucket, k, name)
+            bucket.grads[k], param.grad = grad if order is None else grad.permute(order), None
+            del grad  # once it is packed nothing holds it
+            bucket.missing -= 1
+            if (
+                call is not None and self.now.collects
+            ):  # while it lies in the cache, and its memory is there for the next one
+                self._pack(bucket, call, [bucket.grads[k]], True)
+                bucket.grads[k] = PACKED
+            if not bucket.missing:
+                self.pack(bucket)
 
-    def track_buffers(self, buffers: Mapping[str, Tensor], summed: Sequence[Tensor] = ()) -> None:
-        """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches, by samples.
-
-        buffers: by name. summed: those of `buffers` whose changes are added up instead: see `AveragedBuffers`.
-        """
-        gradients.check_owner(self)
-        self.close()
-        before = self.gradient_buckets
-        self._build(buffers, summed)
-        for bucket, old in zip(self.gradient_buckets, before, strict=True):  # what the optimizer has set
-            bucket.parameters = old.parameters
-        self.set_group(self.group)
-
-    def carry_figures(self, count: int) -> None:
-        """Has so many numbers of each micro-batch averaged with its loss (`MicroBatch.figures`). Between steps."""
-        if count != self.figures:
-            self.figures = count
-            self.set_group(self.group)
-
-    def _build(self, buffers: Mapping[str, Tensor], summed: Sequence[Tensor] = ()) -> None:
-        """Makes buckets and hooks. The last bucket carries the tail."""
-        self.averaged = AveragedBuffers(buffers, summed)
-        # In a bucket of their own buffers and tail are fp32, and all workers get all of them.
-        own_bucket = bool(buffers) or self.options.dtype != "fp32" or self.options.sharded
-        own_bucket |= any(layout.dtype is torch.float64 for layout in self._layouts)
-        apart = self.averaged.tensors if own_bucket else None
-        self.device = self.params[0].device if self.params else torch.device("cpu")
-        self.buckets = make_buckets(self._layouts, self.params, apart, self.device, self.options.sharded)
-        self.gradient_buckets = self.buckets[: len(self._layouts)]
-        self.on_gpu = devices.of(self.device).asynchronous
-        self.streams = devices.StreamOrder(devices.of(self.device))
-        self.measurement = Measurement(self.gradient_buckets, len(self.params), self.device)
-        gradients.take_over(self.params, self)
-        self._hooks = GradientHooks(self)
-        self._gradients_set = False  # whether `p.grad` may have the gradients of the last step
-
-    def use_transport(self, topology: str | None, tree: str | tuple[int, ...] | None) -> None:
-        """Goes on with another transport or tree (None: the configured one), if it is another. Between steps."""
-        if (topology, tree) != (self.topology, self.tree):
-            self.topology, self.tree = topology, tree
-            self.set_group(self.group)
-
-    def set_group(self, group: Group) -> None:
-        """Goes on with other workers. Between steps. Raises ValueError if devices differ."""
-        if group.size > 1 and devices.of(group.device).name != self.device:
-            raise ValueError(f"parameters lie on {self.device}, this worker's device is {group.device}: move the model")
-        self.group.first_steps.discard(self)
-        group.first_steps.add(self)  # before its lane connects
-        group.first_steps.discard(group)
-        before, self.group = self.group, group.lane(self.lane)
-        self._first_steps = 2  # to be made in this group
-        if self.group is not before and isinstance(self.tree, tuple):
-            self.tree = None
-        options = self.options
-        if group.size == 1:  # nothing to choose: what was measured is kept for when the job grows again
-            group.costs = group.costs or before.costs
-        self.choice = self._choose(group, before)
-        self.group.costs = group.costs  # a lane of its own
-        if self.choice is not None and group.rank == 0:
-            _LOG.info("comm.schedule=%s: %s: %s", options.schedule, self.choice.schedule, self.choice.reason)
-        self.transport_name = self.topology or options.transport(self.choice.schedule if self.choice else None)
-        self.measurement.set_group(group.rank, group.size, self.figures)
-        if self.buckets[-1].tail != (numel := self.measurement.tail):
-            self.buckets[-1].renew(numel)
-        whole, matrices, apart = transports.make_programs(
-            options, self.transport_name, self.group.adds_up, self.mirrors
-        )
-        programs = [matrices if bucket.layout.costs else whole for bucket in self.gradient_buckets]
-        programs += [apart] * (len(self.buckets) - len(programs))
-        self.executor = Executor(self.buckets, self.group, programs, options.dtype, self.tree or options.tree)
-        # Whether bf16 messages are added up in bf16, by the library or the transport.
-        self.bf16_sums = options.dtype == "bf16" and not self.executor.programs[0].has("reduce")
-        self.now = Step(self)
-
-    def _choose(self, group: Group, before: Group) -> Choice | None:
-        """Returns what measured messages choose, if there is a choice. before: the group until now, or a lane of it.
-
-        All workers of a view must come to the same messages, so decisions, which a joining worker does not know yet, do
-        not matter here.
-        """
-        on_gpus = devices.of(group.device).asynchronous  # a probe would mostly measure how NCCL connects
-        if group.size == 1 or on_gpus or not self.options.leaves_choice:
-            return None
-        from kfuse.comm import cost  # not before it is needed: `import kfuse` is quick
-
-        elements = [layout.numel for layout in self._layouts] or [1]
-        if group.costs is None:
-            group.costs = cost.known(group, before) or cost.probe(group, max(elements))
-        return cost.choose_program(group.costs, group.size, elements)
+        handle: torch.utils.hooks.RemovableHandle
+        handle = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+        hooks: Any = handle.hooks_dict_ref()
+        return handle
 
     # -- micro-batches --------------------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step. Without it each worker's micro-batches are counted as they come."""
-        self.kept = None
+        self.last = None
         self.abort()
-        self.now.follow(plan)
+        self.now.plan, self.now.mine = plan, plan.ranges[self.group.rank]
+        self.now.is_local = plan.local is not None
+        if self.options.reproducible:
+            self.now.leaves = self.executor.plan_sums(plan).steps
 
-    def open_micro_batch(self, micro_batch: MicroBatch) -> None:
+    @contextmanager
+    def micro_batch(self, micro_batch: MicroBatch) -> Iterator[MicroBatch]:
+        """Context of one micro-batch: gradients that arrive in it belong to it."""
+        self.open(micro_batch)
+        try:
+            yield micro_batch
+        except BaseException:
+            self.abort()
+            raise
+        self.close_micro_batch()
+
+    def open(self, micro_batch: MicroBatch) -> None:
         """Gradients that arrive from now on belong to this micro-batch.
 
         Raises RuntimeError where none may begin now, CommError where an earlier failure has made this worker's
         reductions useless to the others.
         """
+        now = self.now
         if self.executor.failed is not None:
             raise CommError(self.executor.failed)
         if micro_batch.several_backwards and self._still_there():
             raise RuntimeError(STILL_THERE)
-        self.now.open(micro_batch)
+        now.refuse_to_open(self.reduced is not None)
+        now.current, on_gpu = micro_batch, self.on_gpu
+        micro_batch.leaf = now.leaves[now.done] if now.leaves is not None else ADD if now.done else WRITE
+        if now.implicit:
+            micro_batch.scale = 1.0 / self.group.size
+        elif now.plan is not None and now.weights_are_known:
+            micro_batch.scale = micro_batch.weight / (now.plan.local or now.plan.samples)
+        else:
+            micro_batch.scale = float(micro_batch.weight)
+        self.streams.add()
+        now.alone = self.group.size == 1 and micro_batch.last and not (now.done or on_gpu) and micro_batch.scale == 1.0
+        now.collects = not (on_gpu or self.audited is not None or micro_batch.several_backwards)
+        if not now.done:
+            self.measurement.stopwatch.start()
+            if now.plan is None:
+                self.executor.reset()
+        if not now.implicit:
+            if now.done:
+                self.averaged.put_back()
+            else:
+                self.averaged.begin_step()
+        for bucket in self.buckets:
+            bucket.begin_micro_batch()
+        if now.plan is None and self.options.reproducible and self.group.rank == 0:
+            self.warn_once(
+                "comm.reproducible=true: the micro-batches of this loop are not planned, so the bits depend on the "
+                "number of workers; kf.fit and kf.DataLoader plan them"
+            )
 
-    def wants_gradient(self) -> bool:
+    def _wants_gradient(self) -> bool:
         """Whether to take the gradient that has just arrived. A bare backward opens a micro-batch."""
         if self.audited is not None and self.audited.repeats:
             return False
@@ -208,7 +164,10 @@ class Engine(EngineParts):
 
     def _still_there(self) -> bool:
         """Some parameters have the gradients that the last step was made with."""
-        return self._gradients_set and self.reduced is None and self._hooks.still_there()
+        last = self.last
+        return (
+            last is not None and last.phase == Phase.TAKEN and gradients.still_there(self.gradient_buckets, self.params)
+        )
 
     def _begin_implicit(self) -> None:
         """A bare `loss.backward()`, or gradients set by hand: this worker's next micro-batch of the step's `parts`."""
@@ -217,17 +176,25 @@ class Engine(EngineParts):
             raise RuntimeError("opt.step() with gradients of no pass of its optimizer: see step.micro_batches(opt)")
         if (now.done and not now.implicit) or now.plan is not None:
             raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
-        now.implicit, now.parts = True, self.parts
-        self.open_micro_batch(MicroBatch(self, 1.0, last=now.done + 1 == now.parts))
+        now.implicit, now.mine = True, range(self.parts)
+        self.open(MicroBatch(1.0, last=now.done + 1 == self.parts))
 
     def _close_implicit(self) -> None:
+        """The backward is over. All engines that took part start their last messages; then each waits for its own, in
+        the same order on every rank: a reduction may have several phases, and an engine moves on to the next as it
+        waits.
+        """
         current = self.now.current
         if current is None:
             return  # the backward failed, and was aborted before its callback ran
+        try:
+            self._close_micro_batch()
+        except BaseException:
+            _CLOSED.clear()
+            raise
         if current.last:
-            gradients.close_together(self)
-        else:
-            self.close_micro_batch()
+            _CLOSED.append(self)
+            gradients.at_the_end_of_backward(_finish_closed)
 
     def take_gradients(self) -> None:
         """Makes gradients that were set by hand this worker's only micro-batch of the step. Raises RuntimeError if the
@@ -238,100 +205,205 @@ class Engine(EngineParts):
         self._begin_implicit()
         self.close_micro_batch()
 
-    def close_micro_batch(self, then_wait: bool = True) -> None:
-        """Packs what is left after the micro-batch's backward, writes the tail, launches if it was the last."""
-        now = self.now
-        if now.current is None:
+    def close_micro_batch(self) -> None:
+        """Ends the micro-batch under way. After the step's last one `finish` is called."""
+        if (current := self.now.current) is None:
             return
+        self._close_micro_batch()
+        if current.last:
+            self.finish()
+
+    def _close_micro_batch(self) -> None:
+        """Packs what is left after the micro-batch's backward, writes the tail, launches if it was the last.
+
+        Raises RuntimeError if the plan has more micro-batches than were run.
+        """
+        now, last = self.now, self.buckets[-1]
+        current = now.current
+        assert current is not None
         self.streams.go_on_here()
         for bucket in self.gradient_buckets:
-            self._hooks.collect_set_by_hand(bucket)
-            if not bucket.packed:
-                now.pack(bucket)
-        if now.close() and then_wait:
-            self.on_last_micro_batch()
+            gradients.collect_set_by_hand(bucket, self.params, self.names)
+            if bucket.grads:
+                self.pack(bucket)
+        if now.plan is not None and current.missed and len(current.missed) == len(self.params):
+            self.warn_once(
+                "step %d: a micro-batch ended without a backward: its samples count with a gradient of zero, in the "
+                "mean and in the statistics",
+                self.step,
+            )
+        if self.averaged.tensors:
+            self.averaged.pack(last, current.leaf, current.scale / now.parts)
+        last.slot(current.leaf.slot)  # makes it, if it is not there
+        self.measurement.write(last.tails[current.leaf.slot], now, current)
+        if current.last:
+            self.measurement.stopwatch.stop(now.done + 1)
+            now.phase = Phase.CLOSED
+        now.weight += current.weight
+        now.unused = now.unused & current.missed if now.done else current.missed
+        now.done += 1
+        if current.last and now.mine is not None and len(now.mine) != now.done:
+            raise RuntimeError(f"the plan has {len(now.mine)} micro-batches for this worker: {now.done} were run")
+        self._complete(last, current)
+        now.current, now.collects = None, False
+        if now.implicit and not current.last:
+            self.averaged.put_back()  # before the next forward, which no context announces
+
+    def pack(self, bucket: Bucket) -> None:
+        """Packs the micro-batch's gradients of a bucket."""
+        now, current = self.now, self.now.current
+        assert current is not None
+        self.streams.go_on_here(reads=bucket.grads)
+        now.had_graph |= bucket.grads[0] is not None and bucket.grads[0].requires_grad
+        if bucket.missing:
+            current.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
+        if self.audited is not None and now.plan is not None and now.mine and now.mine[now.done] == now.plan.audited:
+            self.audited.take(bucket)
+        for number, which in enumerate(bucket.calls):
+            if bucket.grads[which[0]] is not PACKED:
+                grads = bucket.grads if len(bucket.calls) == 1 else [bucket.grads[k] for k in which]
+                self._pack(bucket, number, grads, not bucket.missing)
+                del grads  # they go before the bucket's messages begin
+        bucket.grads = []
+        if bucket is not self.buckets[-1]:
+            self._complete(bucket, current)
+
+    def _pack(self, bucket: Bucket, number: int, grads: Sequence[Tensor | None], complete: bool) -> None:
+        """Packs the gradients of one of the bucket's `calls`. complete: none is None."""
+        now, current = self.now, self.now.current
+        assert current is not None
+        if now.alone and complete and not torch.is_grad_enabled():
+            places = bucket.places if len(bucket.calls) == 1 else [bucket.places[k] for k in bucket.calls[number]]
+            torch._foreach_copy_(places, grads)  # type: ignore[arg-type]
+            return
+        given = bucket.packings(current.leaf.slot)[number]
+        given.grads, given.scale, given.accumulate = grads, current.scale, current.leaf.accumulate
+        pack.run(given)
+        given.grads = ()
+
+    def _complete(self, bucket: Bucket, current: MicroBatch) -> None:
+        for destination, source in current.leaf.merges:
+            bucket.slot(destination).add_(bucket.slot(source))
+        if current.last and self.group.size > 1 and not (bucket is self.buckets[-1] and self._tail_waits):
+            self.executor.launch([bucket], self.step, self.now.is_local)
+
+    @property
+    def _tail_waits(self) -> bool:
+        """With sharded state the last bucket, of buffers and tail, travels with the sums of squares: not where the
+        weights' sum is needed before them, nor where each contribution is added up in its place.
+        """
+        options = self.options
+        return options.sharded and not options.reproducible and self.now.weights_are_known and self.group.size > 1
 
     # -- the reduction and the update -----------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Waits for all buckets; then the `mean` of each is the mean gradient over the step's samples, and `reduced`
-        is set. Nothing happens if there was no backward since the last step.
+        """Waits for all buckets; then the `mean` of each is the mean gradient over the step's samples, each `p.grad` is
+        set to it, and the step is `reduced`. Nothing happens if there was no backward since the last step.
 
         Raises CommError, and RuntimeError if the step's last micro-batch has not been run, or is being run.
         """
-        now = self.now
-        if not now.end():
+        now, last = self.now, self.buckets[-1]
+        if now.mine is not None and not now.mine and not now.closed:
+            self._contribute_nothing()
+        now.refuse_to_end()
+        if not now.closed:
             return
-        kept = now.reduce()
-        self.kept = kept if self.options.sharded else None
+        self.streams.go_on_here()
+        self.streams.end()
+        self.executor.wait()
+        several = self.group.size > 1
+        now.number, now.phase = self.step, Phase.SUMMED
+        if self.options.sharded or now.unused or not now.weights_are_known:  # else nobody reads it
+            now.tail = last.sum[last.body :]
+        total_weight = self.measurement.total_weight(now)
+        self.measurement.measure(total_weight, self.executor.measured if several else ())
+        now.changes = last.view(last.mean) if self.averaged.tensors else ()
+        self.last = now
         # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the result,
         # and nobody updates, before all gradients are where they are needed.
-        last = self.buckets[-1]
-        self.executor.share_sums(self.measurement.norms, *([last.sum] if now.tail_waits else []))
-        differs = self._workers_differ()  # nothing is changed by the step yet
-        self._take(kept, self.measurement.record(last.tails[0], now), differs)
+        if several:
+            self.executor.share_sums(self.measurement.norms, *([last.sum] if self._tail_waits else []))
+        self._complete_step(now, self.measurement.record(last.tails[0], now))
         if self._first_steps:
             self._first_steps -= 1
             if not self._first_steps:  # the first update may compile too: the second step's messages wait for it
                 self.group.first_steps.discard(self)
         self.step += 1
-        self.now = Step(self)
+        self.now = Step()
 
-    def _workers_differ(self) -> bool:
-        """Whether what must be equal on all ranks is not, in a step in which they compare it. The host waits for the
-        device then. Raises CommError.
+    def _contribute_nothing(self) -> None:
+        """Sends zeros, where the plan has no micro-batch for this worker. With reproducible sums there is no slot to
+        write to.
         """
-        every = self.options.check_every
-        if every is None or self.step % every or self.now.is_local or self.group.size == 1:
-            return False
-        from kfuse.comm.digest import digest  # one worker alone does not need it
+        self.averaged.begin_step()
+        self.measurement.stopwatch.forget()
+        self.now.phase, self.now.unused = Phase.CLOSED, set(range(len(self.params)))
+        if not self.options.reproducible:
+            for bucket in self.buckets:
+                bucket.slot(0).zero_()
+        launched = self.gradient_buckets if self._tail_waits else self.buckets
+        self.executor.launch(launched, self.step, self.now.is_local)
 
-        tensors, salt = self.compared()
-        mine = digest([*self.params, *tensors], salt).reshape(1).to(self.group.device)
-        found = torch.stack(self.group.all_gather(mine, f"step {self.step}, digests of the parameters"))
-        return bool((found != found[0]).any())
-
-    def _take(self, kept: KeptStep, record: Tensor, differs: bool = False) -> None:
-        now = kept.now
+    def _complete_step(self, step: Step, record: Tensor) -> None:
+        """The step is reduced. record: see `Step`."""
         if self.averaged.tensors:
-            self.averaged.apply(self.buckets[-1].layout.params, kept.changes, kept.total_weight)
-        used = kept.tail[: len(self.params)] if now.unused else None
-        kept.reduced = Reduced(record, used, frozenset(now.unused), now, differs)
-        self.reduced, self._gradients_set = kept.reduced, True
+            changes, total_weight = step.changes, self.measurement.total_weight(step)
+            self.averaged.apply(self.buckets[-1].layout.params, changes, total_weight)
+        step.record, step.phase = record, Phase.REDUCED
+        self._find_unused(step)
+        gradients.show(self.gradient_buckets, self.params, step.left_out)
 
-    def updates(self) -> Iterator[Bucket]:
+    def _find_unused(self, step: Step) -> None:
+        """Finds the parameters that no worker gave a gradient: they keep no `.grad`, but for those in doubt.
+
+        In doubt is, on a GPU with several workers, what this worker gave none: only the device knows whether another
+        one did. An optimizer that can leave a parameter alone on the device takes zeros for it; else the host waits.
+        """
+        step.in_doubt, step.left_out = set(), set(step.unused)
+        if not step.unused or (self.group.size == 1 and not step.resumed):  # resumed: of a group of several
+            return
+        if self.on_gpu and self.skips_on_device:
+            step.in_doubt, step.left_out = step.left_out, set()
+        else:
+            counts = step.tail[: len(self.params)].tolist()
+            step.left_out = {index for index, count in enumerate(counts) if count == 0}
+
+    def updates(self, parameters: Sequence[Tensor]) -> Iterator[Bucket]:
         """After `finish`: yields each bucket of gradients for its update, and shares what each worker has updated.
 
-        Raises CommError, once all buckets are updated.
+        parameters: of each bucket, [body] in their dtype. Raises CommError, once all buckets are updated.
         """
-        kept = self.kept
+        step = self.last
+        assert step is not None
         try:
-            if kept is None or not kept.resumed:
-                yield from self.executor.updates(self.gradient_buckets)
-            elif not kept.updated:
+            if not step.resumed:
+                yield from self.executor.updates(self.gradient_buckets, parameters)
+            elif step.phase < Phase.UPDATED:
                 yield from self.gradient_buckets
         except CommError:
-            if kept is not None:
-                kept.updated = True
+            step.phase = Phase.UPDATED
             raise
-        if kept is not None:
-            kept.updated = True
+        step.phase = Phase.UPDATED
 
-    def resume(self, record: Tensor, tail: Tensor, changes: Sequence[Tensor]) -> None:
-        """After a loss, in another group: `reduced` is the kept step's result again, for an update that some worker has
-        begun. This worker updates its part, and what it mirrors; nothing is shared.
+    def resume(self, record: Tensor, tail: Tensor, changes: Sequence[Tensor]) -> Step:
+        """After a loss, in another group: returns the last step, for an update that some worker has begun. This worker
+        updates its part, and what it mirrors; nothing is shared.
 
-        record: as in `Reduced`, and tail and changes: as in `KeptStep`, of a worker that has them. Between `abort` and
-        `begin`.
+        record, tail and changes: as in `Step`, of a worker that has them. Between `abort` and `begin`.
         """
-        assert self.kept is not None, "no step is kept"
-        if self.kept.reduced is None:  # the message with its tail did not arrive here
-            self.kept.tail, self.kept.changes = tail, changes
-            self._take(self.kept, record)
+        step = self.last
+        assert step is not None, "no step is kept"
+        step.resumed = True
+        if step.record is None:  # the message with its tail did not arrive here
+            step.tail, step.changes = tail, changes
+            self._complete_step(step, record)
+            step.phase = Phase.TAKEN
         else:
             self.averaged.put_back()  # an audit that failed has undone the step's changes
-            self.reduced, self._gradients_set = self.kept.reduced, True
-        self.kept.resumed = True
+            self._find_unused(step)
+            step.record = record
+        return step
 
     # -- where the step stands ------------------------------------------------------------------------------------
 
@@ -345,17 +417,17 @@ class Engine(EngineParts):
 
         The caller takes the last step's gradients off the parameters.
         """
-        if self.reduced is not None:
-            self.reduced = None
+        if self.take() is not None:
             self.step -= 1  # it was no step: the next one has its number, and the check that was due
-        self._gradients_set = False
+        if not self.options.sharded:
+            self.last = None
         now = self.now
         unfinished = now.plan is None and now.done > 0 and now.current is None and not now.closed
         if now.implicit or unfinished:
             self.abort()
 
     def abort(self) -> None:
-        """Drops the step under way, and unless it is `kept` its gradients. After a finished step: prepares the next."""
+        """Drops the step under way, and what the last one brought. With sharded state `last` stays."""
         now = self.now
         self.streams.go_on_here()  # buffers may be dropped, and the next step writes those that stay
         if now.begun and not now.implicit:
@@ -363,14 +435,27 @@ class Engine(EngineParts):
         if now.current is not None and now.current.several_backwards:
             for param in self.params:
                 param.grad = None
-        is_kept = self.kept is not None and self.kept.now is now
-        self.executor.abandon(is_kept)
-        if is_kept:
+        is_kept = self.options.sharded and self.last is now
+        if (now.begun or now.closed) and self.executor.abandon(is_kept):
             self.measurement.renew()
-        self.reduced = None
-        self.now = Step(self)
+        if self.last is now and not is_kept:
+            self.last = None
+        self.take()
+        self.executor.reset()
+        self.now = Step()
 
-    def close(self) -> None:
-        """Removes the hooks: gradients stay in `p.grad`. Those of a step that the optimizer has made are dropped."""
-        self._hooks.close(drop=self.reduced is None)
-        self.group.first_steps.discard(self)
+    def take(self) -> Step | None:
+        """Returns the last step, if its result was not taken before: from now on it is."""
+        if (reduced := self.reduced) is not None:
+            reduced.phase = Phase.TAKEN
+        return reduced
+
+
+_CLOSED: list[Engine] = []  # whose bare backward is over, and whose last messages have started
+
+
+def _finish_closed() -> None:
+    engines = sorted(_CLOSED, key=lambda engine: engine.lane)
+    _CLOSED.clear()
+    for engine in engines:
+        engine.finish()

@@ -1,5 +1,9 @@
 """Executes the program of each bucket of a step, with one order of messages on all ranks.
 
+Each bucket's operations are executed in the order of its program, by one loop (`Executor._run`). It stops at those that
+are others' work, which call back when it is done: the engine packs, and measures a whole sum; the optimizer
+orthogonalises and updates.
+
 With gloo an operation begins as soon as this rank has what it needs: exchanges and shares have connections of their
 own. NCCL takes all messages in one order, the same on every rank. So there the order is fixed: each exchange is
 followed by what comes next for the bucket before it. Streams order the work:
@@ -11,7 +15,7 @@ followed by what comes next for the bucket before it. Streams order the work:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -20,8 +24,8 @@ from torch import Tensor
 from kfuse.comm import devices, transports
 from kfuse.comm.buckets import ALIGN, Bucket
 from kfuse.comm.group import CommError, Group, Pending
-from kfuse.comm.schedule import FACTOR, PARAMETER, SHARD, Op, Program
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.schedule import FACTOR, GRADIENT, SHARD, Op, Program
+from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import RangePlan, plan_merges, plan_range
 from kfuse.comm.transports import BringsContributions
 from kfuse.kernels import BLOCK, block_sumsq, num_blocks
@@ -31,14 +35,21 @@ AT_ONCE = 2  # buckets whose contributions may be under way over gloo: they take
 
 @dataclass
 class _Run:
-    """How far a bucket has come in its program."""
+    """A bucket's program, and how far the step has come in it."""
 
     bucket: Bucket
     program: Program
-    at: int  # the number of the operation that comes next
-    sum: Tensor  # where the sum goes: the bucket's `sum`, or its tail
-    flat: Tensor | None = None  # what travels: the same, or a copy of it in bf16
+    transport: BringsContributions  # it is one where the program reduces
+    sumsq: Tensor  # receives the sums of squares of each block of the bucket's `part`, where that is measured
+    wire: Tensor | None  # bf16: a copy of the sum, which travels in its place
+    at: int = 0  # the number of the operation that comes next
+    sum: Tensor = field(init=False)  # where the sum goes: the bucket's `sum`, or its tail
+    flat: Tensor | None = None  # what travels: the same, its copy, factors or parameters
     shared: Pending | None = None  # the share under way
+    measured: bool = False  # `sumsq` has those of this step
+
+    def reset(self) -> None:
+        self.at, self.sum, self.flat, self.shared, self.measured = 0, self.bucket.sum, None, None, False
 
     @property
     def next(self) -> Op:
@@ -57,7 +68,6 @@ class Executor:
     after a failure it starts no more messages.
     """
 
-    measured: dict[int, Tensor]  # by bucket: fp32, the sum of squares of each block of its `part`, in this step
     failed: str | None = None  # why this worker cannot go on with the others
 
     def __init__(
@@ -67,55 +77,72 @@ class Executor:
         programs: Sequence[Program],
         dtype: str,
         tree: str | Sequence[int],
+        norms: Sequence[Tensor],
     ) -> None:
         """programs: of each bucket. dtype: of gradients in messages, fp32 or bf16; the last bucket, with the tail, is
-        always sent in fp32, and those of float64 in float64. tree: see `transports.make`. Raises CommError.
+        always sent in fp32, and those of float64 in float64. tree: see `transports.make`. norms: of each bucket of
+        gradients, receives the sums of squares of its blocks, where a worker measures its shards. Raises CommError.
         """
-        self._buckets, self._group, self.programs = buckets, group, programs
+        self._group, self._device = group, devices.of(group.device)
         # What the length of a shard is a multiple of: where shards are measured they are of whole blocks.
-        self.unit = BLOCK if any(program.measures_shards for program in programs) else ALIGN
-        names = dict.fromkeys(program.transport for program in programs)
-        made = {name: transports.make(name, group, tree, self._cuts) for name in names}
-        self._transports, self._transport_of = list(made.values()), [made[program.transport] for program in programs]
-        self._sharded = any(program.sharded for program in programs)
-        rounded = [] if dtype == "fp32" else [b for b in buckets[:-1] if b.kind is torch.float32]
-        self._wire = {bucket.index: torch.empty(0) for bucket in rounded}
-        self._device = devices.of(group.device)
+        unit = BLOCK if any(program.measures_shards for program in programs) else ALIGN
+
+        def cuts(key: int, numel: int) -> Sequence[slice]:
+            """Each rank's shard of a bucket's message of so many elements: of its gradients, or of these and the tail.
+
+            Not a method: the executor, and the messages' memory, go as soon as the group has changed.
+            """
+            return buckets[key].shards if numel == buckets[key].body else group.shards(numel, unit)
+
+        made = {name: transports.make(name, group, tree, cuts) for name in {p.transport: None for p in programs}}
+        self._transports, self._cuts = list(made.values()), cuts
         self._side = self._device.new_stream()
         on_shards = any(program.ops[program.index("exchange")].place == SHARD for program in programs)
         self._polls = on_shards and group.size > 1 and not self._device.asynchronous
         self._canonical, self._step = True, 0
-        self._sumsq: list[Tensor] = []  # of each bucket, for `measured`; used again in each step
         owned: dict[int, list[slice]] = {}
         if any(bucket.layout.costs for bucket in buckets):
             from kfuse.comm.owners import owned_parts  # few optimizers need it
 
             owned = owned_parts([bucket.layout for bucket in buckets], group.size)
+        self._runs: list[_Run] = []
         for bucket, program in zip(buckets, programs, strict=True):
             bucket.owned = owned.get(bucket.index, [])
-            bucket.shards = bucket.owned if bucket.owned and program.sharded else group.shards(bucket.body, self.unit)
+            bucket.shards = bucket.owned if bucket.owned and program.sharded else group.shards(bucket.body, unit)
             shard = bucket.shards[group.rank]
             mirrors = program.has("mirror") and group.size > 1
             bucket.assign(shard, bucket.shards[group.before[group.rank]] if mirrors else slice(0, 0))
-            blocks = num_blocks(shard.stop - shard.start) if program.measures_shards else 0
-            self._sumsq.append(torch.zeros(blocks, dtype=torch.float32, device=group.device))
+            sumsq = torch.empty(0)
+            if program.measures_shards:
+                first = shard.start // BLOCK
+                sumsq = norms[bucket.index][first : first + num_blocks(shard.stop - shard.start)]
+            is_rounded = dtype != "fp32" and bucket is not buckets[-1] and bucket.kind is torch.float32
+            wire = torch.empty(0) if is_rounded else None
+            brings = cast(BringsContributions, made[program.transport])
+            self._runs.append(_Run(bucket, program, brings, sumsq, wire))
         for transport in self._transports:
             if (hold := getattr(transport, "hold", None)) is not None:
-                hold([bucket for bucket in buckets if self._transport_of[bucket.index] is transport])
+                hold([run.bucket for run in self._runs if run.transport is transport])
         self.reset()
 
-    def _cuts(self, key: int, numel: int) -> Sequence[slice]:
-        """Each rank's shard of a bucket's message of so many elements: of its gradients, or of these and the tail."""
-        bucket = self._buckets[key]
-        return bucket.shards if numel == bucket.body else self._group.shards(numel, self.unit)
+    @property
+    def program(self) -> Program:
+        """That of the first bucket of gradients."""
+        return self._runs[0].program
+
+    @property
+    def measured(self) -> set[int]:
+        """The buckets whose shards this worker has measured in this step, by index."""
+        return {run.bucket.index for run in self._runs if run.measured}
 
     # -- before a step --------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Prepares a step without a plan: one contribution from each worker, added up in rank order."""
-        self._complete, self.measured = [False] * len(self._buckets), {}
+        self._started = 0  # how many buckets were started; the first ones
         self._slots = range(1)  # which of them are contributed
-        self._runs: list[_Run] = []  # of the buckets that were launched, in that order
+        for run in self._runs:
+            run.reset()
         if self._canonical:
             size = self._group.size
             for transport in self._transports:
@@ -133,6 +160,76 @@ class Executor:
         self._canonical, self._slots = True, range(len(own.pieces))
         return own
 
+    # -- a program ------------------------------------------------------------------------------------------------
+
+    def _run(self, run: _Run, stop: int) -> None:
+        """Executes the program up to operation number `stop`."""
+        while run.at < stop:
+            self._execute(run)
+
+    def _pass(self, run: _Run, kind: str) -> None:
+        """The operation of this kind, which is others' work, is done: the program goes on behind it."""
+        run.at = run.program.index(kind) + 1
+
+    def _execute(self, run: _Run) -> None:
+        """Executes the next operation on a bucket. What an abort may drop meanwhile is kept for the stream."""
+        op, bucket = run.next, run.bucket
+        match op.kind:
+            case "exchange":
+                self._exchange(run)
+            case "wait" if run.shared is not None:
+                run.shared.wait_on_stream()
+                run.shared = None
+            case "wait":
+                run.transport.wait(bucket.index)
+            case "reduce":
+                run.transport.reduce(bucket.index, run.sum)
+            case "reduce+measure":
+                run.transport.reduce(bucket.index, run.sum, run.sumsq)
+                run.measured = True
+            case "measure" if op.place == SHARD:  # of a sum that the library has added up
+                self._device.keep([run.sum, run.sumsq], self._device.current_stream())
+                if run.sumsq.numel():
+                    block_sumsq(run.sum[bucket.part], run.sumsq)
+                run.measured = True
+            case "mirror":
+                name = f"{self._name(bucket)} (mirror of the gradient)"
+                run.shared = self._group.pass_on(bucket.mean[bucket.mirrored], bucket.own, name)
+            case "share":
+                flat = run.flat
+                assert flat is not None
+                if op.what == GRADIENT and flat is not run.sum:
+                    self._device.keep([flat], self._device.current_stream())  # the sum is kept by `reduce`
+                    flat[bucket.part].copy_(run.sum[bucket.part])
+                cuts = bucket.owned if op.what == FACTOR else self._cuts(bucket.index, flat.numel())
+                run.shared = self._group.share(flat, f"{self._name(bucket)} (share of the {op.what})", cuts)
+            case _:
+                raise AssertionError(f"{op.kind} is others' work")
+        run.at += 1
+
+    def _exchange(self, run: _Run) -> None:
+        """Starts the messages: behind the side stream's work if that adds up what they bring, as it may still read an
+        earlier bucket in the receive buffer.
+        """
+        bucket = run.bucket
+        slots = [bucket.slot(k) for k in self._slots] or [bucket.slot(0)]
+        if run.sum is not bucket.sum:
+            slots = [slot[bucket.body :] for slot in slots]
+        if run.wire is not None:
+            if run.wire.shape != run.sum.shape:
+                run.wire = torch.empty_like(run.sum, dtype=torch.bfloat16)
+            slots = [run.wire.copy_(slots[0])]
+        stream = self._device.current_stream()
+        if run.next.place == SHARD:
+            self._side.wait_stream(stream)
+            stream = self._side
+        with self._device.on(stream):
+            run.transport.launch(bucket.index, slots, self._name(bucket))
+        run.flat = run.sum if run.wire is None else run.wire
+
+    def _name(self, bucket: Bucket) -> str:
+        return f"step {self._step}, {bucket.name}"
+
     # -- during backward ------------------------------------------------------------------------------------------
 
     def launch(self, complete: Sequence[Bucket], step: int, local: bool) -> None:
@@ -144,96 +241,77 @@ class Executor:
         Where the group may change `wait` raises what fails here, so that no CommError leaves the user's
         `loss.backward()`. In a fixed group it is raised at once: a GPU may be lost with the message.
         """
-        for bucket in complete:
-            self._complete[bucket.index] = True
         self._step = step
-        if self.failed is not None or self._group.in_one_order or self._group.size == 1:
+        if self._group.size == 1:
+            return
+        for run in [self._runs[bucket.index] for bucket in complete]:
+            self._pass(run, "pack")
+            if local:
+                run.sum = run.bucket.sum[run.bucket.body :]
+                if run.bucket.index < len(self._runs) - 1:
+                    run.at = run.program.index("barrier")
+        if self.failed is not None or self._group.in_one_order:
             return
         try:
-            self._start_complete(local)
+            self._start_complete()
             if self._polls:  # what is added up makes room for more messages
                 self._run_arrived()
-                self._start_complete(local)
+                self._start_complete()
         except CommError as error:
             self.failed = str(error)
             if self._group.fixed:
                 raise
 
-    def _start_complete(self, local: bool) -> None:
-        while len(self._runs) < len(self._buckets) and self._complete[len(self._runs)]:
-            if self._polls and sum(run.before_pause for run in self._runs) >= AT_ONCE:
+    def _start_complete(self) -> None:
+        while self._started < len(self._runs) and (run := self._runs[self._started]).at:
+            started = self._runs[: self._started]
+            if self._polls and sum(each.before_pause for each in started) >= AT_ONCE:
                 break
-            bucket = self._buckets[len(self._runs)]
-            program = self.programs[bucket.index]
-            run = _Run(bucket, program, program.index("barrier"), bucket.sum[bucket.body :] if local else bucket.sum)
-            if self._group.size > 1 and (bucket is self._buckets[-1] or not local):
-                run.at = program.index("exchange")
-                self._exchange(run, self._outgoing(bucket, local))
-                # Before this bucket is among the runs: NCCL's one order of messages is each exchange, then what comes
-                # next for the buckets before it. Its own reduction would wait for the exchange that has just begun.
+            if run.before_pause:
+                self._execute(run)
+                # NCCL's one order of messages is each exchange, then what comes next for the buckets before it. This
+                # one's own reduction would wait for the exchange that has just begun.
                 if self._device.asynchronous:
-                    self._run_to_pause(*self._runs)
-            self._runs.append(run)
-
-    def _outgoing(self, bucket: Bucket, local: bool) -> list[Tensor]:
-        slots = [bucket.slot(k) for k in self._slots] or [bucket.slot(0)]
-        if bucket.index in self._wire and not local:
-            if self._wire[bucket.index].shape != slots[0].shape:
-                self._wire[bucket.index] = torch.empty_like(slots[0], dtype=torch.bfloat16)
-            return [self._wire[bucket.index].copy_(slots[0])]
-        return [slot[bucket.body :] for slot in slots] if local else slots
-
-    def _exchange(self, run: _Run, outgoing: list[Tensor]) -> None:
-        """Starts the messages: behind the side stream's work if that adds up what they bring, as it may still read an
-        earlier bucket in the receive buffer.
-        """
-        stream = self._device.current_stream()
-        if run.next.place == SHARD:
-            self._side.wait_stream(stream)
-            stream = self._side
-        with self._device.on(stream):
-            self._transport_of[run.bucket.index].launch(run.bucket.index, outgoing, self._name(run.bucket))
-        run.flat = run.sum if outgoing[0].dtype == run.sum.dtype else outgoing[0]
-        run.at += 1
+                    self._run_to_pause(started)
+            self._started += 1
 
     def _run_arrived(self) -> None:
         """Runs the buckets whose messages have arrived to their pause. Does not wait."""
-        for run in self._runs:
+        for run in self._runs[: self._started]:
             if run.before_pause:
-                if not self._contributions(run.bucket).arrived(run.bucket.index):
+                if not run.transport.arrived(run.bucket.index):
                     break  # shards are shared in the order of launches on every rank
-                self._run_to_pause(run)
+                self._run_to_pause([run])
 
-    def _run_to_pause(self, *runs: _Run) -> None:
+    def _run_to_pause(self, runs: Sequence[_Run]) -> None:
         with self._device.on(self._side):
             for run in runs:
-                while run.before_pause:
-                    self._execute(run)
+                self._run(run, run.program.pause)
 
     # -- at the end of backward -----------------------------------------------------------------------------------
 
-    def wait(self, local: bool) -> None:
-        """Returns when each launched bucket is at its barrier: its `sum` is that over all workers, or this worker's
-        shard is, for work on the current stream. Raises CommError.
+    def wait(self) -> None:
+        """Returns when each bucket is behind its barrier: its `sum` is that over all workers, or this worker's shard
+        is, for work on the current stream. Raises CommError.
         """
         if self.failed is not None:
             raise CommError(self.failed)
         if self._group.size == 1:
             return
-        self._start_complete(local)
+        self._start_complete()
         if self._device.asynchronous:
-            self._run_to_pause(*self._runs)
+            self._run_to_pause(self._runs[: self._started])
         for run in self._runs:
-            if run.before_pause:
-                self._run_to_pause(run)
-                self._start_complete(local)  # it may have waited for memory: this loop goes on with what it adds
-        for run in self._runs:
-            while run.at < run.program.index("barrier"):
-                self._execute(run)
+            if run.at and run.before_pause:
+                self._run_to_pause([run])
+                self._start_complete()  # it may have waited for memory: this loop goes on with what it adds
+        for run in self._runs[: self._started]:
+            self._run(run, run.program.index("barrier"))
+            self._pass(run, "barrier")
             if run.flat is not None and run.flat is not run.sum and not run.program.sharded:
                 run.sum.copy_(run.flat)
         self._device.current_stream().wait_stream(self._side)
-        if not (self._sharded or self.measured):  # else `share_sums` follows
+        if not (self.program.sharded or self.measured):  # else `share_sums` follows
             self._group.settle()
 
     def share_sums(self, *sums: Tensor, what: str = "sums of squares") -> None:
@@ -242,7 +320,7 @@ class Executor:
         sums: fp32 or float64, on the device, in one message. Zeros are added, so the bits stay. what: names it in
         errors.
         """
-        if (self._sharded or self.measured) and self._group.size > 1:
+        if self._group.size > 1 and (self.program.sharded or self.measured):
             flat = sums[0] if len(sums) == 1 else torch.cat(sums)
             self._group.all_reduce(flat, f"step {self._step}, {what}").wait_on_stream()
             if len(sums) > 1:
@@ -259,14 +337,15 @@ class Executor:
         """
         runs: list[_Run] = []
         for bucket, flat in factors:
-            program = self.programs[bucket.index]
-            runs.append(_Run(bucket, program, program.index("share", FACTOR), bucket.sum, flat))
-            self._execute(runs[-1])
-        for run in runs:
+            runs.append(run := self._runs[bucket.index])
+            run.flat = flat
+            self._pass(run, "orthogonalise")
             self._execute(run)
+        for run in runs:
+            self._run(run, run.program.index("update"))
         self._group.settle()
 
-    def updates(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+    def updates(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> Iterator[Bucket]:
         """Runs the programs of the buckets that hold gradients to their end. Yields each for the caller to update.
 
         The last bucket comes first: it has the first layers, which the next forward needs first. The iteration ends
@@ -277,82 +356,34 @@ class Executor:
         failed: CommError | None = None
         for bucket in reversed(buckets):
             yield bucket
-            if self._sharded and self._group.size > 1 and failed is None:
-                program = self.programs[bucket.index]
-                runs.append(_Run(bucket, program, program.index("share", PARAMETER), bucket.sum))
+            run = self._runs[bucket.index]
+            run.flat = parameters[bucket.index]
+            self._pass(run, "update")
+            if run.program.sharded and self._group.size > 1 and failed is None:
+                runs.append(run)
                 try:
-                    self._execute(runs[-1])
+                    self._execute(run)
                 except CommError as error:
                     failed = error
         if failed is not None:
             raise failed
         for run in runs:
-            self._execute(run)
-
-    # -- one operation --------------------------------------------------------------------------------------------
-
-    def _execute(self, run: _Run) -> None:
-        """Executes the next operation on a bucket. What an abort may drop meanwhile is kept for the stream."""
-        op, bucket = run.next, run.bucket
-        sumsq = self._sumsq[bucket.index]
-        match op.kind:
-            case "wait" if run.shared is not None:
-                run.shared.wait_on_stream()
-                run.shared = None
-            case "wait":
-                self._transport_of[bucket.index].wait(bucket.index)
-            case "reduce":
-                self._contributions(bucket).reduce(bucket.index, run.sum)
-            case "mirror":
-                name = f"{self._name(bucket)} (mirror of the gradient)"
-                run.shared = self._group.pass_on(bucket.before, bucket.own, name)
-            case "reduce+measure":
-                self._contributions(bucket).reduce(bucket.index, run.sum, sumsq)
-                self.measured[bucket.index] = sumsq
-            case "measure":  # of a sum that the library has added up
-                self._device.keep([run.sum, sumsq], self._device.current_stream())
-                if sumsq.numel():
-                    block_sumsq(run.sum[bucket.part], sumsq)
-                self.measured[bucket.index] = sumsq
-            case "share":
-                flat = self._shared(run)
-                assert flat is not None, "only optimizers with flat parameters have sharded state"
-                cuts = bucket.owned if op.what == FACTOR else self._cuts(bucket.index, flat.numel())
-                run.shared = self._group.share(flat, f"{self._name(bucket)} (share of the {op.what})", cuts)
-            case _:
-                raise AssertionError(f"{op.kind} is no operation of messages")
-        run.at += 1
-
-    def _contributions(self, bucket: Bucket) -> BringsContributions:
-        return cast(BringsContributions, self._transport_of[bucket.index])  # it is one where the program reduces
-
-    def _shared(self, run: _Run) -> Tensor | None:
-        """What travels, with this worker's part in it."""
-        if run.next.what == PARAMETER:
-            return run.bucket.parameters
-        if run.next.what == FACTOR:
-            return run.flat
-        assert run.flat is not None
-        if run.flat is not run.sum:
-            self._device.keep([run.flat], self._device.current_stream())  # the sum is kept by `reduce`
-            run.flat[run.bucket.part].copy_(run.sum[run.bucket.part])
-        return run.flat
-
-    def _name(self, bucket: Bucket) -> str:
-        return f"step {self._step}, {bucket.name}"
+            self._run(run, len(run.program.ops))
 
     # -- a failure ------------------------------------------------------------------------------------------------
 
-    def abandon(self, reduced: bool) -> None:
-        """Aborts the step. Where messages may be under way the executor has `failed`, and the buckets get new buffers.
+    def abandon(self, reduced: bool) -> bool:
+        """Aborts the step. Where messages may be under way, which is returned, the executor has `failed`, and the
+        buckets get new buffers.
 
         reduced: all buckets have come to their barriers, so no message writes to the old ones any more.
         """
-        if not self._runs or self._group.size == 1:
-            return
+        if not self._started or self._group.size == 1:
+            return False
         if self.failed is None:
             self.failed = "a step was aborted after its reduction began: this worker cannot go on with the others"
         if not reduced:
-            self._wire = {index: torch.empty(0) for index in self._wire}
-            for bucket in self._buckets:
-                bucket.renew()
+            for run in self._runs:
+                run.wire = None if run.wire is None else torch.empty(0)
+                run.bucket.renew()
+        return True

@@ -12,7 +12,7 @@ what it wrote: integers up to 2^24, and all fp32 values, stay exact when zeros a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.devices import Event, Place, quick
-from kfuse.comm.step_state import StepState
+from kfuse.comm.step import MicroBatch, Step
 from kfuse.kernels import BLOCK, BlockSumsqArguments, SumPartialsArguments, block_sumsq, num_blocks, sum_partials
 
 SUM_SQUARES = 0  # sum over micro-batches of b_j |g_j|^2
@@ -47,121 +47,103 @@ _LAPS = 8  # steps that a host may be ahead of its GPU, before the time of a mic
 class Measurement:
     """Measures the gradients in an engine's buckets; writes each micro-batch's tail, and reads the step's record."""
 
-    tail: int  # elements of the tail in the present group
-    norms: Tensor  # fp32: sums of squares of the mean gradient, one for each block of each bucket
+    norms_of: Sequence[Tensor]  # of each bucket, its part of `norms`
 
     def __init__(self, gradient_buckets: Sequence[Bucket], params: int, device: torch.device) -> None:
         """params: how many parameters the engine has."""
         self._buckets, self._params = gradient_buckets, params
         chunks = [bucket.table.num_chunks for bucket in gradient_buckets]
-        self._blocks = [num_blocks(bucket.body) for bucket in gradient_buckets]
-        self._sumsq = torch.zeros(sum(chunks), dtype=torch.float32, device=device)
-        for bucket, sumsq in zip(gradient_buckets, self._sumsq.split_with_sizes(chunks) if chunks else (), strict=True):
+        every = torch.zeros(sum(chunks), dtype=torch.float32, device=device)
+        for bucket, sumsq in zip(gradient_buckets, every.split_with_sizes(chunks) if chunks else (), strict=True):
             bucket.sumsq = sumsq
-        self._total = SumPartialsArguments(self._sumsq, torch.zeros((), dtype=torch.float64, device=device))
+        self._total = SumPartialsArguments(every, torch.zeros((), dtype=torch.float64, device=device))
+        # Of a record: |gbar|^2, and 0 for an update that is not left out.
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
-        self._quick_totals = quick(self._totals)  # of a record: |gbar|^2, and 0 for an update that is not left out
+        self._quick_totals = quick(self._totals)
         self.renew()
         self.stopwatch = Stopwatch(device)
 
     def set_group(self, rank: int, size: int, figures: int) -> None:
         """Goes on with other workers. Between steps. figures: slots of the tail for a step function's figures."""
         self._rank, self._figures = rank, figures
-        self.tail = self._params + TAIL_SLOTS + size + figures
-        self._usual = np.zeros(self.tail, np.float32)  # what every micro-batch's tail begins from
+        # What every micro-batch's tail begins from.
+        self._usual = np.zeros(self._params + TAIL_SLOTS + size + figures, np.float32)
         self._usual[: self._params] = self._usual[self._params + MICRO_BATCHES] = 1.0
         self._usual[self._params + LOSS] = math.nan
 
-    def write(self, bucket: Bucket, now: StepState) -> None:
-        """Writes the tail of the micro-batch that ends to the last bucket."""
-        assert now.current is not None
-        squares: Tensor | float = 0.0  # `record` has it
+    @property
+    def tail(self) -> int:
+        """Elements of the tail in the present group."""
+        return len(self._usual)
+
+    @property
+    def norms(self) -> Tensor:
+        """fp32: sums of squares of the mean gradient, one for each block of each bucket."""
+        return self._norm.partials
+
+    def write(self, place: Place, now: Step, current: MicroBatch) -> None:
+        """Writes the tail of the micro-batch that ends to `place` (fp32 [tail]), or adds it to what is there, as the
+        micro-batch's `leaf` says. Never waits for a GPU.
+        """
+        slots, samples, values = self._params, float(current.weight), self._usual.copy()
+        for index in current.missed:
+            values[index] = 0.0
+        squares: Tensor | float = 0.0  # of one that is `alone`: `record` has it
         if not now.alone:
             sum_partials.run(self._total)
             squares = self._total.out
         if now.parts > 1:
             squares *= now.parts**2  # the loss was divided
-        own: dict[int, Tensor | float] = {}
-        if not now.told:
-            own = {TAIL_SLOTS + self._rank: self.stopwatch.seconds_before}
-            if (plan := now.plan) is not None and self._rank == 0:
-                own |= {STEP_TIME: plan.times[0], DATA_WAIT: plan.times[1], DECISION: float(plan.decision)}
-                own.update(enumerate(() if plan.fisher is None else plan.fisher, FISHER_TRACE))
-        bucket.slot(now.leaf.slot)  # makes it, if it is not there
-        place, current = bucket.tails[now.leaf.slot], now.current
-        self.write_tail(
-            place, now.leaf.accumulate, float(current.weight), squares, current.loss, now.missed, current.figures, own
-        )
-        now.told = True
-
-    def write_tail(
-        self,
-        place: Place,
-        accumulate: bool,
-        samples: float,
-        sum_squares: Tensor | float,
-        loss: Tensor | float | None,
-        missed: Collection[int],
-        figures: Sequence[Tensor | float],
-        own: Mapping[int, Tensor | float],
-    ) -> None:
-        """Writes a micro-batch's tail to `place` (fp32 [tail]), or adds it to what is there. Never waits for a GPU.
-
-        sum_squares: |g_j|^2, float64 on the device. loss: its mean loss. missed: parameters that it gave no gradient.
-        figures: scalars, means over the micro-batch's samples. own: with a rank's first one of the step, what
-        it alone writes, by slot: one named above, or the rank's.
-        """
-        slots, values = self._params, self._usual.copy()
-        for index in missed:
-            values[index] = 0.0
-        weighted: dict[int, Tensor | float] = {slots + SUM_SQUARES: sum_squares}  # times the samples
-        if loss is not None:
-            weighted[slots + LOSS] = loss
-        if figures:
-            weighted.update(enumerate(figures, self.tail - self._figures))
-        on_device: dict[int, Tensor] = {}
+        weighted: dict[int, Tensor | float] = {slots + SUM_SQUARES: squares}  # times the samples
+        if current.loss is not None:
+            weighted[slots + LOSS] = current.loss
+        weighted.update(enumerate(current.figures, self.tail - self._figures))
+        fisher: dict[int, Tensor] = {}
         with np.errstate(all="ignore"):
             values[slots + SAMPLES] = samples
-            for slot, number in own.items():
-                if isinstance(number, Tensor):
-                    on_device[slots + slot] = number
-                else:
-                    values[slots + slot] = number
+            if not now.done:  # what this rank alone writes, once a step
+                values[slots + TAIL_SLOTS + self._rank] = self.stopwatch.seconds_before
+                if (plan := now.plan) is not None and self._rank == 0:
+                    values[slots + STEP_TIME], values[slots + DATA_WAIT] = plan.times
+                    values[slots + DECISION] = plan.decision
+                    fisher.update(enumerate(() if plan.fisher is None else plan.fisher, slots + FISHER_TRACE))
             if not isinstance(place, Tensor):
                 for index, scalar in weighted.items():
                     values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
-                for index, number in on_device.items():
+                for index, number in fisher.items():
                     values[index] = number.item()
-                place[:] = place + values if accumulate else values
+                place[:] = place + values if current.leaf.accumulate else values
                 return
         host_values = devices.of(place.device).pinned((self.tail,), torch.float32)
         host_values.copy_(torch.from_numpy(values))
         tail = host_values.to(place.device, non_blocking=True)
         for index, scalar in weighted.items():
             tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
-        for index, number in on_device.items():
+        for index, number in fisher.items():
             tail[index] = number
-        place.add_(tail) if accumulate else place.copy_(tail)
+        place.add_(tail) if current.leaf.accumulate else place.copy_(tail)
 
-    def total_weight(self, tail: Tensor, now: StepState) -> Tensor | None:
+    def total_weight(self, now: Step) -> Tensor | None:
         """float64 scalar: what the reduced buckets are to be divided by; None if they hold means."""
         if now.weights_are_known:
             return None
         if now.is_local:  # the buckets hold this worker's own sums
-            return torch.full((), now.weight or 1.0, dtype=torch.float64, device=tail.device)  # no wait
-        return tail[self._params + SAMPLES].double()
+            return torch.full((), now.weight or 1.0, dtype=torch.float64, device=self._totals.device)  # no wait
+        return now.tail[self._params + SAMPLES].double()
 
     def renew(self) -> None:
         """Takes other memory for `norms`: messages under way may still write to this."""
-        self.norms = torch.zeros(sum(self._blocks), dtype=torch.float32, device=self._sumsq.device)
-        self._norms_of = self.norms.split_with_sizes(self._blocks) if self._blocks else ()
-        self._norm = SumPartialsArguments(self.norms, self._totals[0])
+        blocks = [num_blocks(bucket.body) for bucket in self._buckets]
+        norms = torch.zeros(sum(blocks), dtype=torch.float32, device=self._totals.device)
+        self.norms_of = norms.split_with_sizes(blocks) if blocks else ()
+        self._norm = SumPartialsArguments(norms, self._totals[0])
         self._blocks_of: dict[int, BlockSumsqArguments] = {}  # by bucket
 
-    def measure(self, total_weight: Tensor | None, measured: Mapping[int, Tensor]) -> None:
+    def measure(self, total_weight: Tensor | None, measured: Collection[int]) -> None:
         """Has the reduced buckets hold the mean gradient, and `norms` its sums of squares; 0 of other workers' shards.
 
-        measured: see `Executor.measured`; of a sum, which is the mean where the total weight was known before.
+        measured: buckets of which it has those of this worker's part of the sum, by index. That is the mean where the
+        total weight was known before.
         """
         share = None
         if total_weight is not None:
@@ -170,16 +152,17 @@ class Measurement:
             for bucket in self._buckets:
                 bucket.own.mul_(exact if bucket.kind is torch.float64 else share)
                 if bucket.mirrored.stop:
-                    bucket.before.mul_(share)
-        for bucket, norms in zip(self._buckets, self._norms_of, strict=True):
-            mine = measured.get(bucket.index)
-            shard = bucket.shard if mine is None else bucket.part
+                    bucket.mean[bucket.mirrored].mul_(share)
+        for bucket, norms in zip(self._buckets, self.norms_of, strict=True):
+            is_measured = bucket.index in measured
+            shard = bucket.part if is_measured else bucket.shard
             if shard.stop - shard.start < bucket.body:
-                norms.zero_()  # the other workers' sums of the last step lie there
                 first = shard.start // BLOCK
-                norms = norms[first : first + num_blocks(shard.stop - shard.start)]
-            if mine is not None and (share is None or not bucket.sharded):  # else it may hold rounded values
-                norms.copy_(mine)
+                last = first + num_blocks(shard.stop - shard.start)
+                for others in (norms[:first], norms[last:]):  # the other workers' sums of the last step lie there
+                    others.zero_()
+                norms = norms[first:last]
+            if is_measured and (share is None or not bucket.sharded):  # else it may hold rounded values
                 if share is not None:
                     norms.mul_(share * share)
             elif norms.numel():
@@ -188,7 +171,7 @@ class Measurement:
                     kept = self._blocks_of[bucket.index] = BlockSumsqArguments(bucket.own, norms)
                 block_sumsq.run(kept)
 
-    def record(self, tail: Place, now: StepState) -> Tensor:
+    def record(self, tail: Place, now: Step) -> Tensor:
         """The step's record from the reduced tail, once `norms` has the sums of squares of all shards.
 
         float64 [RECORD_SLOTS + workers + figures] on the device: the slots named above, |gbar|^2 and whether the update

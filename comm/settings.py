@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 # Behind what is said of a worker that did not come in time.
@@ -75,7 +76,8 @@ class CommOptions:
 
     def named(self) -> dict[str, Any]:
         """Returns them by their names as settings: `comm_sync`, `elastic_redundancy`."""
-        return {f"{'elastic' if name == 'redundancy' else 'comm'}_{name}": value for name, value in vars(self).items()}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {f"{'elastic' if name == 'redundancy' else 'comm'}_{name}": value for name, value in values.items()}
 
     @property
     def synchronisation(self) -> Sync:
@@ -108,6 +110,7 @@ class CommOptions:
         fixed = self.reproducible or self.sharded or self.dtype != "fp32" or self.synchronisation.mode == "pair"
         return self.schedule == "auto" and not fixed
 
-    @property
+    @cached_property
     def sharded(self) -> bool:
+        """Whether each worker has a part of the optimizer's state. Steps ask again and again."""
         return self.state == "sharded"

@@ -1,29 +1,21 @@
-"""One worker's place in a job: its group, its view, and its connection to the supervisor."""
+"""One worker's place in a job: its group, its view, and its link to the supervisor."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.settings import CommOptions
-from kfuse.elastic import rendezvous
-from kfuse.elastic.protocol import ControlError, Met, View
-
-if TYPE_CHECKING:  # only where a supervisor has started this worker
-    from kfuse.elastic.client import ControlClient
-
-Record = Callable[[str, dict[str, Any]], None]
+from kfuse.elastic.link import Link
+from kfuse.elastic.protocol import View
 
 _LOG = logging.getLogger("kfuse")
 
-_ENDED_S = 5.0  # until then the supervisor, told that the job must end, has ended this process
 _MOST_LANES = 8  # only optimizers that take part in the same backward need different lanes
 
 
@@ -35,16 +27,13 @@ def _call(listeners: list[weakref.WeakMethod[Callable[..., None]]], *arguments: 
 
 
 class Session:
-    """One worker of a job: its group, its view and its supervisor. Made by `init`."""
+    """One worker of a job: its group, its view and its link. Made by `init`."""
 
-    def __init__(
-        self, group: Group, comm: CommOptions, control: ControlClient | None = None, record: Record | None = None
-    ) -> None:
-        """comm: how gradients are reduced. control: the connection to the supervisor; None: there is no supervisor.
-
-        record: called with each record that is reported, on rank 0 of a job without a supervisor.
-        """
-        self.group, self.comm, self.control_client, self._record = group, comm, control, record
+    def __init__(self, group: Group, comm: CommOptions, link: Link | None = None) -> None:
+        """comm: how gradients are reduced. link: to the supervisor; None: there is none."""
+        self.group, self.comm = group, comm
+        self.link = link or Link(group.rank, group.store if group.size > 1 else None)
+        self.worker, self.elastic = self.link.worker, self.link.elastic
         self.view: View | None = None
         self._listeners: list[weakref.WeakMethod[Callable[..., None]]] = []
         self._leave_takers: list[weakref.WeakMethod[Callable[..., None]]] = []
@@ -66,18 +55,9 @@ class Session:
         return sum(member.host == here for member in self.view.members[: self.group.rank])
 
     @property
-    def worker(self) -> int:
-        return self.group.rank if self.control_client is None else self.control_client.worker
-
-    @property
     def workers(self) -> list[int]:
         """The numbers of the view's workers, in rank order."""
         return list(range(self.group.size)) if self.view is None else self.view.workers
-
-    @property
-    def elastic(self) -> bool:
-        """Whether the number of workers can change."""
-        return self.control_client is not None
 
     @property
     def mirrors(self) -> bool:
@@ -108,23 +88,21 @@ class Session:
 
     def proposed_generation(self) -> int:
         """The generation of the view that the supervisor has proposed to this worker; 0 if there is none."""
-        if self.control_client is None or self.view is None:
-            return 0
-        view = self.control_client.view(self.view.generation)
+        view = None if self.view is None else self.link.view(self.view.generation)
         return 0 if view is None else view.generation
+
+    def newest_generation(self) -> int:
+        """As `proposed_generation`; that of the active view where none is proposed."""
+        return self.proposed_generation() or self._generation
 
     def loses_supervisor(self) -> bool:
         """Whether the supervisor is lost, or has ended the job, while this process can still write a checkpoint."""
-        return self.control_client is not None and not sys.is_finalizing() and self.control_client.is_ending()
-
-    def stop_reason(self) -> str | None:
-        """Why the supervisor asks training to stop; None if it does not, or there is no supervisor."""
-        return None if self.control_client is None else self.control_client.stop
+        return not sys.is_finalizing() and self.link.is_ending()
 
     @property
     def writes_last(self) -> bool:
         """Where training has failed: whether the last checkpoint is this worker's. The leader's, or as told."""
-        told = None if self.control_client is None else self.control_client.writes_last
+        told = self.link.writes_last
         return self.group.rank == 0 if told is None else told
 
     def ask_supervisor(self, what: str, **fields: int) -> None:
@@ -133,13 +111,7 @@ class Session:
         what: "resize" (`workers`), "replace" (`worker`: its number, not its rank).
         """
         if self.group.rank == 0:
-            self.send(what, **fields)
-
-    def send(self, message: str, **fields: Any) -> None:
-        """Sends the supervisor, if there is one, a message. If it is lost, `check` raises at the next step boundary."""
-        if self.control_client is not None:
-            with contextlib.suppress(ControlError):
-                self.control_client.send(message, **fields)
+            self.link.send(what, **fields)
 
     # -- views ----------------------------------------------------------------------------------------------------
 
@@ -148,25 +120,25 @@ class Session:
 
         Whatever takes time (imports, data, model, optimizer) is best done before: others may be training.
         """
-        if (client := self.control_client) is not None and self.view is None:
-            client.send("ready")
-            self._enter(client.await_view(0), new=True)  # no time limit: the others may train for long before
+        if self.elastic and self.view is None:
+            self.link.send("ready")
+            self._enter(self.link.await_view(0), new=True)  # no time limit: the others may train for long before
 
     def switch(self, generation: int) -> bool:
         """Moves to the view of `generation`, at the same step boundary on every worker; False if this one leaves.
 
         Raises CommError if the view cannot be formed.
         """
-        return self._enter(self.client.await_view(generation - 1, self.group.timeout_s))
+        return self._enter(self.link.await_view(generation - 1, self.group.timeout_s))
 
     def recover(self, error: CommError) -> bool:
         """After `error`: waits for the supervisor's next view and moves to it; False if this worker is not in it.
 
         Raises CommError if a worker of that view is lost too, ControlError if no view comes.
         """
-        client, generation = self.client, self._generation
-        if client.view(generation, recovers=True) is None:
-            client.send("broken", generation=generation, why=str(error))
+        generation = self._generation
+        if self.link.view(generation, recovers=True) is None:
+            self.link.send("broken", generation=generation, why=str(error))
         return self._enter(self._await_recovery())
 
     def _enter(self, view: View, new: bool = False) -> bool:
@@ -175,8 +147,7 @@ class Session:
         To a planned view all workers of the group before come, at the same step boundary. To one that recovers some of
         them do not: then the group before has no further message.
         """
-        client = self.client
-        rank = view.rank_of(client.worker)
+        rank = view.rank_of(self.worker)
         self._generation = view.generation
         old = self.group
         if view.recovers:
@@ -187,10 +158,12 @@ class Session:
                 _call(self._leave_takers, [rank for rank, each in members if view.rank_of(each.worker) is None])
             old.finish()
         if rank is None:
-            client.send("left")  # until then it is in each view that recovers from a loss
+            self.link.send("left")  # until then it is in each view that recovers from a loss
             self.left = True
             return False
-        group = rendezvous.form_group(view, rank, old, self.check, new)
+        from kfuse.elastic.rendezvous import form_group  # where a supervisor has started this worker
+
+        group = form_group(view, rank, old, self.check, new)
         try:
             group.connect_lanes(max(1, self.lanes_used))
             if self.comm.tree == "latency":  # it follows this view's links
@@ -205,7 +178,7 @@ class Session:
         self.view, self.apart = view, False
         self.log_view()
         _call(self._listeners, group)
-        client.send("joined", generation=view.generation)
+        self.link.send("joined", generation=view.generation)
         return True
 
     def log_view(self) -> None:
@@ -216,39 +189,13 @@ class Session:
 
     def check(self) -> None:
         """Raises CommError if the supervisor has formed a view after a lost worker, ControlError if it is lost."""
-        client = self.client
-        client.check()
-        if client.view(self._generation, recovers=True) is not None:
+        self.link.check()
+        if self.link.view(self._generation, recovers=True) is not None:
             raise CommError("a worker was lost: the supervisor has formed another view")
-
-    def meet(self, step: int, applied: int) -> Met:
-        """Stands still after `step` steps until all workers of the view do (see `kfuse.elastic.meetings`).
-
-        applied: number of the newest announcement that this worker has applied.
-        Raises CommError if one of them is lost meanwhile, or none of the others makes a step for long,
-        ControlError if the supervisor is lost.
-        """
-        client = self.client
-        timeout_s = max(self.group.timeout_s, 2 * client.silence_s)  # who is cut off may come back until it is killed
-        try:
-            met = client.meet(self._generation, step, self.workers, applied, timeout_s)
-        except TimeoutError:
-            silent = f"{self.group.whom()} made no step for {timeout_s:.0f} s"
-            raise CommError(f"meeting of all workers after step {step}: {silent}") from None
-        if met is None:
-            self.check()
-        assert met is not None
-        return met
 
     def finish(self) -> bool:
         """Waits until the supervisor has the job's results; False if a worker was lost before that."""
-        return self.control_client is None or self.control_client.await_over(self._generation)
-
-    @property
-    def client(self) -> ControlClient:
-        """The connection to the supervisor, in a job that has one."""
-        assert self.control_client is not None, "this job has no supervisor"
-        return self.control_client
+        return self.link.await_over(self._generation)
 
     def evict(self, worker: int, why: str, event: dict[str, Any]) -> None:
         """Has the supervisor end a worker of this view, and waits for the view without it. Every worker calls it.
@@ -257,20 +204,11 @@ class Session:
         Raises ControlError if the supervisor is lost, or forms no view.
         """
         if worker != self.worker:
-            self.client.send("evict", worker=worker, why=why, event=event)
+            self.link.send("evict", worker=worker, why=why, event=event)
         self._await_recovery()
 
     def _await_recovery(self) -> View:
-        return self.client.await_view(self._generation, 2 * self.group.timeout_s + 10, recovers=True)
-
-    def give_up(self, why: str, event: dict[str, Any] | None = None, lines: Sequence[str] = ()) -> None:
-        """Has the supervisor, if there is one, end the job, this process too: no other worker could go on either.
-
-        event, lines: to record and to show; of several workers that give up, only the first one's are.
-        """
-        self.send("fatal", why=why, event=event, lines=list(lines))
-        if self.elastic:
-            time.sleep(_ENDED_S)  # what this process would print, as others would, is said by the supervisor
+        return self.link.await_view(self._generation, 2 * self.group.timeout_s + 10, recovers=True)
 
     def begin_training(self) -> None:
         """A training starts. Raises RuntimeError for a second one in an elastic job."""
@@ -285,15 +223,4 @@ class Session:
         """Tells the supervisor that this worker's training loop has ended, at this step if by an error."""
         self.in_training = False
         if not sys.is_finalizing():
-            self.send("loop_ended", failed_at=failed_at)
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether records that are reported reach a run directory."""
-        return self._record is not None or self.elastic
-
-    def report(self, kind: str, data: dict[str, Any]) -> None:
-        """Sends a record to the process that keeps the run directory: the supervisor, or rank 0 under torchrun."""
-        if self._record is not None:
-            self._record(kind, data)
-        self.send("record", kind=kind, data=data)
+            self.link.send("loop_ended", failed_at=failed_at)

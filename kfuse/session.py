@@ -20,17 +20,15 @@ from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import Group, drop_retired, keep_for_ever
 from kfuse.comm.settings import CommOptions
-from kfuse.elastic import notice, protocol
-from kfuse.elastic.rendezvous import Rendezvous
-from kfuse.logs import set_up_logging
-from kfuse.membership import Record, Session
-from kfuse.observe.lock import share
+from kfuse.elastic import protocol
+from kfuse.membership import Session
 from kfuse.settings import rules
 from kfuse.settings.declared import CommSettings
 from kfuse.settings.tree import by_key, resolved
 
-if TYPE_CHECKING:  # only where a supervisor has started this worker
+if TYPE_CHECKING:  # only where there are other workers
     from kfuse.elastic.client import ControlClient
+    from kfuse.elastic.rendezvous import Rendezvous
 
 _CLOSE_S = 5.0  # how long an ending process waits until the others end too
 
@@ -63,9 +61,12 @@ def init(**settings: Unpack[CommSettings]) -> Session:
         from kfuse.elastic.client import ControlClient
 
         return connect_to_supervisor(ControlClient(timeout_s), comm_options, timeout_s)
-    rendezvous = Rendezvous.of_torch() or Rendezvous.of_environment()
-    if rendezvous is not None and rendezvous.size > 1:
-        return join_fixed_group(rendezvous, comm_options, timeout_s)
+    if "WORLD_SIZE" in os.environ or (dist.is_available() and dist.is_initialized()):
+        from kfuse.elastic.rendezvous import Rendezvous
+
+        rendezvous = Rendezvous.of_torch() or Rendezvous.of_environment()
+        if rendezvous is not None and rendezvous.size > 1:
+            return join_fixed_group(rendezvous, comm_options, timeout_s)
     return _use(Session(Group(device=_take_device(comm_options), timeout_s=timeout_s), comm_options))
 
 
@@ -82,7 +83,7 @@ def current() -> Session:
 
 def _check_torchs_group(session: Session) -> None:
     """Raises RuntimeError where the script has initialised torch's process group after this session of one worker."""
-    if session.control_client is None and session.group.size == 1 and dist.is_available() and dist.is_initialized():
+    if not session.elastic and session.group.size == 1 and dist.is_available() and dist.is_initialized():
         size = dist.get_world_size()
         if size > 1:
             raise RuntimeError(
@@ -94,8 +95,8 @@ def _check_torchs_group(session: Session) -> None:
 def reset() -> None:
     """Forgets the session, so that `init` may be called again in the same process."""
     global _current
-    if _current is not None and _current.control_client is not None:
-        _current.control_client.close()
+    if _current is not None:
+        _current.link.close()
     _current = None
 
 
@@ -104,6 +105,10 @@ def connect_to_supervisor(client: ControlClient, comm: CommOptions, timeout_s: f
 
     Raises ValueError for a schedule that needs a fixed number of workers.
     """
+    from kfuse.elastic import notice  # these are of workers that a supervisor started only
+    from kfuse.logs import set_up_logging
+    from kfuse.observe.lock import share
+
     rules.check(by_key(comm.named()) | {"job": "elastic"})
     if "observe" in client.job:
         set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")
@@ -115,9 +120,7 @@ def connect_to_supervisor(client: ControlClient, comm: CommOptions, timeout_s: f
     return made
 
 
-def join_fixed_group(
-    rendezvous: Rendezvous, comm: CommOptions, timeout_s: float, record: Record | None = None
-) -> Session:
+def join_fixed_group(rendezvous: Rendezvous, comm: CommOptions, timeout_s: float) -> Session:
     """The session of a worker of a job of fixed size, in its only view. Raises CommError if others do not connect."""
     group, view = rendezvous.form_group(_take_device(comm), timeout_s)
     group.first_steps.add(group)
@@ -125,7 +128,7 @@ def join_fixed_group(
         from kfuse.comm.topology import measure  # few jobs need it
 
         measure(group)
-    made = _use(Session(group, comm, record=record))
+    made = _use(Session(group, comm))
     made.view = view
     made.log_view()
     _close_at_exit(made, rendezvous)
@@ -151,8 +154,7 @@ def _close_at_exit(made: Session, rendezvous: Rendezvous | None = None) -> None:
             drop_retired()
         else:
             keep_for_ever(made.group)
-        if made.control_client is not None:
-            made.control_client.close()
+        made.link.close()
 
     atexit.register(close)
 

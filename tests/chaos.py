@@ -188,8 +188,8 @@ class Chaos(BasePolicy):
     def _await(self, right: Callable[[int], bool], why: Mapping[str, Any]) -> None:
         """Waits until it is right, or another view is on its way: that one needs steps to be made."""
         own, deadline = session.current(), time.monotonic() + _PATIENCE_S
-        client = own.control_client
-        while client is not None and own.view is not None and not right(own.group.size):
+        client = own.link
+        while own.elastic and own.view is not None and not right(own.group.size):
             if client.view(own.view.generation) or client.stop:
                 return
             assert time.monotonic() < deadline, f"{own.group.size} workers at step {self._step}: no good for {why}"
@@ -231,7 +231,6 @@ class Chaos(BasePolicy):
         from kfuse.comm.engine import Engine
         from kfuse.comm.executor import Executor
         from kfuse.comm.gloo import GlooGroup
-        from kfuse.comm.step_state import MicroBatch
         from kfuse.comm.transports import AllReduce
         from kfuse.comm.transports.all_to_all import AllToAll, TwoWorkers
         from kfuse.optim import base, sharding
@@ -284,7 +283,7 @@ class Chaos(BasePolicy):
             self._reached("recovery" if view.recovers else "joining", rank)
 
         before(trainer.Trainer, "steps", steps)
-        before(MicroBatch, "__enter__", here("forward"))
+        before(Engine, "open", here("forward"))
         for transport in (AllToAll, AllReduce, TwoWorkers):
             before(transport, "launch", nothing, launched)
         before(Engine, "finish", nothing, here("reduced"))  # on all workers, and the optimizer does not know yet

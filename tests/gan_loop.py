@@ -188,7 +188,7 @@ class Faults:
             for step, fault_name, rank in BREAKS:
                 if name == fault_name and number() == step and self._strikes(step, rank):
                     time.sleep(0.3)  # the other one goes on meanwhile
-                    raise CommError("a broken connection, for a test")
+                    assert opt.engine.leave_to_loop(CommError("a broken connection, for a test"))
 
         opt.engine.finish = broken
 

@@ -88,7 +88,7 @@ def planned_step(
 
     aligned: few workers have several subtrees of the canonical tree.
     """
-    from kfuse.comm.step_state import StepPlan
+    from kfuse.comm.step import StepPlan
     from kfuse.data import worker_range
     from kfuse.session import current
 

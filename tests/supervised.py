@@ -173,6 +173,7 @@ class Stage:
         known = self.supervisor.processes.workers[number]
         known.last_message_at = asyncio.get_running_loop().time()
         await self.supervisor._receive(known, {"type": message, **fields})
+        await asyncio.sleep(0.002)  # the supervisor handles what is asked for together
 
     async def lose_contact(self, number: int, generation: int) -> None:
         await self.says(number, "broken", generation=generation, why="a message was late")

@@ -23,6 +23,7 @@ from kfuse.cli.check import prepare, validate
 from kfuse.comm.group import Group
 from kfuse.comm.settings import CommOptions
 from kfuse.data import DataSplit
+from kfuse.elastic.link import Link
 from kfuse.elastic.protocol import Member, View
 from kfuse.settings import rules
 from kfuse.settings.declared import CommSettings
@@ -94,17 +95,11 @@ def supported() -> list[Case]:
 # -- a training with a combination, in a script ---------------------------------------------------------------------
 
 
-class Supervised:
+def supervised() -> Any:
     """In place of the connection to a supervisor, which has nothing to say."""
-
-    worker, silence_s, step, stop = 0, 10.0, None, None
-
-    def __init__(self) -> None:
-        self.job: dict[str, Any] = {"run_dir": "."}
-
-    def __getattr__(self, name: str) -> Any:
-        answers: dict[str, Any] = {"await_over": True, "announced": {}}
-        return lambda *given, **named: answers.get(name)
+    link: Any = Link()
+    link.elastic, link.job = True, {"run_dir": "."}
+    return link
 
 
 def options(case: Case) -> CommOptions:
@@ -171,12 +166,12 @@ def train(
     more: makes further arguments of kf.fit for an optimizer.
     """
     # As kf.init does it; but one group serves all trainings.
-    supervised: Any = None if case.workers == "fixed" else Supervised()
+    link = None if case.workers == "fixed" else supervised()
     settings: dict[str, Any] = dict(batch_size=batch, micro_batch=MICRO, steps=steps, seed=SEED)
     given = overrides(case)
-    settings |= {key.replace(".", "_"): given[key] for key in ("train.precision", "train.clip_norm")}
+    settings |= {"train_precision": given["train.precision"], "clip_norm": given["train.clip_norm"]}
     try:
-        session._current = joined = session.Session(group, options(case), supervised)
+        session._current = joined = session.Session(group, options(case), link)
         if joined.elastic:
             joined.view = View(1, (Member(0, os.getpid(), "host"),), ("127.0.0.1", 1), "start")
         model = net(case)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.checkpoint.manager import read_weights
 from kfuse.comm.buckets import plan_parameters
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.step import StepPlan
 
 BF16, F32 = torch.bfloat16, torch.float32
 Make = Callable[..., Any]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import kfuse as kf
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.step import StepPlan
 from kfuse.kernels import BLOCK
 from kfuse.membership import Session
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import aligned_ranges, bound, bytes_a_parameter, plan_range
 from kfuse.session import reset
 
@@ -73,7 +74,7 @@ def counted(
     reset()
     gc.collect()
     gc.freeze()  # the collector then knows of what is made from now on
-    kf.init(**CommOptions(**{**vars(options), "bucket_mb": 4 * NUMEL / 2**20}).named())
+    kf.init(**replace(options, bucket_mb=4 * NUMEL / 2**20).named())
     group = Silent(rank, len(ranges), message)
     opt = kf.FusedAdamW([nn.Parameter(torch.zeros(NUMEL)) for _ in range(buckets)])
     opt.engine.set_group(group)

@@ -42,7 +42,8 @@ class Stopped:
             connection, _ = self.listener.accept()
             lines = connection.makefile("rwb")
             json.loads(lines.readline())
-            lines.write(protocol.encode({"type": "welcome", "job": {}, "silence_s": SILENCE_S, "notice_signals": []}))
+            told = {"silence_s": SILENCE_S, "catch_up_s": 1.0, "notice_signals": []}
+            lines.write(protocol.encode({"type": "welcome", "job": {}, **told}))
             lines.flush()
             self.connections.append((connection, lines))
 
@@ -102,7 +103,7 @@ def test_closing_does_not_wait_for_a_supervisor_that_is_gone(stopped: Stopped) -
     stopped.end()
     client.close()
     with pytest.raises(ControlError):
-        client.send("ready")
+        client.check()
 
 
 def test_a_worker_that_writes_a_last_checkpoint_is_not_ended(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:

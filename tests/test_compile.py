@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import kfuse as kf
 from kfuse.comm.buckets import Bucket
+from kfuse.comm.engine import Engine
 from kfuse.comm.executor import Executor
-from kfuse.comm.step import Step
 from kfuse.session import reset
 from kfuse.train.evaluation import params_sha256
 
@@ -161,17 +161,17 @@ class Events:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.happened: list[str] = []
         self.packed = 0
-        pack, launch = Step.pack, Executor.launch
+        pack, launch = Engine.pack, Executor.launch
 
-        def packing(now: Step, bucket: Bucket) -> None:
+        def packing(engine: Engine, bucket: Bucket) -> None:
             self.packed += len(bucket.grads)
-            pack(now, bucket)
+            pack(engine, bucket)
 
         def launching(executor: Executor, complete: Sequence[Bucket], *arguments: Any) -> None:
             launch(executor, complete, *arguments)
             self.happened += ["launch"] * len(complete)
 
-        patch.setattr(Step, "pack", packing)
+        patch.setattr(Engine, "pack", packing)
         patch.setattr(Executor, "launch", launching)
 
 

@@ -109,25 +109,6 @@ async def test_a_whole_side_goes_at_once(stage: Stage) -> None:
     await stage.end_well(0, 1)
 
 
-@job(limits(2, 1, 3), cut=0)
-async def test_until_the_answers_are_there_no_planned_view_is_formed(stage: Stage) -> None:
-    """Workers that have lost contact wait for one that recovers."""
-    await stage.train(0, 1)
-    await stage.lose_contact(0, 1)
-    await stage.join(0, 1)
-    await stage.lose_contact(0, 2)
-    await stage.says(0, "resize", workers=3)
-    await stage.boot(2)
-    assert stage.workers[0].view == [0, 1]
-    await stage.cut()
-    view = stage.workers[0].of_kind("view")[-1]["view"]
-    assert view["recovers"] and stage.workers[0].view == [0, 1]
-    await stage.join(0, 1)
-    assert stage.workers[0].view == [0, 1, 2]
-    await stage.join(0, 1, 2)
-    await stage.end_well(0, 1, 2)
-
-
 @job(limits(2, 1, 2), cut=2)
 async def test_a_new_worker_on_that_host_joins_once_it_reaches_the_others(stage: Stage) -> None:
     await stage.train(0, 1)

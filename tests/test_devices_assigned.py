@@ -91,7 +91,7 @@ def test_a_lost_workers_gpu_is_its_successors_and_no_more_workers_than_gpus_are_
         await stage.join(1)
         await stage.boot(2)
         await stage.join(1, 2)
-        await stage.supervisor.views.resize(3)
+        await stage.says(1, "resize", workers=3)
         assert stage.given == ["0", "1", "0"]
         await stage.end_well(1, 2)
 
@@ -106,7 +106,7 @@ def test_a_replacement_has_another_gpu_or_is_not_started(gpus: int, given: list[
     async def script(stage: Stage) -> None:
         await stage.train(0, 1)
         for _ in range(3):
-            await stage.supervisor.views.replace(1)
+            await stage.says(0, "replace", worker=1)
         assert stage.given == given
         await stage.end_well(0, 1)
 
@@ -117,10 +117,10 @@ def test_a_replacement_has_another_gpu_or_is_not_started(gpus: int, given: list[
 def test_a_new_worker_waits_for_the_gpu_of_one_on_its_way_out() -> None:
     async def script(stage: Stage) -> None:
         await stage.train(0, 1)
-        await stage.supervisor.views.resize(1)
+        await stage.says(0, "resize", workers=1)
         await stage.join(0)
         await stage.says(1, "left")
-        await stage.supervisor.views.resize(2)
+        await stage.says(0, "resize", workers=2)
         await stage.settle(2)
         assert stage.given == ["0", "1"]
         stage.workers[1].end(0)
@@ -129,27 +129,6 @@ def test_a_new_worker_waits_for_the_gpu_of_one_on_its_way_out() -> None:
         await stage.end_well(0)
 
     assert play(limits(2, 1, 2), script, gpus=2)[1] is None
-
-
-def test_without_replacements_only_the_fewest_wait_for_a_gpu() -> None:
-    async def script(stage: Stage) -> None:
-        await stage.train(0, 1, 2)
-        for lost in stage.workers[1:]:
-            lost.hangs = True
-        for number in (1, 2):
-            stage.supervisor.processes.workers[number].kill()
-        await stage.settle(3)
-        assert stage.given == ["0", "1", "2"]
-        for lost in stage.workers[1:]:
-            lost.end(-9)
-        await stage.settle(1)
-        assert stage.given == ["0", "1", "2", "1"]
-        await stage.join(0)
-        await stage.boot(3)
-        await stage.join(0, 3)
-        await stage.end_well(0, 3)
-
-    assert play(limits(3, 2, 3, replace=False), script, gpus=3)[1] is None
 
 
 @pytest.mark.parametrize("others", [True, False], ids=["others train", "all are stuck"])

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfuse as kf
 from kfuse.comm.group import Group
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.step import StepPlan
 
 TINY_BUCKETS = 64 * 4 / 2**20  # MB: every tensor travels alone
 

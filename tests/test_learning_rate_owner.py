@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from distributed import on_workers
 from elastic_job import command_line, read_lines
 from problems import Seen, all_equal, network, problem, update
-from support import Supervised
+from support import supervised
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
@@ -116,7 +116,7 @@ def test_a_scheduler_that_nobody_would_step_is_refused() -> None:
 
 
 def test_a_scheduler_stepped_by_the_body_is_refused_where_workers_may_join() -> None:
-    session._current = session.Session(Group(), CommOptions(), Supervised())  # type: ignore[arg-type]
+    session._current = session.Session(Group(), CommOptions(), supervised())
     net = network()
     opt = make("fused", net)
     StepLR(opt, 1)

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,14 +20,15 @@ import torch
 from elastic_job import wait_until
 from problems import OPTIMIZERS
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import kfuse as kf
 from kfuse.comm import devices
+from kfuse.comm.group import CommError
 from kfuse.comm.sync import pair as pair_module
 from kfuse.comm.sync.pair import Pair, PairError, Peer, Snapshots, SnapshotServer, pull, random_peer
-from kfuse.elastic.meetings import Meetings
-from kfuse.elastic.protocol import HEARTBEAT_S
 from kfuse.observe.run_dir import RunDirectory
+from kfuse.train.pair import Meeting
 
 CPU = devices.of(torch.device("cpu"))
 LOCAL = "127.0.0.1"
@@ -302,7 +303,7 @@ def test_any_order_of_events_gives_the_published_update(name: str, new_pair: Any
     assert pulls > 50 and old > 10
 
 
-# -- records and meetings ---------------------------------------------------------------------------------------------
+# -- records ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_ledger_line_is_kept_once_in_each_workers_order(tmp_path: Path) -> None:
@@ -328,23 +329,22 @@ def test_a_ledger_line_is_kept_once_in_each_workers_order(tmp_path: Path) -> Non
     assert again == [lines[k] for k in (0, 3, 6)], "what a slow worker wrote after a dropped line stays, once"
 
 
-def test_those_that_stand_learn_that_others_move() -> None:
-    sent = list[str]()
-    writer = SimpleNamespace(is_closing=lambda: False, write=lambda line: sent.append(json.loads(line)["type"]))
-    both: Any = [SimpleNamespace(number=k, connections=[writer], last_message_at=0.0) for k in range(2)]
-    stands, moves = both
-    processes: Any = SimpleNamespace(workers=dict(enumerate(both)), alive=lambda: both, members=lambda: both)
-    job: Any = SimpleNamespace(view=SimpleNamespace(generation=3), stopping=None)
-    where: Any = Meetings(job, processes)
-    where.moved(moves, 3)
-    where.arrive(stands, {"generation": 3, "step": 9, "members": [0, 1], "applied": 0})
-    where.moved(moves, 3)
-    where.moved(moves, None)
-    assert sent == []
-    where.moved(moves, 4)
-    assert sent == ["moving"]
-    where.moved(moves, 5)
-    assert sent == ["moving"], "they know it already"
-    moves.last_message_at += HEARTBEAT_S
-    where.moved(moves, 6)
-    assert sent == ["moving", "moving"]
+# -- meetings ---------------------------------------------------------------------------------------------------------
+
+
+def test_those_that_stand_wait_while_another_one_moves_and_no_longer() -> None:
+    """The others' words come by rank, and a second round follows the first."""
+    store: Any = HashStore()
+    meetings = [
+        Meeting(Mock(group=Mock(size=2, rank=rank, store=store, timeout_s=1.0), link=Mock(silence_s=0.0, stop=None)))
+        for rank in range(2)
+    ]
+    with ThreadPoolExecutor(1) as other:
+        stands = other.submit(meetings[0].round, 5, {"step": 9})
+        for _ in range(20):
+            time.sleep(0.1)
+            meetings[1].moved()
+        assert meetings[1].round(5, {"step": 7}) == stands.result() == [{"step": 9}, {"step": 7}]
+        stands = other.submit(meetings[0].round, 5, {"step": 9})
+        with pytest.raises(CommError, match=r"after step 9: .* made no step for 1 s"):
+            stands.result()

@@ -69,8 +69,8 @@ def test_records_keep_their_order_and_events_come_once() -> None:
 
 def test_a_new_leader_sends_the_last_ones_events_but_none_of_before_a_checkpoint() -> None:
     sent: list[str] = []
-    session = Mock(group=Mock(rank=0), report=lambda kind, data: sent.append(data["kind"]))
-    first, second = (Reporter(session, Mock(), None) for _ in range(2))
+    session = Mock(group=Mock(rank=0))
+    first, second = (Reporter(session, Mock(), None, lambda kind, data: sent.append(data["kind"])) for _ in range(2))
     first.event(3, "before")
     second.load_state_dict(first.state_dict())
     second.forget_events()

@@ -167,7 +167,7 @@ def test_one_that_is_replaced_stays_until_a_loss_is_recovered_from(tmp_path: Pat
 
     async def replace(supervisor: Supervisor, job: Job) -> None:
         await until("10 steps", lambda: len(job.metrics) >= 10)
-        await supervisor.views.replace(0)
+        supervisor.roster.replace(0)
         await until("it to be replaced", lambda: len(job.views) > 2 and 0 not in members(supervisor))
         await until("three workers", lambda: len(job.views[-1]["workers"]) == 3)
         end.touch()

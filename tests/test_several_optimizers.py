@@ -19,7 +19,7 @@ from distributed import on_workers, run_workers
 from elastic_job import run_script
 from limits import limits
 from problems import all_equal, relative, update
-from support import Supervised
+from support import supervised
 from test_fit_checkpoint import Growing, Interrupted, assert_equal, problem, with_fit, with_loader
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
@@ -275,7 +275,7 @@ def test_a_backward_outside_all_passes_counts_for_none() -> None:
         torch.manual_seed(1)
         nets = [nn.Linear(6, 1), nn.Linear(6, 1)]
         opts = [kf.FusedAdamW(net.parameters(), lr=0.1) for net in nets]
-        for step in kf.DataLoader(nn.ModuleList(nets), (torch.ones(8, 6), torch.ones(8)), opts, batch_size=4):
+        for step in kf.DataLoader((torch.ones(8, 6), torch.ones(8)), nn.ModuleList(nets), opts, batch_size=4):
             for net, opt in zip(nets, opts, strict=True):
                 if strays:
                     sum(other(torch.ones(6)) for other in nets).backward()  # type: ignore[union-attr]
@@ -442,7 +442,7 @@ def test_a_step_of_one_alone_is_refused() -> None:
 
 def test_a_second_optimizer_is_refused_where_workers_may_join() -> None:
     """Its state would not go along to a worker that joins."""
-    session._current = joined = session.Session(Group(), CommOptions(), Supervised())  # type: ignore[arg-type]
+    session._current = joined = session.Session(Group(), CommOptions(), supervised())
     joined.view = View(1, (Member(0, os.getpid(), "host"),), ("127.0.0.1", 1), "start")
     model, other = nn.Linear(16, 3), nn.Linear(16, 3)
     opt, second = kf.FusedSGD(model.parameters(), lr=0.1), kf.FusedSGD(other.parameters(), lr=0.1)
@@ -489,7 +489,7 @@ def test_wrong_passes_are_refused(acts: list[Any], message: str) -> None:
             if steps:
                 opts[own].step()
 
-    loader = kf.DataLoader(nn.ModuleDict(nets), (torch.ones(8, 6), torch.ones(8)), [*opts.values()], batch_size=4)
+    loader = kf.DataLoader((torch.ones(8, 6), torch.ones(8)), nn.ModuleDict(nets), [*opts.values()], batch_size=4)
     with pytest.raises(RuntimeError, match=message):
         for step in loader:
             for what in acts:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfuse as kf
-from kfuse.comm import buckets
+from kfuse.comm import buckets, engine
 from kfuse.comm.gloo import GlooPending
 from kfuse.comm.group import Group
 from kfuse.elastic import protocol
@@ -190,6 +190,7 @@ def test_a_large_gradient_is_packed_as_it_comes(monkeypatch: pytest.MonkeyPatch)
     results, most = [], []
     for large in (1000, 2000):
         monkeypatch.setattr(buckets, "LARGE", large)
+        monkeypatch.setattr(engine, "LARGE", large)
         alive: list[int] = []
         results.append(train_large(alive))
         most.append(max(alive))

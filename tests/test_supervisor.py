@@ -117,7 +117,7 @@ async def test_all_lost_without_checkpoints_is_one_clear_line(stage: Stage) -> N
 async def test_newcomers_alone_have_nothing_to_go_on_with(stage: Stage) -> None:
     """The only worker with the state is lost as it hands it over, and there are no checkpoints."""
     await stage.train(0)
-    await stage.supervisor.views.resize(2)
+    await stage.says(0, "resize", workers=2)
     await stage.boot(1)
     await stage.join(0, 1)
     await stage.lose(0)
@@ -125,19 +125,7 @@ async def test_newcomers_alone_have_nothing_to_go_on_with(stage: Stage) -> None:
     await stage.says(1, "record", kind="start", data=BEGINS)
 
 
-@job(limits(1, 1, 3, restart=True))
-async def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(stage: Stage) -> None:
-    await stage.train(0)
-    await stage.supervisor.views.resize(3)
-    await stage.supervisor.views.resize(1)
-    await stage.boot(1, 2)
-    await stage.lose(0)
-    assert stage.workers[1].view == [1]
-    await stage.join(1)
-    await stage.end_well(1)
-
-
-@job(limits(3, 1, 3, restart=True), failure=4)
+@job(limits(3, 1, 3, restart=True, replace=False), failure=4)
 async def test_a_worker_that_dies_as_the_job_starts_anew_is_replaced(stage: Stage) -> None:
     await stage.train(0, 1, 2)
     await stage.lose(0, 1, 2)
@@ -149,19 +137,6 @@ async def test_a_worker_that_dies_as_the_job_starts_anew_is_replaced(stage: Stag
 
 
 # -- crash loops ------------------------------------------------------------------------------------------------------
-
-
-@job(limits(4, 1, 4, max_failures=3), failure=3)
-async def test_workers_lost_together_are_one_loss(stage: Stage) -> None:
-    """As with the host they were on: counted one by one, these three would end the job."""
-    await stage.train(0, 1, 2, 3)
-    await stage.lose(1, 2, 3)
-    assert stage.workers[0].view == [0]
-    await stage.join(0)
-    await stage.boot(4, 5, 6)
-    assert stage.workers[0].view == [0, 4, 5, 6]
-    await stage.join(0, 4, 5, 6)
-    await stage.end_well(0, 4, 5, 6)
 
 
 @job(limits(40, 1, 40, replace=False, max_failures=2), failure=20)
@@ -184,23 +159,6 @@ async def test_losses_at_one_moment_make_one_view_that_is_encoded_once(
     assert [failure["rank"] for failure in stage.events("failure")] == [*range(1, 21)]
     await stage.join(0, *range(21, 40))
     await stage.end_well(0, *range(21, 40))
-
-
-@job(limits(3, 1, 4, replace=False), failure=1)
-async def test_no_planned_view_is_proposed_to_workers_that_have_lost_one(stage: Stage) -> None:
-    """A newcomer is ready between a loss and the view without the lost worker."""
-    await stage.train(0, 1, 2)
-    await stage.supervisor.views.resize(4)
-    stage.workers[1].end(-9)
-    for _ in range(10):
-        await asyncio.sleep(0)
-    await stage.boot(3)
-    await stage.settle()
-    assert [message["view"]["recovers"] for message in stage.workers[0].of_kind("view")] == [False, True]
-    await stage.join(0, 2)
-    assert stage.workers[0].view == [0, 2, 3]
-    await stage.join(0, 2, 3)
-    await stage.end_well(0, 2, 3)
 
 
 @pytest.mark.parametrize("error", [None, "3 workers were lost in a row, the last one was ended by SIGKILL"])
@@ -242,60 +200,32 @@ async def test_workers_that_lose_contact_without_progress_end_the_job(stage: Sta
 # -- workers that come, leave, or cannot be started -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("booted", [True, False])
-@job(limits(1, 1, 2), failure=0)
-async def test_a_newcomer_that_comes_too_late_is_sent_away(stage: Stage, booted: bool) -> None:
+@job(limits(1, 1, 2), failure=0, ready=1)
+async def test_a_newcomer_that_comes_too_late_is_sent_away(stage: Stage) -> None:
     """The others never come to its view, and their end is its end. No failure is reported."""
     await stage.train(0)
-    await stage.supervisor.views.resize(2)
-    if booted:
-        await stage.boot(1)
+    await stage.says(0, "resize", workers=2)
+    await stage.boot(1)
     await stage.end_well(0)
-    assert await stage.ended() is None
-    assert stage.workers[1].killed and len(stage.events("ready")) == booted
+    await stage.ended()
+    assert stage.workers[1].killed
 
 
-@job(limits(3, 1, 3, replace=False), failure=1)
-async def test_a_replacement_that_is_asked_for_starts_one_worker(stage: Stage) -> None:
-    await stage.train(0, 1, 2)
-    await stage.lose(2)
-    await stage.join(0, 1)
-    await stage.supervisor.views.replace(1)
+@job(limits(4, 3, 4, replace=False), failure=2)
+async def test_without_replacements_the_fewest_are_kept(stage: Stage) -> None:
+    await stage.train(0, 1, 2, 3)
+    await stage.lose(3)
+    await stage.join(0, 1, 2)
     assert len(stage.workers) == 4
-    await stage.end_well(0, 1)
-    stage.workers[3].end(0)
-
-
-@job(limits(2, 1, 2, restart=True), failure=2)
-async def test_a_restart_goes_on_with_those_that_have_found_room(stage: Stage) -> None:
-    await stage.train(0, 1)
-    stage.has_room = False
-    await stage.lose(0, 1)
-    stage.workers[2].running = True
-    await stage.boot(2)
-    assert stage.workers[2].view == [2]
-    await stage.join(2)
-    await stage.end_well(2)
-    stage.workers[3].end(0)
-
-
-@job(TWO, failure=1)
-async def test_a_replacement_that_dies_as_it_boots_is_tried_again(stage: Stage) -> None:
-    await stage.train(0, 1)
-    await stage.supervisor.views.replace(1)
     await stage.lose(2)
-    await stage.boot(3)
-    assert stage.workers[0].view == [0, 3]
-    await stage.join(0, 3)
-    await stage.says(1, "left")
-    stage.workers[1].end(0)
-    await stage.end_well(0, 3)
+    assert stage.workers[0].view == [0, 1] and len(stage.workers) == 5
+    await stage.end_well(0, 1)
 
 
 @job(limits(1, 1, 2, max_failures=3), failure=3, quit=1)
 async def test_newcomers_that_cannot_boot_do_not_end_the_training(stage: Stage) -> None:
     await stage.train(0)
-    await stage.supervisor.views.resize(2)
+    await stage.says(0, "resize", workers=2)
     for number in (1, 2, 3):
         await stage.lose(number)
     assert len(stage.workers) == 4
@@ -306,7 +236,7 @@ async def test_newcomers_that_cannot_boot_do_not_end_the_training(stage: Stage) 
 async def test_where_a_worker_cannot_be_started_the_others_go_on(stage: Stage) -> None:
     await stage.train(0)
     stage.starts_fail = True
-    await stage.supervisor.views.resize(3)
+    await stage.says(0, "resize", workers=3)
     await stage.end_well(0)
 
 
@@ -320,7 +250,7 @@ def test_where_no_worker_can_be_started_the_job_ends_in_one_line() -> None:
 async def test_a_worker_that_is_to_leave_is_in_the_view_that_recovers(stage: Stage, generation: int) -> None:
     """It has lost contact itself, in the view before or on its way out of it. Then it leaves all the same."""
     await stage.train(0, 1, 2)
-    await stage.supervisor.views.resize(2)
+    await stage.says(0, "resize", workers=2)
     assert stage.workers[2].view == [0, 1]
     await stage.says(2, "broken", generation=generation, why="")
     await stage.settle()
@@ -334,20 +264,13 @@ async def test_a_worker_that_is_to_leave_is_in_the_view_that_recovers(stage: Sta
 async def test_one_that_has_left_is_in_no_view(stage: Stage) -> None:
     """Also where its word of it comes after a view that recovers was formed with it."""
     await stage.train(0, 1, 2)
-    await stage.supervisor.views.resize(2)
+    await stage.says(0, "resize", workers=2)
     await stage.lose(0)
     assert stage.workers[1].view == [1, 2]
     await stage.says(2, "left")
     assert stage.workers[1].view == [1]
     await stage.join(1)
     await stage.end_well(1, 2)
-
-
-@job(limits(1, 1, 2))
-async def test_the_only_worker_stays_until_its_replacement_has_its_state(stage: Stage) -> None:
-    await stage.train(0)
-    await stage.supervisor.views.replace(0)
-    await stage.hand_over(0, 1)
 
 
 # -- scripts that end early or badly ----------------------------------------------------------------------------------
@@ -425,7 +348,7 @@ async def test_where_one_worker_leaves_the_loop_the_others_go_on(stage: Stage, e
 @job(SCRIPTS)
 async def test_one_that_is_to_leave_goes_on_where_the_only_other_has_left_its_loop(stage: Stage) -> None:
     await stage.train(0, 1)
-    await stage.supervisor.views.resize(1)
+    await stage.says(0, "resize", workers=1)
     assert stage.workers[1].view == [0]
     await stage.says(0, "loop_ended", failed_at=None)
     await stage.settle(1.2)

@@ -18,6 +18,8 @@ from scipy.sparse.csgraph import minimum_spanning_tree
 
 import kfuse as kf
 from kfuse.comm.measurement import DECISION, RECORD_SLOTS, TAIL_SLOTS, Measurement
+from kfuse.comm.step import MicroBatch, Step, StepPlan
+from kfuse.comm.sum_tree import ADD, WRITE
 from kfuse.comm.topology import (
     SAME,
     Links,
@@ -157,14 +159,15 @@ def test_all_workers_measure_the_same_links(workers: int) -> None:
 
 @given(st.integers(1, 64), st.integers(0, 2**24))
 def test_what_one_rank_writes_arrives_in_the_tail_as_it_was_sent(ranks: int, decision: int) -> None:
-    tail = Measurement([], 3, torch.device("cpu"))
-    tail.set_group(0, ranks, 2)
-    place = np.zeros(tail.tail, np.float32)
+    tail, place = Measurement([], 3, torch.device("cpu")), np.zeros(3 + TAIL_SLOTS + ranks + 2, np.float32)
     for rank in range(ranks):
-        of_rank = np.zeros_like(place)
-        for first in (True, False):  # two micro-batches
-            own = {TAIL_SLOTS + rank: 0.5 + rank, DECISION: float(decision * (rank == 0))} if first else {}
-            tail.write_tail(of_rank, not first, 1.0, 0.0, 1.0, (), [7.0, 8.0], own)
+        tail.set_group(rank, ranks, 2)
+        tail.stopwatch.seconds_before, of_rank, now = 0.5 + rank, np.zeros_like(place), Step()
+        now.plan = StepPlan(1, (), decision=decision)
+        for now.done in range(2):  # micro-batches
+            micro_batch = MicroBatch(1.0, last=False)
+            micro_batch.loss, micro_batch.figures, micro_batch.leaf = 1.0, [7.0, 8.0], ADD if now.done else WRITE
+            tail.write(of_rank, now, micro_batch)
         place += of_rank
     values = tail.record(place, SimpleNamespace(alone=False, plan=None)).tolist()  # type: ignore[arg-type]
     assert values[DECISION] == decision and values[-2:] == [14.0 * ranks, 16.0 * ranks]

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from kfuse.comm import devices
-from kfuse.comm.buckets import ALIGN, Bucket
+from kfuse.comm.buckets import ALIGN, Bucket, flat_zeros
 from kfuse.comm.gloo import process_group
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
@@ -84,9 +84,12 @@ class Symmetric:
             for bucket in self._buckets:
                 del bucket.slots[len(self._memories) - 1 :]  # they lie there from now on
 
-    def _slot(self, start: int, numel: int, k: int) -> Tensor | None:
-        """Slot k of the bucket whose slots start there in each memory. None: it is not exchanged."""
-        return self._memories[k].own[start : start + numel] if k < len(self._memories) else None
+    def _slot(self, start: int, numel: int, k: int) -> Tensor:
+        """Slot k of the bucket whose slots start there in each memory, or in memory of its own: it is not exchanged."""
+        if k >= len(self._memories):
+            return flat_zeros(numel, k, self._group.device)
+        slot: Tensor = self._memories[k].own[start : start + numel]
+        return slot
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
         """All ranks have the same plan. Where it exchanges more slots than any before, they get symmetric memory."""

@@ -31,7 +31,7 @@ from kfuse.checkpoint import HostCopy, Snapshots
 from kfuse.observe import fsync_directory
 from kfuse.version import __version__
 
-FORMAT = 4  # version of the layout above
+FORMAT = 5  # version of the layout above
 
 _log = logging.getLogger("kfuse")
 

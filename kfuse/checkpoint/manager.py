@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from kfuse.checkpoint import snapshot
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest, load_plain, one_line, steps_in
-from kfuse.membership import Record, Session
+from kfuse.elastic.link import Report, ignore
+from kfuse.membership import Session
 from kfuse.observe import write_whole
 from kfuse.optim.refuse import uncompiled
 
@@ -51,19 +52,18 @@ class Checkpoints:
         keep: int = 3,
         resume: str = "never",
         script: bool = False,
-        report: Record | None = None,
+        report: Report = ignore,
     ) -> None:
         """directory: of the checkpoints; None: there is none to look in. every_steps: steps between two.
 
         each_epoch: one at the end of each epoch. With neither, one is written only where a training that goes on by
         itself (resume=auto) is stopped, or loses its supervisor. keep: how many of the newest are kept.
         resume: which one to resume from: never, auto (the newest valid one in `directory`, if there is one), or a path.
-        script: the directory is a script's, which may hold another run's too. report: gets events, as ("event",
-        fields); None: `session.report`.
+        script: the directory is a script's, which may hold another run's too. report: gets events.
         """
         self._directory, self._every_steps, self._keep, self._resume = directory, every_steps, keep, resume
         self._each_epoch, self._script, self._session = each_epoch, script, session
-        self._reported = report or session.report
+        self._reported = report
         self._writer: Checkpointer | None = None
         self._written = -1  # step of the newest, written or under way
         self._written_epoch = 0  # epochs that were over then
@@ -187,18 +187,13 @@ class SavedModel:
     """Writes the model of one training, on rank 0. What goes wrong with a file is an event, never an exception."""
 
     def __init__(
-        self,
-        directory: Path,
-        session: Session,
-        about: Mapping[str, Any] | None = None,
-        report: Record | None = None,
+        self, directory: Path, session: Session, report: Report = ignore, about: Mapping[str, Any] | None = None
     ) -> None:
-        """directory: where the files go; made if need be. about: what model.json is to hold; None: there is none.
+        """directory: where the files go; made if need be. report: gets events.
 
-        report: gets events, as ("event", fields); None: `session.report`.
+        about: what model.json is to hold; None: there is none.
         """
-        self._directory, self._session, self._report = directory, session, report or session.report
-        self._about = about
+        self._directory, self._session, self._report, self._about = directory, session, report, about
         self._thread: threading.Thread | None = None
 
     def save_best(self, model: nn.Module) -> None:

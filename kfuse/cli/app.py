@@ -74,7 +74,7 @@ def main() -> int:
         return _tool(words[0], words[1:])
     if "WORLD_SIZE" not in os.environ:  # else torchrun has started this process
         return leave(_main(words))
-    from kfuse.cli.torchrun import follow  # not before it is needed: a wrong command line is refused without torch
+    from kfuse.cli.worker import follow  # not before it is needed: a wrong command line is refused without torch
     from kfuse.elastic.rendezvous import Rendezvous
 
     try:

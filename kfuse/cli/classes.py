@@ -37,9 +37,10 @@ def check(config: Mapping[str, Any], settings: Mapping[str, Any], facts: dict[st
     optimizer = _check_optimizer(config["optimizer"], settings["lr_base"])
     policy = make_policy(config["policy"])
     launcher = _make("launcher", config["launcher"])
-    named = f"launcher._target_={config['launcher']['_target_']}"
-    _check_methods(named, launcher, "kfuse.elastic.launchers.Launcher", _OF_LAUNCHER)
     fixed = isinstance(launcher, TorchrunLauncher)
+    if not fixed:
+        named = f"launcher._target_={config['launcher']['_target_']}"
+        _check_methods(named, launcher, "kfuse.elastic.launchers.Launcher", _OF_LAUNCHER)
     facts |= rules.policy_facts(policy) | rules.optimizer_facts(optimizer)
     facts |= {"job": "fixed" if fixed else "elastic", "job.gpus": getattr(launcher, "gpus", 0) or None}
     facts |= {"job.workers": launcher.rendezvous.size} if fixed else {}

@@ -37,7 +37,7 @@ def run(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
     display = Display(progress=observe["progress"] is not False)
     recorder = Recorder(directory, display, begins=lambda: OmegaConf.save(cfg, run_dir / ".hydra" / "config.yaml"))
     if isinstance(launcher, TorchrunLauncher):
-        from kfuse.cli.torchrun import lead  # imports torch
+        from kfuse.cli.worker import lead  # imports torch
 
         set_up_logging(observe["log_level"], "worker 0")
         return lead(launcher.rendezvous, job, recorder)

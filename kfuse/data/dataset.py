@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from kfuse.comm import devices
-from kfuse.comm.chunks import memory
+from kfuse.comm.buckets import dense_order
 from kfuse.comm.devices import Device
 
 
@@ -110,7 +110,7 @@ def pinned_copy(device: Device, tensor: Tensor) -> Tensor:
     """
     if tensor.is_contiguous():
         return device.pinned(tensor.shape, tensor.dtype).copy_(tensor)
-    if memory(tensor) is None:
+    if dense_order(tensor) is None:
         return tensor
     return device.pinned((tensor.numel(),), tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 

@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
 from kfuse.elastic import protocol
-from kfuse.elastic.protocol import ControlError, Met, View
+from kfuse.elastic.link import Link
+from kfuse.elastic.protocol import ControlError, View
 
 _SUPERVISOR_LOST_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
 _SAVING_S = 30.0  # added while it writes a last checkpoint: twice that one's own limit
@@ -26,45 +27,40 @@ _SENT_AT_ONCE = 64  # messages that wait, in one call of the system
 _POLL_S = 0.01
 _MOST_REACHED = 512  # connections of other workers that were accepted and are dropped, with each heartbeat
 _ENDS_POLL_S = 0.1
+_ENDED_S = 5.0  # until then the supervisor, told that the job must end, has ended this process
 _NEWS_S = 2.0  # of the supervisor's end, once its end of this process's output is closed
 
 T = TypeVar("T")
 
 
-class ControlClient:
+class ControlClient(Link):
     """The connection to the supervisor that the environment names. Thread-safe."""
 
-    step: int | None = None  # steps made so far, which heartbeats report while workers are at steps of their own
-    stop: str | None = None  # why the supervisor asks to stop; None if it does not
+    elastic = True
     failed: str | None = None  # why the job has failed, where this worker has a moment for a last checkpoint
-    writes_last: bool | None = None  # of a failed job: whether this worker writes it; None: the leader does
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         """Connects. Raises ControlError if the supervisor does not answer."""
         host, _, port = os.environ[protocol.ENV_CONTROL].rpartition(":")
-        self.worker = int(os.environ[protocol.ENV_WORKER])  # this worker's number
+        super().__init__(int(os.environ[protocol.ENV_WORKER]))
         self._changed = threading.Condition()
         self._view: View | None = None  # the newest one; it is planned only once all are in the one before
         self._over = False
-        self._announced: dict[int, dict[str, Any]] = {}
-        self._decisions: dict[tuple[int, int], dict[str, Any]] = {}  # by the worker that sent it, and its number
-        self._met: Met | None = None
-        self._moving_at = 0.0  # when the last "moving" came, or this worker stood still
         self._unsent: deque[bytes] = deque()
         self._dropped = protocol.DroppedRecords("the supervisor took no records, and too many waited in a worker")
         self._lost: str | None = None
         self._saves = False  # a last checkpoint, as the supervisor is lost
         self._closing = threading.Event()
         try:
-            self._socket, self._lines, welcome = self._connect((host, int(port)), timeout_s)
+            self._socket, lines, welcome = self._connect((host, int(port)), timeout_s)
             self._messages, _, _ = self._connect((host, int(port)), timeout_s, messages=True)
         except OSError as error:
             raise ControlError(f"no supervisor at {protocol.place(host, int(port))}: {error}") from error
-        self.job: dict[str, Any] = welcome["job"]  # its settings, which the supervisor sends to every worker
-        self.silence_s: float = welcome["silence_s"]  # without a heartbeat, after which it kills a worker
+        self.job = welcome["job"]
+        self.silence_s, self.catch_up_s = welcome["silence_s"], welcome["catch_up_s"]
         self.notice_signals: list[str] = welcome["notice_signals"]  # names: see `kfuse.elastic.notice`
         protocol.set_acknowledgement_timeout(self._socket, self.silence_s)
-        threading.Thread(target=self._receive, name="kfuse-control", daemon=True).start()
+        threading.Thread(target=self._receive, args=(lines,), name="kfuse-control", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="kfuse-heartbeat", daemon=True).start()
 
     def _connect(self, address: tuple[str, int], timeout_s: float, **more: Any) -> tuple[socket.socket, BinaryIO, Any]:
@@ -92,10 +88,11 @@ class ControlClient:
 
         A step's metrics wait for others, at most for `protocol.METRICS_S`. What the connection does not take, as of a
         stopped supervisor, waits in memory. Where too many wait, records of steps are dropped, and an event says of
-        which steps. Raises ControlError if the supervisor is gone.
+        which steps. If the supervisor is lost, nothing is sent, and `check` raises.
         """
         with self._changed:
-            self._check_connection()
+            if self._lost:
+                return
             if message == "record" and fields["kind"] in protocol.OF_STEPS and len(self._unsent) >= _MOST_WAITING:
                 self._dropped.add(fields["data"]["step"])
                 return
@@ -105,10 +102,14 @@ class ControlClient:
             if fields.get("kind") != "metrics" or len(self._unsent) >= protocol.METRICS_AT_ONCE:
                 self._flush()
 
+    def give_up(self, why: str, event: dict[str, Any] | None = None, lines: Sequence[str] = ()) -> None:
+        self.send("fatal", why=why, event=event, lines=list(lines))
+        time.sleep(_ENDED_S)  # what this process would print, as others would, is said by the supervisor
+
     def _flush(self) -> None:
-        """Sends what the connection takes without waiting: of that a lost worker loses nothing. Raises ControlError."""
+        """Sends what the connection takes without waiting: of that a lost worker loses nothing."""
         try:
-            while self._unsent:
+            while self._unsent and not self._lost:
                 sent = self._messages.sendmsg([*islice(self._unsent, _SENT_AT_ONCE)], [], socket.MSG_DONTWAIT)
                 while sent:
                     line = self._unsent.popleft()
@@ -118,18 +119,16 @@ class ControlClient:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._lost = self._lost or f"the supervisor is gone: {error}"
-            raise ControlError(self._lost) from error
+            self._lost = f"the supervisor is gone: {error}"
 
     def close(self) -> None:
         """Says goodbye, waits until the supervisor has all messages or is lost, and ends the connection."""
         if self._closing.is_set():
             return
-        with contextlib.suppress(ControlError), self._changed:
+        with self._changed:
             self.send("goodbye")
-            while self._unsent:
+            while self._unsent and not self._lost:
                 self._changed.wait(_POLL_S)
-                self._check_connection()
                 self._flush()
         self._closing.set()
         for each in (self._messages, self._socket, self._reached):
@@ -138,30 +137,31 @@ class ControlClient:
     # -- views ----------------------------------------------------------------------------------------------------
 
     def view(self, after: int, recovers: bool = False) -> View | None:
-        """The newest view, if its generation is above `after`. recovers: and if it recovers from a lost worker."""
         view = self._view
         return view if view is not None and view.generation > after and (view.recovers or not recovers) else None
 
     def await_view(self, after: int, timeout_s: float | None = None, recovers: bool = False) -> View:
-        """What `view` returns, once there is one. Raises ControlError after the timeout."""
         found = self._await(lambda: self.view(after, recovers), timeout_s)
         if found is None:
             raise ControlError(f"waited {timeout_s:.0f} s for a view after {after}")
         return found
 
     def await_over(self, current: int) -> bool:
-        """Waits until the job is over: True. False if the supervisor forms a recovering view first."""
         self._await(lambda: True if self._over else self.view(current, recovers=True))
         over, self._over = self._over, False
         return over
 
-    # -- decisions and meetings -----------------------------------------------------------------------------------
+    # -- decisions ------------------------------------------------------------------------------------------------
 
-    def decision(self, worker: int, number: int, timeout_s: float) -> dict[str, Any]:
-        """The decision of this number that `worker` has sent; earlier ones of it are dropped.
+    def publish(self, decision: dict[str, Any]) -> int:
+        """Sends it through the supervisor, which outlives the views."""
+        with self._changed:
+            number = super().publish(decision)
+        self.send("decision", number=number, decision=decision)
+        return number
 
-        Raises TimeoutError where it does not come, ControlError if the supervisor is lost.
-        """
+    def fetch(self, worker: int, number: int, timeout_s: float) -> dict[str, Any]:
+        """As `Link.fetch`; earlier ones of that worker are dropped."""
         found = self._await(lambda: self._decisions.get((worker, number)), timeout_s)
         if found is None:
             raise TimeoutError(f"nothing in {timeout_s:g} s")
@@ -169,34 +169,14 @@ class ControlClient:
             self._decisions = {key: it for key, it in self._decisions.items() if key[0] != worker or key[1] >= number}
         return found
 
-    def announced(self, after: int) -> dict[int, dict[str, Any]]:
-        """The leader's announcements that came over this connection, by number, in order; those up to `after` go."""
+    def take_apart(self) -> list[dict[str, Any]]:
         with self._changed:
-            self._announced = {number: each for number, each in self._announced.items() if number > after}
-            return {**self._announced}
-
-    def meet(self, generation: int, step: int, members: list[int], applied: int, timeout_s: float) -> Met | None:
-        """Stands still after `step` steps until all `members`, the workers of view `generation`, do: the answer to it.
-
-        applied: number of the newest announcement that this worker has applied.
-        None where the supervisor forms a view after a lost worker meanwhile. Raises TimeoutError where for `timeout_s`
-        none of the others has made a step, ControlError if the supervisor is lost.
-        """
-        self._met, self._moving_at = None, time.monotonic()
-        self.send("meet", generation=generation, step=step, members=members, applied=applied)
-        with self._changed:
-            # An answer of the view before may come late, where a worker was lost.
-            while (self._met is None or self._met.view != generation) and not self.view(generation, recovers=True):
-                self.check()
-                left = self._moving_at + timeout_s - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                self._changed.wait(left)
-            return None if self.view(generation, recovers=True) else self._met
+            keys = [key for key, each in self._decisions.items() if "apart" in each and key[0] != self.worker]
+            return [self._decisions.pop(key) for key in keys]
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Context: the supervisor is lost, and this process is not ended meanwhile, since it writes a checkpoint."""
+        """As `Link.saving`, where the supervisor is lost."""
         self._saves = True
         try:
             yield
@@ -204,8 +184,8 @@ class ControlClient:
             self._saves = False
 
     def check(self) -> None:
-        """Raises ControlError if the supervisor is gone, or the job has failed."""
-        self._check_connection()
+        if self._lost:
+            raise ControlError(self._lost)
         if self.failed:
             raise ControlError(f"the job has failed: {self.failed}")
 
@@ -220,10 +200,6 @@ class ControlClient:
         with self._changed:
             return bool(self._changed.wait_for(lambda: self._lost or self.failed, _NEWS_S if unread else 0.0))
 
-    def _check_connection(self) -> None:
-        if self._lost:
-            raise ControlError(self._lost)
-
     def _await(self, find: Callable[[], T | None], timeout_s: float | None = None) -> T | None:
         """Waits until `find` returns a value, and returns it; None after the timeout. Raises ControlError."""
         with self._changed:
@@ -234,10 +210,10 @@ class ControlClient:
 
     # -- threads --------------------------------------------------------------------------------------------------
 
-    def _receive(self) -> None:
+    def _receive(self, lines: BinaryIO) -> None:
         why = ""
         try:
-            while line := self._lines.readline(protocol.MAX_LINE):
+            while line := lines.readline(protocol.MAX_LINE):
                 message = protocol.decode(line)
                 with self._changed:
                     match message.pop("type"):
@@ -251,14 +227,8 @@ class ControlClient:
                             self.failed, self.writes_last = message["why"], message["saves"]
                         case "reach":
                             threading.Thread(target=self._tell_unreached, kwargs=message, daemon=True).start()
-                        case "announce":
-                            self._announced[message["number"]] = message["announcement"]
                         case "decision":
                             self._decisions[message["worker"], message["number"]] = message["decision"]
-                        case "met":
-                            self._met = Met(**message)
-                        case "moving":
-                            self._moving_at = time.monotonic()
                     self._changed.notify_all()
         except (OSError, ValueError) as error:
             why = f": {error}"
@@ -281,9 +251,7 @@ class ControlClient:
         """Tells the supervisor which of these workers this one does not reach."""
         from kfuse.elastic.reach import unreached  # only where workers have lost contact
 
-        missing = unreached(dict(addresses), timeout_s)
-        with contextlib.suppress(ControlError):
-            self.send("reached", inquiry=inquiry, missing=missing)
+        self.send("reached", inquiry=inquiry, missing=unreached(dict(addresses), timeout_s))
 
     def _send_heartbeats(self) -> None:
         """Sends what waits, and heartbeats.
@@ -292,17 +260,17 @@ class ControlClient:
         case the supervisor kills this process; if the supervisor is lost, a watchdog without a lock does.
         """
         due = time.monotonic() + protocol.HEARTBEAT_S
-        while not self._closing.wait(protocol.METRICS_S):
+        while not (self._closing.wait(protocol.METRICS_S) or self._lost):
             try:
                 with self._changed:
                     self._flush()
                 if (now := time.monotonic()) >= due:
                     due = now + protocol.HEARTBEAT_S
                     faulthandler.dump_traceback_later(_STUCK_S, exit=True)
-                    self._socket.sendall(protocol.encode({"type": "alive", "step": self.step}))
+                    self._socket.sendall(protocol.encode({"type": "alive"}))
                     with contextlib.suppress(BlockingIOError):  # there are no more
                         for _ in range(_MOST_REACHED):
                             self._reached.accept()[0].close()
-            except (OSError, ControlError):
+            except OSError:
                 break
         faulthandler.cancel_dump_traceback_later()

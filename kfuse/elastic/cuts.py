@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kfuse.elastic.job import Job, Records
@@ -52,20 +52,19 @@ class Cuts:
             self._processes.end(worker, f"did not reach {', '.join(map(self._named, others))}")
         return bool(gone)
 
-    def hold(self, worker: Worker, then: Callable[[], None]) -> None:
-        """Where a new worker's host was cut off from others, sets `held` until it reaches all members; then calls."""
+    def hold(self, worker: Worker) -> None:
+        """Holds a new worker whose host was cut off from others until it reaches all members."""
         if worker.host in self._hosts:
-            worker.held = True
-            self._job.run(self._admit(worker, then))
+            worker.state = State.HELD
+            self._job.run(self._admit(worker))
 
-    async def _admit(self, worker: Worker, then: Callable[[], None]) -> None:
+    async def _admit(self, worker: Worker) -> None:
         told = False
-        while worker.state is State.READY:
+        while worker.state is State.HELD:
             members = self._processes.members()
             pairs = await self._among({worker: members, **{member: [worker] for member in members}})
-            if not pairs:
-                worker.held = False
-                then()
+            if not pairs and worker.state is State.HELD:
+                worker.state = State.READY
                 return
             if not told:
                 self._tell(pairs, [])

@@ -10,11 +10,10 @@ from kfuse.comm.settings import BUSY
 from kfuse.elastic.cuts import Cuts
 from kfuse.elastic.job import Job, JobFailed, Records
 from kfuse.elastic.processes import Processes, State, Worker
-from kfuse.elastic.views import Views
+from kfuse.elastic.roster import Roster
 
 _log = logging.getLogger("kfuse")
 
-_LOSSES_S = 20e-6  # a worker of the view: losses that come meanwhile are handled together; forming it takes as long
 _REPORTS_S = 6.0  # for all that wait for the same worker to say so: more than between their timeouts
 
 
@@ -28,36 +27,32 @@ class _Streak:
 
 
 class Failures:
-    def __init__(self, job: Job, processes: Processes, records: Records, views: Views) -> None:
-        self._job, self._processes, self._records, self._views = job, processes, records, views
+    def __init__(self, job: Job, processes: Processes, records: Records, roster: Roster) -> None:
+        self._job, self._processes, self._records, self._roster = job, processes, records, roster
         self.cuts = Cuts(job, processes, records)
         # Since the last new step. Steps made again are not new: what ends a worker there would do so again.
         self._since_step = _Streak()
         self._since_boot = _Streak()  # of newcomers, since the last one that has booted
         self._furthest = -1  # `Records.furthest` when the last lost worker was counted
-        self._recovering: asyncio.Task[None] | None = None  # forms the view without lost workers, and starts others
 
     def booted(self, worker: Worker) -> None:
         """A new worker is ready to join."""
         self._since_boot = _Streak()
         worker.state = State.READY
-        self.cuts.hold(worker, then=self._views.propose)
-        self._views.propose()
+        self.cuts.hold(worker)
+        self._roster.settle()
 
-    async def ended(self, worker: Worker, was: State, status: int | None) -> None:
+    def ended(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker's process has ended. was: its state before that; status: None if its end was not reported."""
         job = self._job
+        self._roster.settle()
         in_order = status == 0 or was is State.LEFT or not worker.joined
         if worker.noticed and self._processes.rank_of(worker) is None and in_order:
-            # It has left, or had nothing to hand over. Another is started only now: that takes a processor, perhaps of
-            # those that took over.
-            if not (job.stopping or job.done):
-                await self._views.refill()
-            return
+            return  # it has left, or had nothing to hand over
         if status == 0:
             self._quit(worker, was)
         elif not job.done and not self._all_out_of_loop(worker):
-            await self._lost(worker, was, status)
+            self._lost(worker, was, status)
         elif job.script and (worker.why or not worker.killed.is_set()):
             how, cause = self._report_failure(worker, status)
             if worker.killed.is_set() and self._processes.rank_of(worker) is None:
@@ -65,7 +60,7 @@ class Failures:
             # A script failed when its training was over: what was trained stays, but the job has not succeeded.
             when = " after training had ended" if job.done else ""
             job.late_failure = job.late_failure or JobFailed(f"worker {worker.number} {how}{when}{cause}")
-            self._training_is_left()
+            job.done = True  # its workers have ended or left its loop
 
     def contact_lost(self, worker: Worker, generation: int, why: str) -> None:
         """A worker of this generation lost contact with another. If none has ended, the same workers form a new view.
@@ -73,19 +68,19 @@ class Failures:
         One that has not come to a proposed view, or is to leave, may tell the generation before.
         """
         job = self._job
-        if self._views.must_recover:  # a view is about to be formed
+        if job.broken:  # a view is about to be formed
             return
         proposed = not job.view.recovers and (worker.state is State.PROPOSED or worker in self._processes.leavers())
         if generation != job.view.generation and not (proposed and generation == job.view.generation - 1):
             return
-        if not job.done and any(map(self._views.out_of_loop, self._processes.members())):
-            self._views.recover()  # without those that it waited for
+        if any(member.ended_loop for member in self._processes.members()):
+            self._roster.settle("failure")  # without those that it waited for
             return
         self._forget_before_progress()
         if not self._since_step.contacts:  # it may have been a moment's
             self._regroup(why)
-        elif self._views.inquiry != job.view.generation:
-            self._views.inquiry = job.view.generation
+        elif job.inquiry != job.view.generation:
+            job.inquiry = job.view.generation
             job.run(self._inquire(why))
 
     def loop_ended(self, worker: Worker) -> None:
@@ -93,12 +88,10 @@ class Failures:
 
         The end of its process tells whether it is lost.
         """
-        job, left = self._job, self._views.out_of_loop
-        in_view = self._processes.rank_of(worker) is not None and left(worker)
-        those = [*self._processes.members(), *self._processes.leavers()]
-        others = any(each.joined and not left(each) for each in those)
-        if in_view and others and not (job.done or job.over.is_set()):
-            self._views.recover()
+        job, those = self._job, [*self._processes.members(), *self._processes.leavers()]
+        others = any(each.joined and not each.ended_loop for each in those)
+        if self._processes.rank_of(worker) is not None and others and not job.is_over:
+            self._roster.settle("failure")
 
     def _regroup(self, why: str) -> None:
         """The same workers form a new view."""
@@ -108,7 +101,7 @@ class Failures:
             job.give_up(f"workers lose contact again and again: {why}")
             return
         _log.info("contact lost in view %d: %s", job.view.generation, why)
-        self._views.recover(anew=job.done)
+        self._roster.settle("failure")
 
     async def _inquire(self, why: str) -> None:
         """Contact was lost again: where some workers do not reach each other the others go on without one side."""
@@ -144,18 +137,11 @@ class Failures:
         if self._records.furthest > self._furthest:
             self._furthest, self._since_step = self._records.furthest, _Streak()
 
-    def _training_is_left(self) -> None:
-        """Its workers have ended or left its loop: those that were to join it have none of its state, and end too."""
-        for newcomer in self._processes.alive():
-            if not newcomer.joined:
-                newcomer.kill()
-        self._job.done = True
-
     def _all_out_of_loop(self, worker: Worker) -> bool:
         """Whether this worker and the others that train have ended their loops, this one without an error."""
-        if worker.failed_at is not None or not self._views.out_of_loop(worker):
+        if worker.failed_at is not None or not worker.ended_loop:
             return False
-        return all(self._views.out_of_loop(member) for member in self._processes.members() if member.joined)
+        return all(member.ended_loop for member in self._processes.members() if member.joined)
 
     def _quit(self, worker: Worker, was: State) -> None:
         """A worker's script ended with status 0. Before training is over that is no failure, but the others must do
@@ -165,14 +151,12 @@ class Failures:
         if self._job.done or was is State.LEFT:
             return
         if rank is None and not worker.joined:
-            self._views.continue_without(worker, "ended with exit status 0 before it used kf.fit or kf.DataLoader")
-            self._views.propose()
+            self._roster.continue_without(worker, "ended with exit status 0 before it used kf.fit or kf.DataLoader")
             return
-        self._views.continue_without(worker, "ended with exit status 0 before training did")
-        if not self._processes.members():
-            self._training_is_left()
-        if rank is not None:
-            self._views.recover("quit")
+        self._roster.continue_without(worker, "ended with exit status 0 before training did")
+        self._job.done = not self._processes.members()
+        if rank is not None and not self._job.done:
+            self._roster.settle("quit")
 
     def _report_failure(self, worker: Worker, status: int | None) -> tuple[str, str]:
         """Reports a failure. Returns how the worker ended, and its exception, or "", as texts for messages."""
@@ -184,30 +168,31 @@ class Failures:
         _log.info("worker %d (pid %s, rank %s) %s%s", worker.number, worker.pid, rank, how, cause)
         return how, cause
 
-    async def _lost(self, worker: Worker, was: State, status: int | None) -> None:
+    def _lost(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker ended unexpectedly: the survivors form a new view, and another worker is started in its place."""
         job, members = self._job, self._processes.members()
         rank, error = self._processes.rank_of(worker), worker.error()
         recovering = job.view.recovers
         awaited = recovering and was is State.PROPOSED  # it ended before it was in the view that recovers
         # With another, whose loss the survivors have not recovered from yet, or recover from without this one.
-        together = awaited or self._views.must_recover or (recovering and rank is None and worker.joined)
-        together &= not self._views.out_of_loop(worker)
+        together = awaited or bool(job.broken) or (recovering and rank is None and worker.joined)
+        together &= not worker.ended_loop
         # It was about to leave, as planned, and the others still train with it until they come to the proposed view.
-        leaving = rank is None and was is State.MEMBER and self._views.awaits_any() and not recovering
+        awaits_others = any(member.state is State.PROPOSED for member in members)
+        leaving = rank is None and was is State.MEMBER and awaits_others and not recovering
         how, cause = self._report_failure(worker, status)
+        broken = "failure" if rank is not None or leaving else ""
         if job.stopping:
-            if rank is not None or leaving:
-                self._views.recover()  # the others still have a checkpoint to write
+            self._roster.settle(broken)  # the others still have a checkpoint to write
             return
-        last = not members and all(map(self._views.out_of_loop, self._processes.leavers()))
+        last = not members and all(each.ended_loop for each in self._processes.leavers())
         starts_anew = last and job.restart
         if not job.view.generation or (was is State.BOOTING and last and (error or not starts_anew)):
             when = "before training went on" if job.view.generation else "before training began"
             job.end(JobFailed(f"worker {worker.number} {how} {when}{cause}"))
             return
         if rank is None and not worker.joined and not starts_anew:
-            await self._boot_failed(worker, how + cause)
+            self._boot_failed(worker, how + cause)
             return
         self._forget_before_progress()
         row, again = self._since_step, (error, worker.failed_at) in self._since_step.errors
@@ -221,28 +206,13 @@ class Failures:
         elif last and not job.restart:
             job.end(JobFailed(f"no worker is left: the last one {how}{cause}"))
         else:
-            self._views.must_recover |= rank is not None or leaving
-            if self._recovering is None:
-                self._recovering = asyncio.create_task(self._recover_together())
-            await self._recovering
+            self._roster.leave_empty()
+            self._roster.settle(broken)
 
-    async def _recover_together(self) -> None:
-        """Forms the view without the lost workers and starts others: once for all losses that are known together."""
-        await asyncio.sleep(_LOSSES_S * self._job.view.size)
-        self._recovering = None
-        if self._views.must_recover and not self._job.over.is_set():
-            self._views.must_recover = False
-            self._views.recover()
-        if not self._job.stopping:
-            await self._views.refill()
-
-    async def _boot_failed(self, worker: Worker, how: str) -> None:
+    def _boot_failed(self, worker: Worker, how: str) -> None:
         """A new worker ended before it joined: another is tried; if it fails too, the others continue without it."""
         row, error = self._since_boot, worker.error()
         row.lost += 1
         if (error and (error, None) in row.errors) or row.lost >= self._job.settings["elastic_max_failures"]:
-            self._views.continue_without(worker, f"{how}, as others did before they could join: no other is started")
-        else:
-            row.errors.add((error, None))
-            await self._views.start_another()
-        self._views.propose()
+            self._roster.continue_without(worker, f"{how}, as others did before they could join: no other is started")
+        row.errors.add((error, None))

@@ -36,7 +36,10 @@ class Job:
         self.settings, self.restart, self.script = settings, restart, script
         self.least, self.most = settings["workers_min"], settings["workers_max"] or settings["workers_count"]
         self.wanted = settings["workers_count"]  # how many workers the job is to have
+        self.places = self.wanted  # for them: fewer where some stay empty after a loss (`elastic.replace=false`)
         self.view = View(0, (), ("", 0), "")  # the newest one, proposed or active; this one before the first
+        self.broken = ""  # why it cannot go on (failure, quit or stop), until the next one is formed; "": it can
+        self.inquiry = -1  # generation of the view whose workers are being asked whom they reach
         self.begun = False  # training has begun
         self.trained = False  # its summary has arrived
         self.done = False  # it is over: its summary has arrived, or all scripts have left it

@@ -8,8 +8,6 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
-from kfuse.elastic.protocol import ControlError
-
 if TYPE_CHECKING:
     from kfuse.elastic.client import ControlClient
 
@@ -35,8 +33,7 @@ def pass_on(client: ControlClient) -> None:
     def listen() -> None:
         while number := os.read(read, 1):
             if number[0] in notices and signal.getsignal(number[0]) is caught:
-                with contextlib.suppress(ControlError):
-                    client.send("notice")
+                client.send("notice")
 
     def block() -> None:
         """Until a forked child has released the signals: what is sent to it alone must not come over the pipe."""

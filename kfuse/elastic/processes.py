@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import re
 import signal
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -30,13 +31,14 @@ _KILL_GRACE_S = 1.0  # for the report of a killed process's end: from a host tha
 class State(Enum):
     BOOTING = "booting"
     READY = "ready"  # has built its model; waits for a view with it
+    HELD = "held"  # as READY, but it does not reach the members yet
     PROPOSED = "proposed"  # in a view that it has not joined yet
     MEMBER = "member"
     LEFT = "left"  # as a planned view said, and its process has not ended yet
     ENDED = "ended"
 
 
-_NEW, _GONE = (State.BOOTING, State.READY), (State.LEFT, State.ENDED)
+NEW, GONE = (State.BOOTING, State.READY, State.HELD), (State.LEFT, State.ENDED)
 
 
 @dataclass(eq=False)
@@ -51,11 +53,9 @@ class Worker:
     pid: int | None = None  # None until it has connected
     host: str = ""
     address: list[Any] = field(default_factory=list)  # host and port at which other workers may reach it
-    waits: bool = False  # it has waited for a slot or a node so long that an event has said so
-    held: bool = False  # it waits for members that it does not reach
     lost_contact_in: int = -1  # the generation of the newest view in which it has said so
     gpu: int | None = None  # the number of its GPU, until its process ends; None: the launcher chooses, or none
-    asked_at: float = 0.0  # for its process
+    asked_at: float = 0.0  # for its process; `inf` once an event has said that it waits for a slot or a node
     started_at: float = 0.0  # its process; like all of these by the event loop's clock
     last_message_at: float = 0.0
     why: str = ""  # why the supervisor killed it, if it did
@@ -97,7 +97,7 @@ def send_to_all(workers: Iterable[Worker], kind: str, **fields: Any) -> None:
     protocol.send_to_all((worker.connections[0] for worker in workers if worker.connections), kind, **fields)
 
 
-Ended = Callable[[Worker, State, int | None], Awaitable[None]]
+Ended = Callable[[Worker, State, int | None], None]
 
 
 class LaunchError(JobFailed):
@@ -122,76 +122,57 @@ class Processes:
         """ended: called with each worker that has ended, the state it was in, and its exit status (None: unknown)."""
         self._launcher, self._job, self._records, self._ended = launcher, job, records, ended
         self.workers: dict[int, Worker] = {}
-        self._alive: dict[int, Worker] = {}  # those among them that have not ended
+        self.present: dict[int, Worker] = {}  # those among them whose end has not come, or has not been judged
         self.environment: dict[str, str] = {}  # of workers: the supervisor's address and the job's token
         # How many GPUs the machine of all workers has. 0: none, or the launcher gives each worker its own.
         self.gpus: int = getattr(launcher, "gpus", 0)
-        self.awaits_gpu = 0  # up to how many workers are to be started as soon as one that ends has left its GPU
-        self._starting = asyncio.Lock()
-        self._undecided = 0  # how many workers have ended and are still being handled by `ended`
         self._importing: threading.Thread | None = None  # see `_import_store`
         self._tasks: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[int]] = set()  # of processes: one may come late, or never, from a cut-off host
 
     def alive(self) -> list[Worker]:
-        return [*self._alive.values()]
+        return [worker for worker in self.present.values() if worker.state is not State.ENDED]
 
     def members(self) -> list[Worker]:
         """The workers of the newest view that have not ended, nor left it, in rank order."""
         workers = map(self.workers.__getitem__, self._job.view.workers)
-        return [worker for worker in workers if worker.state not in _GONE]
-
-    def newcomers(self) -> list[Worker]:
-        """Workers that are to join and are in no view yet."""
-        return [each for each in self._alive.values() if each.state in _NEW and not each.noticed]
+        return [worker for worker in workers if worker.state not in GONE]
 
     def leavers(self) -> list[Worker]:
         """Workers that the newest view is without, as planned, and that have not left yet."""
-        here = self._alive.values()
+        here = self.present.values()
         return [worker for worker in here if worker.state is State.MEMBER and self.rank_of(worker) is None]
 
     def rank_of(self, worker: Worker) -> int | None:
         return self._job.view.rank_of(worker.number)
 
-    def free_gpu(self) -> int | None:
-        """The first GPU that no worker has; None where there is none.
+    def free_gpus(self) -> list[int]:
+        """The GPUs that no worker has, of those that are counted.
 
         A killed worker has its GPU until its process has ended. But where no other one trains the job does not wait.
         """
-        if not self.gpus:
-            return None
         taken = {worker.gpu for worker in (self.workers.values() if self.members() else self.alive())}
-        return next((gpu for gpu in range(self.gpus) if gpu not in taken), None)
+        return [gpu for gpu in range(self.gpus) if gpu not in taken]
 
-    async def start_up_to(self, target: int) -> None:
-        """Starts as many workers as are missing. One call at a time: several losses may ask for it at once.
-
-        Each gets a GPU of its own, by LOCAL_RANK. Where none is free `awaits_gpu` is set. Raises LaunchError.
-        """
-        async with self._starting:
-            self.awaits_gpu = 0
-            staying = [worker for worker in self.members() if not (worker.to_replace or worker.noticed)]
-            for _ in range(target - len(staying) - len(self.newcomers())):
-                number, gpu = len(self.workers), self.free_gpu()
-                if self.gpus and gpu is None:
-                    self.awaits_gpu = target
-                    return
-                own = {protocol.ENV_WORKER: str(number), **({} if gpu is None else {"LOCAL_RANK": str(gpu)})}
-                try:
-                    process = await self._launcher.start({**self.environment, **own})
-                except Exception as error:  # a launcher may be the user's own
-                    raise LaunchError(error) from error
-                now = asyncio.get_running_loop().time()
-                worker = Worker(number, process, gpu=gpu, asked_at=now, started_at=now, last_message_at=now)
-                self.workers[number] = self._alive[number] = worker
-                if self._job.is_over:  # the job may have ended while this worker was started
-                    worker.kill()
-                task = self._job.run(self._watch(worker))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            if len(self._alive) > 1 and self._importing is None:
-                self._importing = threading.Thread(target=_import_store, name=IMPORT_THREAD, daemon=True)
-                self._importing.start()
+    async def start(self) -> None:
+        """Starts one worker, with a GPU of its own, by LOCAL_RANK, where they are counted. Raises LaunchError."""
+        number, gpu = len(self.workers), next(iter(self.free_gpus()), None)
+        own = {protocol.ENV_WORKER: str(number), **({} if gpu is None else {"LOCAL_RANK": str(gpu)})}
+        try:
+            process = await self._launcher.start({**self.environment, **own})
+        except Exception as error:  # a launcher may be the user's own
+            raise LaunchError(error) from error
+        now = asyncio.get_running_loop().time()
+        worker = Worker(number, process, gpu=gpu, asked_at=now, started_at=now, last_message_at=now)
+        self.workers[number] = self.present[number] = worker
+        if self._job.over.is_set():
+            worker.kill()
+        task = self._job.run(self._watch(worker))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if len(self.present) > 1 and self._importing is None:
+            self._importing = threading.Thread(target=_import_store, name=IMPORT_THREAD, daemon=True)
+            self._importing.start()
 
     async def _watch(self, worker: Worker) -> None:
         """Passes on what a worker prints until it ends."""
@@ -204,22 +185,19 @@ class Processes:
         await asyncio.wait([end], timeout=_KILL_GRACE_S)
         status = end.result() if end.done() else None
         was, worker.state = worker.state, State.ENDED
-        del self._alive[worker.number]
         if status is None:  # cut off: if it can be reached again, it must not take part any more
             lines.cancel()
             for connection in worker.connections:
                 connection.transport.abort()
         if not self._job.over.is_set():
-            self._undecided += 1
             if status != 0:
                 await asyncio.wait([lines], timeout=_OUTPUT_S)
-            await self._ended(worker, was, status)
-            self._undecided -= 1
+            del self.present[worker.number]
+            self._ended(worker, was, status)
         await asyncio.wait([lines], timeout=_LAST_OUTPUT_S)  # what it started may hold the pipe open
         lines.cancel()
         worker.lines.clear()  # a long job has lost many
         worker.connections.clear()
-        self.end_if_none_left()
 
     async def _end_of(self, worker: Worker) -> int:
         status = await worker.process.wait()
@@ -230,11 +208,6 @@ class Processes:
         async for line in worker.process.lines():
             worker.lines.append(line)
             self._records.line(line)
-
-    def end_if_none_left(self) -> None:
-        """Ends the job when no worker is left, none is being started, and each one's end has been decided on."""
-        if not (self._alive or self._undecided or self._starting.locked()):
-            self._job.end(self._job.late_failure)
 
     def end(self, worker: Worker, why: str) -> None:
         """Kills a worker, once. Its end is then handled like any other. why: what it did."""
@@ -252,8 +225,8 @@ class Processes:
             worker.last_message_at += late_s
             if not worker.process.running:
                 worker.started_at = worker.last_message_at = now
-                if not worker.waits and now - worker.asked_at > _NO_ROOM_S:
-                    worker.waits = True
+                if now - worker.asked_at > _NO_ROOM_S:
+                    worker.asked_at = math.inf
                     note = "the launcher has no slot or node for it yet"
                     self._records.event("waiting", worker=worker.number, note=note)
             slow = worker.state is State.BOOTING or worker.said_goodbye  # imports, or the interpreter's end

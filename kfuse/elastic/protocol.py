@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -39,17 +39,6 @@ ENV_WORKER = "KFUSE_WORKER"  # this worker's number, never reused
 
 class ControlError(RuntimeError):
     """The supervisor is lost: it cannot be reached, has refused this worker, or has ended."""
-
-
-class Met(NamedTuple):
-    """The supervisor's answer where all workers of a view stand still: see `kfuse.elastic.meetings`."""
-
-    view: int  # its generation
-    low: int  # the fewest steps that one of them has made
-    high: int  # the most; where it is `low`, all are at one step
-    generation: int  # of the newest view
-    stop: str  # why to stop; "": go on
-    announced: int  # number of the newest announcement that came before the answer: on every worker the same
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The supervisor: starts workers, forms views of them, and passes on what they report. It trains nothing itself.
 
-It receives the workers' messages and calls its parts: `Processes` (start, heartbeats, ends), `Views` (membership),
-`Failures` (lost workers, lost contact), `Meetings`, `Records`.
+It receives the workers' messages and calls its parts: `Processes` (start, heartbeats, ends), `Roster` (views),
+`Failures` (lost workers, lost contact), `Records`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from kfuse.elastic import protocol
 from kfuse.elastic.failures import Failures
 from kfuse.elastic.job import Job, JobFailed, Recorder, Records
 from kfuse.elastic.launchers import Launcher
-from kfuse.elastic.meetings import Meetings
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker, send_to_all
+from kfuse.elastic.roster import Roster
 from kfuse.elastic.server import Server
-from kfuse.elastic.views import Views
 from kfuse.settings.tree import JobSettings
 
 __all__ = ["JobFailed", "Supervisor"]
@@ -53,15 +52,13 @@ class Supervisor:
         if hasattr(launcher, "event"):
             launcher.event = self.records.event
         self.processes = Processes(launcher, self.job, self.records, self._ended)
-        self.views = Views(self.job, self.processes, self.records)
-        self.failures = Failures(self.job, self.processes, self.records, self.views)
-        self._meetings = Meetings(self.job, self.processes)
+        self.roster = Roster(self.job, self.processes, self.records, self.stop)
+        self.failures = Failures(self.job, self.processes, self.records, self.roster)
         self.token = secrets.token_hex(16)
         self.address = ""  # host:port of the control channel
         self._server = Server(self.token, self._serve)
         self._stop_asked_at = 0.0
-        self._leaving: asyncio.Task[None] | None = None  # what forms the view without workers that were given notice
-        self._last_look: asyncio.TimerHandle | None = None  # at whether others have taken over, where all have notice
+        self._last_noticed: Worker | None = None
 
     async def run(self) -> str | None:
         """Returns when all workers have ended: the stop reason, `NOT_TRAINED`, `LOOP_LEFT`, or None if training came to
@@ -84,15 +81,14 @@ class Supervisor:
             opening.cancel()
             return job.stopping
         try:
-            self.views.host = opening.result()
-            self.address = f"{self.views.host}:{await self._server.open(self.views.host)}"
+            self.roster.host = opening.result()
+            self.address = f"{self.roster.host}:{await self._server.open(self.roster.host)}"
         except OSError as error:
             raise LaunchError(error) from error
         self.processes.environment = {protocol.ENV_CONTROL: self.address, protocol.ENV_TOKEN: self.token}
         watching = job.run(self._watch())
         try:
-            await self.processes.start_up_to(job.wanted)
-            self.processes.end_if_none_left()
+            self.roster.settle()
             await over
             if job.error is not None:
                 if job.saves:
@@ -111,7 +107,7 @@ class Supervisor:
     async def _save_last(self, why: str) -> None:
         """The job has failed, and workers with the training's state are left: one of them writes a last checkpoint."""
         job, workers = self.job, [each for each in self.processes.members() if each.joined and not each.why]
-        able = [worker for worker in workers if not self.views.out_of_loop(worker)]
+        able = [worker for worker in workers if not worker.ended_loop]
         if not able or not job.begun or job.done:
             return
         for worker in workers:
@@ -122,18 +118,17 @@ class Supervisor:
             await asyncio.sleep(_POLL_S)
 
     async def _watch(self) -> None:
-        """Checks heartbeats and the launcher's notices; starts workers that waited for a GPU once one is free."""
-        job, time = self.job, asyncio.get_running_loop().time
+        """Checks heartbeats, what a worker that waits for a GPU or for room does now, and the launcher's notices."""
+        time = asyncio.get_running_loop().time
         checked_at = time()
         while True:
             await asyncio.sleep(protocol.HEARTBEAT_S)
             before, checked_at = checked_at, time()
             self.processes.check_heartbeats(checked_at - before - protocol.HEARTBEAT_S)
+            self.roster.settle()
             for worker in self.processes.alive():
                 if getattr(worker.process, "noticed", False):
-                    await self._take_notice(worker)
-            if self.processes.awaits_gpu and not (job.is_over or job.stopping):
-                await self.views.add_up_to(min(self.processes.awaits_gpu, job.wanted))
+                    self._take_notice(worker)
 
     def _limit_to_gpus(self) -> None:
         """Lowers the maximum, which is often a default, to the number of GPUs, with a log line and an event.
@@ -167,58 +162,37 @@ class Supervisor:
         _log.info("stop asked: %s", reason)
         self.job.stopping = reason
         send_to_all(self.processes.alive(), "stop", reason=reason)
-        loop.call_later(_CATCH_UP * self.job.settings["elastic_grace_s"], self._end_catching_up)
         loop.call_later(self.job.settings["elastic_grace_s"], self.job.end)
 
-    def _end_catching_up(self) -> None:
-        """Workers that are to stop, and wait for others that are behind: these take the furthest one's state."""
-        if self._meetings.under_way:
-            _log.info("workers are too far behind to make their steps up to the furthest one: they take its state")
-            self.views.recover("stop")
-
-    async def _ended(self, worker: Worker, was: State, status: int | None) -> None:
+    def _ended(self, worker: Worker, was: State, status: int | None) -> None:
         notices = [-signal.Signals[name] for name in self.job.settings["elastic_notice_signals"]]
         if was is State.BOOTING and status in notices:  # it could not catch the signal yet
-            await self._take_notice(worker)
-        await self.failures.ended(worker, was, status)
+            self._take_notice(worker)
+        self.failures.ended(worker, was, status)
 
-    async def _take_notice(self, worker: Worker) -> None:
-        """A worker's machine is about to be taken away: it leaves at a step boundary; then another is started."""
-        job = self.job
+    def _take_notice(self, worker: Worker) -> None:
+        """A worker's machine is about to be taken away: it leaves at a step boundary; then another is started.
+
+        All that are given notice in a moment leave in one view.
+        """
+        job, call_later = self.job, asyncio.get_running_loop().call_later
         if worker.noticed or worker.said_goodbye:
             return
-        worker.noticed = True
+        worker.noticed, self._last_noticed = True, worker
         self.records.event("notice", worker=worker.number, pid=worker.pid, host=worker.host)
         _log.info("worker %d on %s was given notice", worker.number, worker.host)
-        asyncio.get_running_loop().call_later(job.settings["elastic_grace_s"], self._end_unless_left, worker)
-        if job.stopping or job.over.is_set():
-            return
-        if worker.state in (State.BOOTING, State.READY):  # it has nothing to hand over
-            worker.kill()
-        if self._leaving is None:
-            self._leaving = job.run(self._leave_together())
+        grace_s = job.settings["elastic_grace_s"]
+        call_later(grace_s, self._end_unless_left, worker)
+        if not (job.stopping or job.over.is_set()):
+            self.roster.leave_empty()
+            call_later(_NOTICES_S, self.roster.settle)
+            call_later(_TAKE_OVER * grace_s, self._stop_if_nobody_stays, worker)
 
-    async def _leave_together(self) -> None:
-        """The workers that were given notice leave in one view."""
-        await asyncio.sleep(_NOTICES_S)
-        self._leaving, job = None, self.job
-        if job.stopping or job.over.is_set():
-            return
-        if not all(member.noticed for member in self.processes.members()):
-            self.views.propose()
-            return
-        await self.views.refill()  # others are to take over the state
-        # Some may wait for a slot or a node, and get one in time.
-        coming = any(not each.held for each in self.processes.newcomers())
-        wait_s = _TAKE_OVER * job.settings["elastic_grace_s"] if coming else 0.0
-        if self._last_look is not None:
-            self._last_look.cancel()
-        self._last_look = asyncio.get_running_loop().call_later(wait_s, self._stop_if_nobody_stays)
-
-    def _stop_if_nobody_stays(self) -> None:
+    def _stop_if_nobody_stays(self, noticed: Worker) -> None:
         """Where all workers still have notice, nobody has taken over: a last checkpoint remains."""
         members, job = self.processes.members(), self.job
-        if members and all(member.noticed for member in members) and not (job.stopping or job.done):
+        all_noticed = bool(members) and all(member.noticed for member in members)
+        if all_noticed and noticed is self._last_noticed and not (job.stopping or job.done):
             self.stop("terminated")
 
     def _end_unless_left(self, worker: Worker) -> None:
@@ -243,8 +217,9 @@ class Supervisor:
             worker.pid, worker.host, worker.address = pid, host, list(hello.get("address", []))
             limits = self.job.settings
             silence_s, signals = limits["elastic_heartbeat_timeout_s"], limits["elastic_notice_signals"]
-            worker.send("welcome", job=self._told, silence_s=silence_s, notice_signals=signals)
-            self._meetings.connected(worker)
+            catch_up_s = _CATCH_UP * limits["elastic_grace_s"]
+            told = {"silence_s": silence_s, "catch_up_s": catch_up_s, "notice_signals": signals}
+            worker.send("welcome", job=self._told, **told)
         rest = b""
         while more := await reader.read(protocol.MAX_LINE):  # of a batch many lines at once
             worker.last_message_at = asyncio.get_running_loop().time()
@@ -273,9 +248,13 @@ class Supervisor:
                     self.records.event("ready", worker=worker.number, boot_s=worker.last_message_at - worker.started_at)
                 self.failures.booted(worker)
             case "joined":
-                self.views.joined(worker, message["generation"])
-            case "left":  # as a planned view said
-                self.views.left(worker)
+                worker.joined = True
+                if message["generation"] == self.job.view.generation:
+                    worker.state = State.MEMBER
+                    self.roster.settle()
+            case "left":  # as a planned view said; it may be in one that recovers, which was formed meanwhile
+                worker.state = State.LEFT
+                self.roster.settle("" if self.processes.rank_of(worker) is None else "failure")
             case "broken":  # it has lost contact with another one
                 worker.lost_contact_in = message["generation"]
                 loop, contact_lost = asyncio.get_running_loop(), self.failures.contact_lost
@@ -293,24 +272,22 @@ class Supervisor:
                 if not self.job.done:
                     asyncio.get_running_loop().call_later(_LEFT_S, self.failures.loop_ended, worker)
             case "resize":
-                await self.views.resize(message["workers"])
+                self.roster.resize(message["workers"])
             case "replace":
-                await self.views.replace(message["worker"])
+                self.roster.replace(message["worker"])
             case "evict":  # an audit by the others has named a worker, whose loss then is one like any other
                 self.records.add("event", message["event"])
                 self.processes.end(self.processes.workers[message["worker"]], message["why"])
-            case "announce":
-                self._meetings.announce(message["announcement"])
             case "decision":  # of rank 0, for all others
                 number, decision = message["number"], message["decision"]
                 others = (other for other in self.processes.alive() if other is not worker)
                 send_to_all(others, "decision", worker=worker.number, number=number, decision=decision)
-            case "meet":
-                self._meetings.arrive(worker, message)
-            case "alive":  # a heartbeat
-                self._meetings.moved(worker, message.get("step"))
+            case "far_behind":  # pair averaging: the others have waited for it long enough, as the job is to stop
+                if message["generation"] == self.job.view.generation:
+                    _log.info("workers too far behind to make their steps up to the furthest one take its state")
+                    self.roster.settle("stop")
             case "notice":
-                await self._take_notice(worker)
+                self._take_notice(worker)
             case "goodbye":  # nothing follows, and no heartbeat is due any more
                 worker.said_goodbye = True
 
@@ -320,11 +297,8 @@ class Supervisor:
         self.records.add(kind, data)
         if kind == "summary":
             self.job.trained = self.job.done = True
-            for worker in self.processes.alive():
-                if worker.joined:
-                    worker.send("over")
-                else:  # still booting, or waiting for the others to come to its view: too late for this job
-                    worker.kill()
+            send_to_all((worker for worker in self.processes.alive() if worker.joined), "over")
+            self.roster.settle()
 
     def _begin(self, restarts: bool) -> bool:
         """Training starts, or starts anew. False if it must not.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,9 @@ from torch.optim import optimizer as torchs
 
 from kfuse.comm import devices
 from kfuse.comm.engine import Engine
-from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import Group
-from kfuse.comm.step_state import MicroBatch, StepPlan
+from kfuse.comm.parts import check_owner
+from kfuse.comm.step import MicroBatch, Phase, Step, StepPlan
 from kfuse.optim.consistency import (
     ConsistencyError,
     averaged_buffers,
@@ -75,7 +76,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.pair: Pair | None = None  # averages the weights with another worker's before each update
         self.updates = updates  # makes the updates, and has the state for them
         self.reducer = Reducer(session, updates)
-        self.engine.compared = self._compared
         session.on_group_change(self._set_group)
         session.on_planned_change(updates.hand_over)
         self.make_latest()
@@ -89,7 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def engine(self) -> Engine:
-        return self.reducer.engine
+        return self.reducer
 
     def set_clip_norm(self, clip_norm: float | None) -> None:
         """The largest norm of the mean gradient from now on; None: no clipping. Raises ValueError unless positive."""
@@ -176,7 +176,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         weight: float | None = None,
         several_backwards: bool = False,
-    ) -> MicroBatch:
+    ) -> AbstractContextManager[MicroBatch]:
         """Context of one micro-batch's forward and backward; the loss must be the MEAN over its samples.
 
         samples: how many; without it micro-batches weigh the same and statistics are in units of micro-batches.
@@ -198,7 +198,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError("opt.micro_batch: give the sample counts of all of a step's micro-batches, or of none")
         self.reducer.unit = unit
         counted = 1.0 if samples is None else float(samples)
-        return MicroBatch(engine, counted if weight is None else weight, last, several_backwards)
+        return engine.micro_batch(MicroBatch(counted if weight is None else weight, last, several_backwards))
 
     def _check_undivided(self) -> None:
         check_owner(self.engine)
@@ -238,7 +238,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises CommError, and ControlError if the supervisor is lost, but neither in the body of kf.DataLoader's loop in
         a job whose workers may change.
         """
-        self.reducer.synchronize()
+        self.reducer.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets every `p.grad` to None; else, as torch does, those that are there to zeros, which then count as used.
@@ -287,30 +287,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.reducer.refuse_changed()
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # as GradScaler sets it
         refuse_own_loop(self._session, uses_scaler=found_inf is not None)
-        reduced = self.reducer.take(uses_scaler=found_inf is not None)
-        if reduced is None:
+        taken = self.reducer.take_complete(uses_scaler=found_inf is not None)
+        if taken is None:
             if not self._session.elastic:  # else a worker that joins has made fewer calls of all kinds
                 self.steps_without_gradients += 1
             return loss
-        refuse_unplanned(self._session, reduced.now.plan is not None)
-        if found_inf is not None and reduced.now.is_local:
+        refuse_unplanned(self._session, taken.plan is not None)
+        if found_inf is not None and taken.is_local:
             raise RuntimeError(
                 "GradScaler with comm.sync: must be ssgd, as in the other modes each worker would find another scale; "
                 "autocast with bfloat16 needs no scaler"
             )
         loss_scale: Tensor | None = getattr(self, "grad_scale", None)
         try:
-            if reduced.differs:
+            if self._workers_differ(taken):
                 where = where_workers_differ(self.updates, self._numbers(), self.reducer.tracked)
-                step, self.engine.reduced = self.engine.step - 1, reduced  # it is not made
-                raise ConsistencyError(f"step {step}: the workers no longer have the same model: {where}")
-            scaled = scaling(reduced, self.engine, self.clip_norm, self.skip_nonfinite, found_inf, loss_scale)
+                taken.phase = Phase.REDUCED  # it is not made
+                raise ConsistencyError(f"step {taken.number}: the workers no longer have the same model: {where}")
+            begun = scaling(
+                taken, self.engine, self.clip_norm, self.skip_nonfinite, found_inf, loss_scale, self.lr_factor
+            )
             self.last_lr = self.base_lr * self.lr_factor
             if self.pair is not None and self.pair.mix(self.updates.weights()):
                 self.updates.weights_changed()
-            in_doubt, unused = self.reducer.in_doubt, self.reducer.unused
-            begun = self.begun = Update(self.engine.step - 1, reduced, scaled, in_doubt, unused, self.lr_factor)
-            if not (reduced.now.is_local and not reduced.now.done):
+            self.begun = begun
+            if not (taken.is_local and not taken.done):
                 self.updates.update(begun)
         except RuntimeError as error:  # comm.state=sharded: sums of shards, or updated parameters, did not arrive
             if not self.reducer.leave_to_loop(error):
@@ -319,23 +320,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.pair is not None:
             self.pair.publish(self.updates.weights(), self.engine.step)
         self.take_statistics(begun, warns=found_inf is None)  # with GradScaler skips are how it finds its scale
-        if begun.step == 0:
+        if taken.number == 0:
             self.reducer.refuse_late_buffers()
         return loss
 
     def take_statistics(self, update: Update, warns: bool = True) -> None:
         """The update is made: keeps its figures. warns: of a gradient that is not finite."""
-        unit = "micro-batches" if update.reduced.now.implicit else self.reducer.unit
+        step = update.step
+        assert step.record is not None
+        unit = "micro-batches" if step.implicit else self.reducer.unit
         self.statistics.bf16_sums = self.engine.bf16_sums
-        local, figures = update.reduced.now.is_local, self.engine.figures
-        self.statistics.push(update.step, unit, update.scaled.record, local, figures)
+        self.statistics.push(step.number, unit, step.record, step.is_local, self.engine.figures)
         if warns:
-            leads, finite = self._session.group.rank == 0, update.scaled.finite
-            self._warning.after_step(update.step, finite, self.statistics.arrived, self.skip_nonfinite, leads)
+            leads, arrived = self._session.group.rank == 0, self.statistics.arrived
+            self._warning.after_step(step.number, update.finite, arrived, self.skip_nonfinite, leads)
 
-    def _compared(self) -> tuple[list[Tensor], int]:
-        """Returns what else than parameters must be equal on all workers: see `Engine.compared`."""
-        return [counts for _, counts in self.updates.counts()], salt(self._numbers())
+    def _workers_differ(self, step: Step) -> bool:
+        """Whether what must be equal on all ranks is not, in a step in which they compare it. The host waits for the
+        device then. Raises CommError.
+        """
+        engine = self.engine
+        every = engine.options.check_every
+        if engine.group.size == 1 or every is None or step.number % every or step.is_local:
+            return False
+        from kfuse.comm.digest import digest  # one worker alone does not need it
+
+        tensors = [*engine.params, *(counts for _, counts in self.updates.counts())]
+        mine = digest(tensors, salt(self._numbers())).reshape(1).to(engine.group.device)
+        found = torch.stack(engine.group.all_gather(mine, f"step {step.number}, digests of the parameters"))
+        return bool((found != found[0]).any())
 
     def _numbers(self) -> dict[str, float]:
         numbers = {f"the learning rate of group {k}": rate for k, rate in enumerate(self.learning_rates())}

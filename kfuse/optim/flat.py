@@ -60,7 +60,6 @@ class FlatState(Updates):
         params = self.params_of(bucket)
         param = flat_zeros(bucket.body, 1, bucket.device, bucket.layout.dtype)
         views = bucket.view(param)
-        bucket.parameters = param
         fill(views, [p.data for p in params])
         for p, view in zip(params, views, strict=True):
             p.data = with_own_storage(view)
@@ -159,7 +158,7 @@ class FlatState(Updates):
         """Messages under way may still write to the parameters' memory, at any time: takes another one."""
         for bucket, state in self.pairs():
             param = flat_zeros(bucket.body, 1, bucket.device, bucket.layout.dtype)
-            state.param = bucket.parameters = param.copy_(state.param)
+            state.param = param.copy_(state.param)
             params = self.params_of(bucket)
             for p, view in zip(params, bucket.view(state.param), strict=True):
                 p.data = with_own_storage(view)

@@ -80,7 +80,7 @@ class FlatUpdates(FlatState):
     def update(self, given: Update) -> None:
         """Also raises ValueError or RuntimeError for options and parameters that the user has changed wrongly."""
         self._refuse_options(self.opt.param_groups, _OTHER_ARITHMETIC)
-        resumes = self.engine.kept is not None and self.engine.kept.resumed
+        resumes = given.step.resumed
         if self.sharded and not resumes and any(state.own.place != bucket.shard for bucket, state in self.pairs()):
             raise RuntimeError("comm.state=sharded: the group has changed, and the optimizer's state was not moved")
         self.keep_flat()
@@ -95,7 +95,11 @@ class FlatUpdates(FlatState):
     def run(self, update: Callable[[Bucket, BucketState], None]) -> None:
         """Updates this worker's part of each bucket, and shares its shards. Raises CommError."""
         try:
-            for bucket in self.engine.updates() if self.sharded else reversed(self.engine.gradient_buckets):
+            for bucket in (
+                self.engine.updates([s.param for s in self.states])
+                if self.sharded
+                else reversed(self.engine.gradient_buckets)
+            ):
                 update(bucket, self.states[bucket.index])
         except CommError:
             self.renew_parameters()
@@ -133,7 +137,7 @@ class FlatUpdates(FlatState):
         return pieces
 
     def _all_in_one_call(self, bucket: Bucket, state: BucketState, given: Update) -> bool:
-        certain = not given.in_doubt or all(index not in given.in_doubt for index in bucket.layout.params)
+        certain = not given.step.in_doubt or all(index not in given.step.in_doubt for index in bucket.layout.params)
         alike = state.together or not state.rule.keeps_state(self.options_of(state))
         return certain and alike and all(self._updated(bucket, given))
 
@@ -142,14 +146,14 @@ class FlatUpdates(FlatState):
         state there is none.
         """
         if bucket.sharded:
-            return [index not in given.unused for index in bucket.layout.params]
+            return [index not in given.step.left_out for index in bucket.layout.params]
         return [p.grad is not None for p in self.params_of(bucket)]
 
     def _count_together(self, given: Update) -> bool:
         """Counts an update of all parameters, by a kernel or two, if each bucket has its state and one call."""
         together = all(s.entries[0].known and self._all_in_one_call(bucket, s, given) for bucket, s in self.pairs())
         if together:
-            self.steps.add_(1.0 if given.scaled.skip is None else 1.0 - given.scaled.skip)
+            self.steps.add_(1.0 if given.skip is None else 1.0 - given.skip)
         return together
 
     # -- averages -------------------------------------------------------------------------------------------------

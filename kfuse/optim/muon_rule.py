@@ -59,9 +59,9 @@ class MuonRule(Rule):
         return costs
 
     def update(self, updates: Flat, given: Update) -> None:
-        engine, alone = updates.engine, updates.sharded or given.reduced.now.is_local
+        engine, alone = updates.engine, updates.sharded or given.step.is_local
         try:
-            if engine.group.size > 1 and not alone and not known_to_skip(given.scaled.skip):
+            if engine.group.size > 1 and not alone and not known_to_skip(given.skip):
                 engine.executor.share_factors(self._own_factors(updates, given))
             super().update(updates, given)
         finally:
@@ -84,7 +84,7 @@ class MuonRule(Rule):
             gradients, buffers, factors = (
                 _matrices(bucket, [(k, bucket.place(each, k)) for k in mine]) for each in (bucket.mean, buffer, flat)
             )
-            _orthogonalise(map(_Matrix, gradients, buffers), factors, options, given.scaled.factor)
+            _orthogonalise(map(_Matrix, gradients, buffers), factors, options, given.factor)
             yield bucket, flat
 
     def apply(self, piece: Piece, bucket: Bucket, options: Options, given: Update) -> None:
@@ -102,11 +102,11 @@ class MuonRule(Rule):
             factors = _matrices(bucket, [(k, bucket.place(shared, k)) for k, _ in places])
         else:
             factors = [torch.empty_like(gradient, dtype=_type(options)) for gradient in gradients]
-            _orthogonalise(matrices, factors, options, given.scaled.factor)
+            _orthogonalise(matrices, factors, options, given.factor)
         before = None if piece.skip is None else (weights.clone(), piece.moments[_BUFFER].clone())
         lr = float(options["lr"]) * given.lr_factor
         for param, (gradient, buffer), factor in zip(params, matrices, factors, strict=True):
-            buffer.lerp_(_scaled(gradient, given.scaled.factor), 1 - options["momentum"])
+            buffer.lerp_(_scaled(gradient, given.factor), 1 - options["momentum"])
             param.mul_(1 - lr * options["weight_decay"])
             param.add_(factor, alpha=-_adjusted(lr, options["adjust_lr_fn"], *param.shape))
         if before is not None:  # only the device knows whether the update is left out

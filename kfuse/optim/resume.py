@@ -8,24 +8,23 @@ from typing import Any
 import torch
 
 from kfuse.optim.base import DistributedOptimizer
-from kfuse.optim.scaling import Scaling
 from kfuse.optim.updates import Update
 
 
 def has_begun(opt: DistributedOptimizer, step: int) -> bool:
     """Whether this worker has begun the update of this step, with sharded state, and still has its gradients."""
-    kept = opt.engine.kept
-    return kept is not None and kept.step == step and opt.begun is not None and opt.begun.step == step
+    last = opt.engine.last
+    return last is not None and last.number == step and opt.begun is not None and opt.begun.step is last
 
 
 def begun_update(opt: DistributedOptimizer) -> dict[str, Any]:
     """Returns what others need to make the update that this worker has begun. Plain values and small tensors."""
-    assert opt.begun is not None and opt.engine.kept is not None
-    scaled = opt.begun.scaled
+    assert opt.begun is not None
+    begun, step = opt.begun, opt.begun.step
     groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
     settings = {"groups": groups, "lr_factor": opt.lr_factor}
-    reduced = {"record": scaled.record, "tail": opt.engine.kept.tail, "changes": opt.engine.kept.changes}
-    return {**reduced, "factor": scaled.factor, "skip": scaled.skip, **settings}
+    reduced = {"record": step.record, "tail": step.tail, "changes": step.changes}
+    return {**reduced, "factor": begun.factor, "skip": begun.skip, **settings}
 
 
 @torch.no_grad()
@@ -43,16 +42,8 @@ def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int
         None if given[name] is None else given[name].to(device) for name in ("record", "tail", "factor", "skip")
     )
     assert record is not None and tail is not None
-    opt.engine.resume(record, tail, [change.to(device) for change in given["changes"]])
-    reduced = opt.engine.reduced
-    assert reduced is not None
-    scaled = Scaling(record, factor, skip, finite=skip is None or not bool(skip))
+    resumed = opt.engine.resume(record, tail, [change.to(device) for change in given["changes"]])
+    update = Update(resumed, factor, skip, skip is None or not bool(skip), opt.lr_factor, owner_is_lost)
     if not has_begun(opt, step):
-        opt.last_lr = opt.base_lr * opt.lr_factor
-        opt.begun = Update(step, reduced, scaled, (), (), opt.lr_factor)
-    try:
-        opt.synchronize()  # finds which parameters are updated
-        in_doubt, unused = opt.reducer.in_doubt, opt.reducer.unused
-        opt.updates.update(Update(step, reduced, scaled, in_doubt, unused, opt.lr_factor, owner_is_lost))
-    finally:
-        opt.engine.reduced = None
+        opt.last_lr, opt.begun = opt.base_lr * opt.lr_factor, update
+    opt.updates.update(update)

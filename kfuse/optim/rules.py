@@ -20,7 +20,7 @@ from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.devices import Place, quick
 from kfuse.comm.engine import Engine
-from kfuse.comm.step import KeptStep
+from kfuse.comm.step import Step
 from kfuse.kernels import CHUNK, AdamOptions, AdamWArguments, PackTable, SGDOptions, adamw, lamb, lamb_trust, sgd
 from kfuse.optim.layout import Entry, Extent, Part, Piece
 from kfuse.optim.updates import Update
@@ -163,7 +163,7 @@ class AdamWRule(Rule):
             kept = AdamWArguments(piece.param, piece.grad, m, v, adam, step=piece.step, master=piece.master)
             piece.arguments = kept
         kept = piece.arguments
-        kept.options, kept.grad_scale, kept.found_inf = adam, given.scaled.factor, piece.skip
+        kept.options, kept.grad_scale, kept.found_inf = adam, given.factor, piece.skip
         adamw.run(kept)
 
 
@@ -190,7 +190,7 @@ class SGDRule(Rule):
 
 
 def _scalars(piece: Piece, given: Update) -> dict[str, Tensor | None]:
-    return {"grad_scale": given.scaled.factor, "found_inf": piece.skip, "master": piece.master}
+    return {"grad_scale": given.factor, "found_inf": piece.skip, "master": piece.master}
 
 
 def adam_options(options: Options, given: Update) -> AdamOptions:
@@ -207,7 +207,7 @@ def adam_options(options: Options, given: Update) -> AdamOptions:
 class _Moved:
     """The first half of an update."""
 
-    of: KeptStep  # the step. Another one is another object, also where a step is made again from a checkpoint.
+    of: Step  # the step. Another one is another object, also where a step is made again from a checkpoint.
     pieces: list[list[Piece]]  # of each bucket
     sums: Tensor  # fp32: the chunks' norms of this worker's shards, bucket by bucket; elsewhere 0
     mirrored: Tensor  # the same of the shards that it mirrors
@@ -245,10 +245,8 @@ class LambRule(Rule):
             super().update(updates, given)
             return
         tables = [self._tables[bucket.index, 0, ()] for bucket, _ in updates.pairs()]
-        kept = updates.engine.kept
-        assert kept is not None, "it has been reduced, with sharded state"
-        if self._moved is None or self._moved.of is not kept:
-            self._moved = self._move_moments(updates, tables, given, kept)
+        if self._moved is None or self._moved.of is not given.step:
+            self._moved = self._move_moments(updates, tables, given)
         moved = self._moved
         sums = moved.sums + moved.mirrored if given.owner_is_lost else moved.sums.clone()
         updates.engine.executor.share_sums(sums, what="LAMB's norms")
@@ -266,7 +264,7 @@ class LambRule(Rule):
         updates.run(apply)
         self._moved = None
 
-    def _move_moments(self, updates: Flat, tables: Sequence[PackTable], given: Update, kept: KeptStep) -> _Moved:
+    def _move_moments(self, updates: Flat, tables: Sequence[PackTable], given: Update) -> _Moved:
         """tables: of whole buckets."""
         chunks, device = sum(table.num_chunks for table in tables), updates.engine.device
         sums, mirrored = torch.zeros(2, 2 * chunks, dtype=torch.float32, device=device)
@@ -285,7 +283,7 @@ class LambRule(Rule):
                     k, begins = piece.extent.tensors[0], piece.extent.place.start + piece.extent.offsets[0]
                     at = first_chunks[k] + begins // CHUNK - bucket.layout.offsets[k] // CHUNK
                     of_bucket[:, at : at + norms.shape[1]] = norms
-        return _Moved(kept, every, sums, mirrored)
+        return _Moved(given.step, every, sums, mirrored)
 
     def apply(self, piece: Piece, bucket: Bucket, options: Options, given: Update) -> None:
         self._lamb(piece, self._tables[_key(bucket, piece.extent)], options, given)

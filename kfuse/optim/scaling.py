@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,39 +12,34 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm import measurement as t
 from kfuse.comm.engine import Engine
-from kfuse.comm.step import Reduced
+from kfuse.comm.step import Step
 from kfuse.kernels import BLOCK, num_blocks, sum_partials
+from kfuse.optim.updates import Update
 
 _LOG = logging.getLogger("kfuse")
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """What an update needs. Tensors are on the gradients' device."""
-
-    record: Tensor  # the step's record, in units of the true gradient, and with the slots that only the optimizer knows
-    factor: Tensor | None  # fp32 scalar that the gradients are multiplied with; None: 1
-    skip: Tensor | None  # fp32 scalar; non-zero leaves the update out. None: it is made.
-    finite: Tensor | bool  # whether all gradients are finite: a bool on the CPU, a bool scalar on CUDA
-
-
 def scaling(
-    reduced: Reduced,
+    step: Step,
     engine: Engine,
     clip_norm: float | None,
     skip_nonfinite: bool,
     found_inf: Tensor | None,
     loss_scale: Tensor | None,
-) -> Scaling:
+    lr_factor: float,
+) -> Update:
     """How the reduced gradients are used. Nothing waits for a CUDA device.
+
+    The step's `record` is then in units of the true gradient, and has the slots that only the optimizer knows.
 
     found_inf, loss_scale: what torch's GradScaler passes to an optimizer's step. loss_scale is None too where the user
     has unscaled the gradients (`scaler.unscale_`).
     clip_norm: the largest norm of the mean gradient, without the loss scale. The gradients' factor is then
     min(1, clip_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it.
     """
-    record = reduced.record
-    exact, finite = squared_norm_of(reduced, engine)
+    record = step.record
+    assert record is not None
+    exact, finite = squared_norm_of(record, step.is_local, engine)
     skip, factor = None, None if loss_scale is None else 1.0 / loss_scale.to(torch.float32)
     squared_norm = record[t.GRAD_SQ] if exact is None and (clip_norm is not None or found_inf is not None) else exact
     if found_inf is not None:
@@ -67,20 +61,20 @@ def scaling(
         assert squared_norm is not None
         coefficient = (clip_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0).to(torch.float32)
         factor = coefficient if factor is None else factor * coefficient
-    if reduced.now.is_local:
+    if step.is_local:
         record[t.GRAD_SQ] = torch.nan  # the workers' mean gradient is not computed
     if skip is not None:
         record[t.SKIPPED] = skip
-    return Scaling(record, factor, skip, finite)
+    step.record = record
+    return Update(step, factor, skip, finite, lr_factor)
 
 
-def squared_norm_of(reduced: Reduced, engine: Engine) -> tuple[Tensor | None, Tensor | bool]:
+def squared_norm_of(record: Tensor, is_local: bool, engine: Engine) -> tuple[Tensor | None, Tensor | bool]:
     """|gbar|^2 (float64, on the device; None: it is the record's), and whether the gradients are finite.
 
     The record's squares are fp32, which finite gradients above 1e19 overflow. Where they did, the CPU looks at the
     gradients themselves; on CUDA that would make the host wait, so there they count as not finite.
     """
-    record = reduced.record
     if devices.of(record.device).asynchronous:
         total = record[t.SUM_SQUARES] + record[t.GRAD_SQ]
         return None, total - total == 0  # infinities and NaN give NaN; torch.isfinite takes four kernels
@@ -88,7 +82,7 @@ def squared_norm_of(reduced: Reduced, engine: Engine) -> tuple[Tensor | None, Te
     if math.isfinite(values[t.SUM_SQUARES] + values[t.GRAD_SQ]):
         return None, True
     squared_norm = squared_norm_exactly(engine)
-    if reduced.now.is_local:  # the others must skip too, and have other gradients
+    if is_local:  # the others must skip too, and have other gradients
         return squared_norm, False
     return squared_norm, math.isfinite(squared_norm.item())
 

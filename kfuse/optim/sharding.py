@@ -194,10 +194,9 @@ def collect(engine: Engine, states: Sequence[BucketState], rank: int, has_state:
     ]
     wanted = [[[slice(0, bucket.body)] if r == rank else [] for r in range(group.size)] for bucket in buckets]
     names = [["param"]] * len(buckets)
-    for bucket, whole in zip(buckets, move(group, buckets, held, wanted, names, "updated parameters"), strict=True):
+    for state, whole in zip(states, move(group, buckets, held, wanted, names, "updated parameters"), strict=True):
         for part in whole:
-            assert bucket.parameters is not None
-            bucket.parameters.copy_(part.tensors["param"])
+            state.param.copy_(part.tensors["param"])
 
 
 def hand_overs(shards: Sequence[slice], leavers: Collection[int], after: Sequence[int]) -> list[list[slice]]:

@@ -13,8 +13,7 @@ from torch.nn import Parameter
 
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
-from kfuse.comm.step import Reduced
-from kfuse.optim.scaling import Scaling
+from kfuse.comm.step import Step
 
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Parameter, str]]:
@@ -39,23 +38,21 @@ def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Update:
-    """An update, which this worker has begun to make."""
+    """An update, which this worker has begun to make. Tensors are on the gradients' device."""
 
-    step: int
-    reduced: Reduced
-    scaled: Scaling
-    in_doubt: Collection[int]  # indices of parameters that are left alone where `reduced.used` is 0
-    unused: Collection[int]  # indices of parameters that no worker gave a gradient, where the host knows it
+    step: Step
+    factor: Tensor | None  # fp32 scalar that the gradients are multiplied with; None: 1
+    skip: Tensor | None  # fp32 scalar; non-zero leaves the update out. None: it is made.
+    finite: Tensor | bool  # whether all gradients are finite: a bool on the CPU, a bool scalar on CUDA
     lr_factor: float
     owner_is_lost: bool = False  # the update is resumed after a loss: the worker whose shards this one mirrors is gone
 
     def skip_of(self, index: int) -> Tensor | None:
-        """`scaled.skip` for one parameter: not 0 either where it is in doubt, and no worker gave it a gradient."""
-        if index not in self.in_doubt:
-            return self.scaled.skip
-        assert self.reduced.used is not None
-        unused = (self.reduced.used[index] == 0).to(torch.float32)
-        return unused if self.scaled.skip is None else torch.maximum(unused, self.scaled.skip)
+        """`skip` for one parameter: not 0 either where it is in doubt, and no worker gave it a gradient."""
+        if index not in self.step.in_doubt:
+            return self.skip
+        unused = (self.step.tail[index] == 0).to(torch.float32)
+        return unused if self.skip is None else torch.maximum(unused, self.skip)
 
 
 class ShardsLost(RuntimeError):

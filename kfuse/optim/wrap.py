@@ -145,7 +145,7 @@ class TorchUpdates(Updates):
     def update(self, given: Update) -> None:
         self._refuse_changed()
         self._take_state()
-        scale, found_inf = given.scaled.factor, given.scaled.skip
+        scale, found_inf = given.factor, given.skip
         on_device = self.skips_on_device and devices.of(self.engine.device).asynchronous
         if found_inf is not None and not on_device and found_inf.item():
             return
@@ -154,20 +154,19 @@ class TorchUpdates(Updates):
                 scale = torch.where(found_inf != 0, 1.0, scale)
             for bucket in self.engine.gradient_buckets:
                 bucket.visible.mul_(scale)
-        in_doubt = {i: self._state_of(p) for i in given.in_doubt if (p := self.engine.params[i]).grad is not None}
+        in_doubt = {i: self._state_of(p) for i in given.step.in_doubt if (p := self.engine.params[i]).grad is not None}
         with self._prepared(given.lr_factor, found_inf if on_device else None):
             try:
                 self._step()
             except RuntimeError as error:
-                if not given.reduced.now.had_graph:
+                if not given.step.had_graph:
                     raise
                 raise RuntimeError(
                     f"{_named(self._inners)}.step() has failed after backward(create_graph=True): kfuse's gradients "
                     "are sums without a graph: an optimizer that differentiates them (AdaHessian) cannot be wrapped"
                 ) from error
         for index, before in in_doubt.items():
-            assert given.reduced.used is not None
-            used = given.reduced.used[index] > 0
+            used = given.step.tail[index] > 0
             for name, value in self._state_of(self.engine.params[index], copy=False).items():
                 value.copy_(torch.where(used, value, before.get(name, 0.0)))
 

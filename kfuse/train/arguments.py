@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from kfuse.data import Dataset, Stream
+from kfuse.elastic.link import Report, ignore
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.settings.tree import SETTINGS, WORKERS_MAX, TrainSettings
@@ -17,7 +18,6 @@ from kfuse.train.loss import Metric, Objective
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints, SavedModel
     from kfuse.train.learning_rate import UserSchedule
-    from kfuse.train.output import Output
 
 _SECTIONS = ("seed", "batch", "lr", "train")  # whose settings training itself follows
 # Settings of these sections that may differ between workers.
@@ -43,7 +43,7 @@ class TrainArguments:
     metrics: Mapping[str, Metric] = field(default_factory=dict)  # functions (output, target), evaluated on `heldout`
     checkpoints: Checkpoints | None = None  # None: none are written or read
     saved_model: SavedModel | None = None  # of the trained model and the best one by evaluation; None: not written
-    output: Output | None = None  # a script's own files and display, which get the records too
+    report: Report = ignore  # takes what this worker has to report
     user_loop: bool = False  # a step's forward, backward and update are the body of a loop over `Trainer.steps`
     several_backwards: bool = False  # the user runs several backwards in each micro-batch: see opt.micro_batch
     exits_are_errors: bool = False  # a SystemExit of the model, the data or the policy is an error: no script means it

@@ -59,7 +59,7 @@ def assemble(given: TrainArguments) -> Trainer:
     began_with = {"batch_size": settings["batch_size"], "optimizer": inner.removeprefix("Fused"), "seed": seed}
     progress = Progress(settings["batch_size"], session.comm.sync, began_with=began_with | {"dataset size": length})
     progress.updates = [0] * len(opts) if len(opts) > 1 else []
-    reporter = Reporter(session, settings, length, given.output)
+    reporter = Reporter(session, settings, length, given.report)
     rate = LearningRate(opts, settings, schedule, progress)
     decisions = Decisions(session, opts, rate, facts, progress, reporter)
     bounds = Bounds(settings["batch_min"] or 1, settings["batch_max"] or BATCH_MAX, *given.workers_bounds)
@@ -77,7 +77,7 @@ def assemble(given: TrainArguments) -> Trainer:
     parts |= {"statistics": opt.statistics, "policy": calls, "progress": progress, "synchronisation": synchronisation}
     parts |= {"decisions": decisions, "records": reporter}
     state = TrainingState(parts | ({} if given.scheduler is None else given.scheduler.parts()))
-    about = given, session, decisions, calls, state, progress, reporter, length
+    about = given, session, decisions, calls, state, progress, reporter
     recovery = Recovery(*about, lambda: trainer.record_finished_update())
     passes, audit = None, None
     if len(opts) > 1:

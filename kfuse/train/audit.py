@@ -236,7 +236,7 @@ class Audit:
             self.save_last()
             with contextlib.suppress(CommError):
                 session.group.barrier("last checkpoint")  # a worker that ends may end the others
-            session.give_up(why, event)
+            session.link.give_up(why, event)
             raise ConsistencyError(why)
         raise CommError(f"{why}; the step is made again")
 

@@ -12,6 +12,7 @@ from kfuse.checkpoint.manager import Checkpoints, SavedModel, load_weights
 from kfuse.cores import cores
 from kfuse.data import DataSplit
 from kfuse.data.sources import heldout_data, training_data
+from kfuse.elastic.link import Report, ignore
 from kfuse.optim import DistributedOptimizer, Optimizer
 from kfuse.session import current
 from kfuse.settings import instantiate
@@ -38,8 +39,8 @@ def set_threads(config: dict[str, Any]) -> None:
     torch.set_num_threads(workers["threads"] or (1 if config["comm"]["reproducible"] else shared))
 
 
-def build_trainer(config: dict[str, Any]) -> Trainer:
-    """Data, model, policy and optimizer as configured, ready to run. Needs a session."""
+def build_trainer(config: dict[str, Any], report: Report = ignore) -> Trainer:
+    """Data, model, policy and optimizer as configured, ready to run. Needs a session. report: takes its records."""
     torch.manual_seed(config["seed"])
     values = flat(config)
     split: DataSplit = instantiate.build(class_arguments("data", config["data"]))
@@ -56,9 +57,10 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     # The optimizer has the norm to clip to: see `_optimizer`.
     settings: Any = completed(values | {"clip_norm": None})
     checkpoints = {name: config["checkpoint"][name] for name in ("every_steps", "keep", "resume")}
+    given, run_dir = training_data(split.train), Path(config["run_dir"])
     about: dict[str, Any] = {"model": instantiate.supplied_node(node, **split.spec), "input": split.input or None}
     about |= {"classes": split.spec.get("classes"), "kfuse": __version__}
-    given = training_data(split.train)
+    saved_model = None if values["train_save_model"] is False else SavedModel(run_dir, session, report, about)
     log_remarks(given.remarks)
     arguments = TrainArguments(
         model,
@@ -67,10 +69,9 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         settings,
         bounds,
         policy=instantiate.build(config["policy"]),
-        checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **checkpoints),
-        saved_model=None
-        if values["train_save_model"] is False
-        else SavedModel(Path(config["run_dir"]), session, about),
+        checkpoints=Checkpoints(run_dir / "checkpoints", session, **checkpoints, report=report),
+        saved_model=saved_model,
+        report=report,
         heldout=heldout_data(split.heldout),
         exits_are_errors=True,
     )

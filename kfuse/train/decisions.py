@@ -1,14 +1,12 @@
 """Decisions: from a policy's request, to rank 0's announcement, to the settings of later steps.
 
 Every worker runs this with the same values and reaches the same result; only rank 0's requests are sent. A decision's
-number travels in the tail of the next step's gradients, so that all apply it after the same step; its content goes by
-`Published`. docs/architecture.md shows the steps. With pair averaging see `kfuse.train.pair`.
+number travels in the tail of the next step's gradients, so that all apply it after the same step; its content goes over
+the session's link. docs/architecture.md shows the steps. With pair averaging see `kfuse.train.pair`.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import operator
 import sys
 import traceback
@@ -16,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from kfuse.comm.chunks import plain_copy
 from kfuse.comm.group import CommError, Links
 from kfuse.comm.settings import TRANSPORT_NAMES, TREES, Sync
 from kfuse.elastic.protocol import ControlError
@@ -33,48 +30,6 @@ from kfuse.train.reporter import Reporter
 from kfuse.train.step import relative_throughput
 
 _SETTINGS, _MEASURED = ([each.name for each in fields(kind)] for kind in (StepSettings, Measured))
-_NUMBERS = itertools.count(1)  # of this process: a number is never used again, in another training neither
-_KEPT = 64  # more than the steps that any worker can be behind rank 0
-
-
-class Published:
-    """The content of rank 0's decisions, as JSON, on its way to all workers: a step's tail carries the number alone.
-
-    Rank 0 sends it before that step, the others wait for it when they read the step's statistics. It goes through the
-    supervisor, which outlives the views; in a job of fixed size through the store.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._own: dict[int, dict[str, Any]] = {}
-
-    def send(self, content: dict[str, Any]) -> int:
-        """On rank 0: sends a decision, and returns its number. Raises CommError where the store is gone."""
-        session, number = self._session, next(_NUMBERS)
-        self._own[number] = content
-        self._own.pop(number - _KEPT, None)
-        if session.elastic:
-            session.send("decision", number=number, decision=content)
-        elif session.group.size > 1:
-            try:
-                session.group.store.set(f"decision/{number}", json.dumps(content))
-                session.group.store.delete_key(f"decision/{number - _KEPT}")
-            except RuntimeError as error:
-                raise CommError(f"rank 0 could not send decision {number}: {error}") from error
-        return number
-
-    def receive(self, worker: int, number: int) -> dict[str, Any]:
-        """Returns the decision of this number that `worker` sent as rank 0. Raises CommError where it does not come."""
-        session = self._session
-        if worker == session.worker:
-            return self._own[number]
-        try:
-            if session.elastic:
-                return session.client.decision(worker, number, session.group.timeout_s)
-            content: dict[str, Any] = json.loads(session.group.store.get(f"decision/{number}"))
-            return content
-        except (RuntimeError, TimeoutError) as error:
-            raise CommError(f"decision {number} of rank 0 (worker {worker}) has not arrived: {error}") from error
 
 
 @dataclass(eq=False)
@@ -92,14 +47,12 @@ class Decisions:
         self._opt = self.opts[0]
         self._requested: dict[str, Any] = {}  # what is not announced yet, or announced with the step under way
         self._announced: dict[str, Any] = {}  # what the step under way announces of it
-        self._published = Published(self.session)
         self._under_way: dict[int, dict[str, Any]] = {}  # by step: what it announced, if it is here and not applied yet
         self.topology: str | None = None  # the transport that a decision chose; None: the configured one
         # Chosen for the transport `tree`; a list is for this view alone. None: as configured.
         self.tree: str | list[int] | None = None
         self._reported_links: Links | None = None
         self.workers_requested = 0  # the number of workers that was last requested; 0: none was
-        self.stop_requests: list[str] = []  # to stop at the next step boundary; used without a supervisor
         self._clipped: dict[str, str | None] = {}  # by setting: how its latest request was clipped; None if it was not
 
     # -- requested ------------------------------------------------------------------------------------------------
@@ -167,11 +120,14 @@ class Decisions:
         self._announced = dict(self._requested)
         if self.session.group.rank != 0:
             return 0
-        stop = self.session.stop_reason() or (self.stop_requests or [""])[-1]
+        stop = self.session.link.stop
         index = STOP_REASONS.index(stop) if stop in STOP_REASONS else 0
         of_the_job = {"generation": self.session.proposed_generation(), "stop": index}
         content = self._announced | {name: value for name, value in of_the_job.items() if value}
-        return self._published.send(content) if content else 0
+        try:
+            return self.session.link.publish(content) if content else 0
+        except RuntimeError as error:
+            raise CommError(f"rank 0 could not send a decision: {error}") from error
 
     def take_requested(self) -> dict[str, Any]:
         """Returns what is requested, which is no longer so: before the first step, and with pair averaging."""
@@ -183,7 +139,13 @@ class Decisions:
         for step, number in self._opt.statistics.decisions(lag):
             context = self.progress.contexts.get(step)  # None: its update was interrupted, and the step comes again
             if context is not None and step not in self._under_way:
-                self._under_way[step] = self._published.receive(context.members[0], number)
+                self._under_way[step] = self._fetch(context.members[0], number)
+
+    def _fetch(self, leader: int, number: int) -> dict[str, Any]:
+        try:
+            return self.session.link.fetch(leader, number, self.session.group.timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            raise CommError(f"decision {number} of rank 0 (worker {leader}) has not arrived: {error}") from error
 
     def announcement_sent(self) -> None:
         """The step that carried the announcement is complete: what was announced is no longer requested."""
@@ -197,9 +159,8 @@ class Decisions:
         """Applies what rank 0 announced with a finished step. context: the settings that the step was made with."""
         at, announced = self.progress, self._under_way.pop(stats.step, {})
         self.apply(announced, context.members)
-        if stats.step >= at.resumed_at:
-            at.generation = announced.get("generation", at.generation)
-            at.stop = announced.get("stop", at.stop)
+        at.generation = announced.get("generation", at.generation)
+        at.stop = announced.get("stop", at.stop)
 
     def apply(self, announced: Mapping[str, Any], members: Sequence[int] | None = None) -> None:
         """Applies what rank 0 announced, from the next step on. members: the workers then, in rank order; None: now."""
@@ -276,6 +237,15 @@ class Decisions:
         self._requested, self._under_way = dict(state["requested"]), dict(state["under_way"])
         self.use_transport()
 
+    def forget_job(self) -> None:
+        """What was loaded is of another run, whose views, stop and number of workers do not count here."""
+        self.progress.stop = self.progress.generation = 0
+        theirs = ("generation", "stop")
+        for step, announced in self._under_way.items():
+            self._under_way[step] = {name: value for name, value in announced.items() if name not in theirs}
+        if self.session.view is not None:
+            self.workers_requested = 0
+
 
 @dataclass(eq=False)
 class PolicyCalls:
@@ -314,6 +284,8 @@ class PolicyCalls:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy's state. What a checkpoint cannot hold is an error of the policy too."""
+        from kfuse.comm.chunks import plain_copy  # for other workers and checkpoints
+
         what = f"the value of {self._name('state_dict')}"
         return self._call("state_dict", lambda: plain_copy(self.policy.state_dict(), what)) or {}
 
@@ -341,7 +313,7 @@ class PolicyCalls:
             event = {"step": step, "kind": "policy_failed", "worker": self.session.worker, "method": name}
             event |= {"why": why, "traceback": frames}
             if self.session.elastic:
-                self.session.give_up(f"the policy's {name} has raised {why}", event, [told, *frames.splitlines()])
+                self.session.link.give_up(f"the policy's {name} has raised {why}", event, [told, *frames.splitlines()])
             else:
                 self.reporter.of_any_worker(event)
                 print(told, file=sys.stderr, flush=True)  # Python prints the traceback of what is raised here
@@ -362,7 +334,7 @@ class PolicyCalls:
             corrupt_workers=tuple(rank for rank, worker in enumerate(workers) if worker in at.corrupt),
             previous_step_time_s=stats.previous_step_time_s,
             previous_data_wait_s=stats.previous_data_wait_s,
-            heldout_accuracy=at.accuracy,
+            heldout_accuracy=at.evaluation.accuracy,
             bounds=self.bounds,
             link_latencies=None if links is None else links.latencies,
             link_throughputs=None if links is None else links.throughputs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -18,21 +18,10 @@ from kfuse.data.fetching import random_key, seed_host
 from kfuse.membership import Session
 from kfuse.train.arguments import TrainArguments
 from kfuse.train.loss import Metric, Objective, Outcome, forward
-from kfuse.train.progress import Progress
+from kfuse.train.progress import Evaluation, Progress
 from kfuse.train.reporter import Reporter
 from kfuse.train.step import generators_restored, seed_forward
 from kfuse.train.synchronisation import Synchronisation
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What the model does on held-out data."""
-
-    loss: float  # mean over the samples
-    accuracy: float | None
-    """Share of the targets hit, in [0, 1]; None where the output does not hold a score for each class, last."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """By name: the user's metrics, or the figures of the step function. Means over the samples."""
 
 
 @dataclass
@@ -60,7 +49,7 @@ class Evaluations:
         with self.synchronisation.method.shown():
             how = self.session.group, settings["train_precision"], given.metrics, settings["heldout_batch"]
             result = evaluate(given.model, given.heldout, given.objective, *how)
-            is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
+            is_best = at.take_evaluation(result, steps)
             if given.scheduler is not None:
                 given.scheduler.after("evaluation", result.loss)
             if is_best and given.saved_model is not None:
@@ -80,9 +69,9 @@ class Evaluations:
             "samples": at.samples,
             "wall_s": wall_s,
             "loss": at.loss,
-            "heldout_loss": at.heldout_loss,
-            "heldout_accuracy": at.accuracy,
-            "heldout_metrics": at.heldout_metrics,
+            "heldout_loss": at.evaluation.loss,
+            "heldout_accuracy": at.evaluation.accuracy,
+            "heldout_metrics": at.evaluation.metrics,
             "batch_size": at.batch_size,
             "lr": lr,
             "workers": self.session.group.size,

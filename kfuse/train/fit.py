@@ -10,6 +10,7 @@ from torch import nn
 from kfuse.data import Dataset
 from kfuse.data.dataset import Collate
 from kfuse.data.sources import TrainingData, heldout_data, training_data
+from kfuse.elastic.link import ignore
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.session import current
@@ -231,9 +232,8 @@ def _trainer(
             "that joins would not have its state: pass it as scheduler= and do not step it yourself"
         )
     output = Output(session, values)
-    if session.control_client is not None:  # the supervisor keeps the run directory
-        ledger = session.control_client.job.get("observe", {}).get("ledger", False)
-        values = {**values, "observe_ledger": ledger or values["observe_ledger"]}
+    ledger = session.link.job.get("observe", {}).get("ledger", False)  # of the run directory that a supervisor keeps
+    values = {**values, "observe_ledger": ledger or values["observe_ledger"]}
     settings: Any = completed(resolved(caller, TrainSettings, values))
     arguments = TrainArguments(
         model,
@@ -246,7 +246,7 @@ def _trainer(
         heldout=heldout,
         checkpoints=output.checkpoints,
         saved_model=output.saved_model,
-        output=output,
+        report=output.report if output.keeps else ignore,
         **more,
     )
     return assemble(arguments), output

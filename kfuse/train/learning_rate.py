@@ -257,7 +257,7 @@ class UserSchedule:
         ordered = sorted(self.schedulers, key=lambda each: self._owners.index(each.optimizer))
         return {f"scheduler {k}" if k else "scheduler": each for k, each in enumerate(ordered)}
 
-    def after(self, interval: str, *metrics: float) -> None:
+    def after(self, interval: str, *metrics: float | None) -> None:
         """Steps those whose interval this is: "step", "epoch", "evaluation" (metrics: the held-out loss)."""
         for scheduler, own in zip(self.schedulers, self.intervals, strict=True):
             if own == interval:

@@ -39,14 +39,16 @@ class Output:
         rules.check(by_key(settings))
         given = settings["checkpoint_dir"], settings["run_dir"]
         folder, directory = (None if path is None else Path(path).expanduser().absolute() for path in given)
-        if session.control_client is not None and directory is not None:
-            session.report("event", {"step": None, "kind": "note", "note": _KEPT_ELSEWHERE.format(directory)})
-            directory = Path(session.control_client.job["run_dir"])
+        if session.elastic and directory is not None:
+            session.link.report("event", {"step": None, "kind": "note", "note": _KEPT_ELSEWHERE.format(directory)})
+            directory = Path(session.link.job["run_dir"])
         terminal = sys.stdout is not None and sys.stdout.isatty()
-        keeps = not session.elastic and session.group.rank == 0
+        leads = not session.elastic and session.group.rank == 0
         progress = settings["observe_progress"]
-        self._shown = keeps and (terminal if progress is None else progress)
-        self._directory = directory if keeps else None
+        self._shown = leads and (terminal if progress is None else progress)
+        self._directory = directory if leads else None
+        # Whether somebody keeps or shows what this process reports.
+        self.keeps = session.elastic or self._directory is not None or self._shown
         resume = self._resume(settings["checkpoint_resume"], folder)
         self._kept = settings["observe_sinks"], settings["observe_ledger"]
         self._settings = by_key(settings)
@@ -55,12 +57,12 @@ class Output:
 
             if why := missing(settings["observe_sinks"]):
                 raise ConfigError(f"observe_sinks: {why}")
-        if (keeps or session.elastic) and folder is not None:  # any worker of an elastic job may have to write
+        if (leads or session.elastic) and folder is not None:  # any worker of an elastic job may have to write
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 why = f"checkpoint_dir={folder}: must be writable: {error.strerror or error}"
-                session.give_up(why)
+                session.link.give_up(why)
                 raise ConfigError(why) from error
         self.checkpoints: Checkpoints | None = None
         if folder is not None or resume != "never":
@@ -89,16 +91,16 @@ class Output:
 
         asked: as the script says. folder: of its checkpoints.
         """
-        client, default = self._session.control_client, "never" if folder is None else "auto"
-        if client is not None:  # the supervisor has looked at the run directory, but does not know the checkpoints
-            has_steps = client.job.get("has_steps")  # of the run that it holds; None: it holds none
+        link, default = self._session.link, "never" if folder is None else "auto"
+        if link.elastic:  # the supervisor has looked at the run directory, but does not know the checkpoints
+            has_steps = link.job.get("has_steps")  # of the run that it holds; None: it holds none
             if has_steps and asked in (None, "never"):
                 from kfuse.observe.earlier import has_checkpoint
 
                 if asked == "never" or not has_checkpoint(folder):
                     none = "it has left no checkpoint to go on from" if asked is None else "checkpoint_resume='never'"
                     why = f"the run directory holds a run, and {none}: must be a new one"
-                    self._session.give_up(why)
+                    link.give_up(why)
                     raise ConfigError(why)
             return asked or ("never" if has_steps is None else default)
         if self._directory is None:
@@ -109,16 +111,12 @@ class Output:
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
         """Takes a record of rank 0's: it is written and shown, or sent to the supervisor."""
-        self._session.report(kind, data)
+        self._session.link.report(kind, data)
         if self._recorder is not None:
             with self._lock:
                 self._recorder.keep([(kind, data)])
         if kind == "event" and data["kind"] in _TROUBLE and not (self._shown or self._session.elastic):
             _LOG.warning("%s %s: %s", data["kind"].replace("_", " "), data.get("path", data.get("step")), data["why"])
-
-    @property
-    def is_recorded(self) -> bool:
-        return self._recorder is not None or self._session.is_recorded
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:

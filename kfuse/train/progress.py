@@ -31,6 +31,17 @@ class Stage(IntEnum):
     END = 8
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What the model does on held-out data."""
+
+    loss: float | None = None  # mean over the samples; None: there was no evaluation
+    # Share of the targets hit, in [0, 1]; None where the output does not hold a score for each class, last.
+    accuracy: float | None = None
+    # By name: the user's metrics, or the figures of the step function. Means over the samples.
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
 @dataclass
 class Progress:
     """How far training is, and its settings now. The same on every worker, but for pair averaging between meetings."""
@@ -49,21 +60,15 @@ class Progress:
     samples: int = 0  # samples used so far, over all epochs
     lr_scale: float = 1.0  # the policies' factor on the learning rate
     schedule: float = 0.0  # progress of the learning-rate schedule, in steps of the base batch size
-    mean_grad_sq: float | None = None
-    mean_grad_variance: float | None = None
+    means: tuple[float | None, float | None] = (None, None)  # the running means of G2 and S; None while unknown
     throughput: Throughput = field(default_factory=dict)  # by worker number
     stragglers: tuple[int, ...] = ()  # numbers of the workers that were reported as stragglers
     corrupt: tuple[int, ...] = ()  # numbers of the workers that audits have found to compute wrong gradients
-    accuracy: float | None = None
-    heldout_loss: float | None = None
+    evaluation: Evaluation = Evaluation()  # the last one
+    evaluated: int = 0  # number of steps after which it ran
     best: float | None = None  # the best evaluation so far: its accuracy where that is known, else minus its loss
-    heldout_metrics: dict[str, float] = field(default_factory=dict)
-    evaluated: int = 0  # number of steps after which the last evaluation ran
     loss: float | None = None
     generation: int = 0  # generation of the view to switch to, if above that of the active view
-    announced: int = 0  # number of the newest announcement of the control channel that is applied (pair averaging)
-    # The step at which this run resumed. Views and stops announced before it are ignored: they were another run's.
-    resumed_at: int = 0
     stop: int = 0  # why to stop: index into `STOP_REASONS`
     # Arguments without which the rest would be another training, by name: see `refuse_other_beginning`.
     began_with: dict[str, Any] = field(default_factory=dict)
@@ -78,11 +83,6 @@ class Progress:
     def is_apart(self) -> bool:
         """Whether each worker of several makes steps of its own (pair averaging), in the coming step."""
         return self.sync == "pair"
-
-    @property
-    def means(self) -> tuple[float | None, float | None]:
-        """The running means of G2 and S; None while they are unknown."""
-        return self.mean_grad_sq, self.mean_grad_variance
 
     @property
     def epoch_samples(self) -> int | None:
@@ -111,8 +111,8 @@ class Progress:
     def exit_reason(self, settings: TrainSettings) -> str | None:
         if self.stop:
             return STOP_REASONS[self.stop]
-        target = settings["train_target_accuracy"]
-        if target is not None and self.accuracy is not None and self.accuracy >= target:
+        target, accuracy = settings["train_target_accuracy"], self.evaluation.accuracy
+        if target is not None and accuracy is not None and accuracy >= target:
             return "target_accuracy"
         if settings["steps"] is not None and self.counted(settings, self.step) >= settings["steps"]:
             return "steps"
@@ -147,10 +147,10 @@ class Progress:
             raise TypeError("this training has no length: its data tell none, and steps= is not given")
         return int(limit)
 
-    def take_evaluation(self, accuracy: float | None, loss: float, metrics: dict[str, float], steps: int) -> bool:
+    def take_evaluation(self, result: Evaluation, steps: int) -> bool:
         """Keeps the result of the evaluation after `steps` steps. Returns whether it is the best one so far."""
-        self.accuracy, self.heldout_loss, self.heldout_metrics, self.evaluated = accuracy, loss, metrics, steps
-        score = -loss if accuracy is None else accuracy
+        self.evaluation, self.evaluated = result, steps
+        score = -(result.loss or 0.0) if result.accuracy is None else result.accuracy
         best = math.isfinite(score) and (self.best is None or score > self.best)
         if best:
             self.best = score
@@ -173,4 +173,5 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         contexts = {step: StepContext(**context) for step, context in state["contexts"].items()}
-        vars(self).update(vars(Progress(**{**state, "contexts": contexts})))
+        evaluation = Evaluation(**state["evaluation"])
+        vars(self).update(vars(Progress(**{**state, "contexts": contexts, "evaluation": evaluation})))

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfuse.comm import chunks
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
@@ -50,34 +49,32 @@ class Recovery:
     state: TrainingState
     progress: Progress
     reporter: Reporter
-    length: int | None  # samples of an epoch; None: a stream
     record_update: Callable[[], None]  # called where a step's update was finished here
 
     def __post_init__(self) -> None:
-        session, self._opts, self._opt = self.session, self.given.opts, self.given.opt
-        self._checkpoints, self._lr_is_configured = self.given.checkpoints, "lr_base" in self.given.settings
-        params = (p for each in self._opts for group in each.param_groups for p in group["params"])
+        comm = self.session.comm
+        params = (p for each in self.given.opts for group in each.param_groups for p in group["params"])
         # What must be equal on all workers, by name: each computes its share of a step from it.
         self._arguments = self.given.shared | {
-            "samples of data": self.length,
-            "comm.audit_every": session.comm.audit_every,
-            "comm.audit_on_corruption": session.comm.audit_on_corruption,
-            "comm.state": session.comm.state,
+            "samples of data": self.progress.began_with["dataset size"],
+            "comm.audit_every": comm.audit_every,
+            "comm.audit_on_corruption": comm.audit_on_corruption,
+            "comm.state": comm.state,
             "types and memory layouts of parameters": parameter_layout(params),
         }
+        self._has_state = False
+        self._torn = False  # this worker's tensors are parts of two states: the worker that sent one was lost
         # The worker whose shards this one mirrors since the newest view in which all had the state.
         self._mirrored: int | None = None
         self._to_begin_from: Mapping[str, Any] | None = None  # where there is no checkpoint to resume from
         # The state that training ended with, without the model and the optimizer; None: it has not ended.
         self._ended: Mapping[str, Any] | None = None
-        self._joined = self._has_state = False
         # (step, reason) of the last loss of parts of sharded optimizer state; None once training goes on.
         self._lost: tuple[int, str] | None = None
         # Step at which training began without a checkpoint: up to its update, workers keep the shards from before it.
         self._fresh_at: int | None = None
-        self._torn = False  # this worker's tensors are parts of two states: the worker that sent one was lost
-        if self._checkpoints is not None and not session.elastic:
-            session.group.waits_each_step = True  # a last checkpoint must not hold an update by an incomplete sum
+        if self.given.checkpoints is not None and not self.session.elastic:
+            self.session.group.waits_each_step = True  # a last checkpoint must not hold an update by an incomplete sum
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -93,24 +90,23 @@ class Recovery:
         except (Exception, GeneratorExit) as error:
             failed_at = self.progress.step if isinstance(error, Exception) else None
             if isinstance(error, ConsistencyError | ConfigError):
-                self.session.give_up(str(error))
+                self.session.link.give_up(str(error))
             elif isinstance(error, ControlError | CommError) or self.session.loses_supervisor():
                 self.session.lost = True
                 self._abort()
                 if self.session.comm.sharded:
                     _LOG.warning("no last checkpoint is written: comm.state=sharded, and not all workers are there")
-                elif self._has_state and self._checkpoints is not None:
-                    client, writes = self.session.control_client, self.session.writes_last
-                    with contextlib.nullcontext() if client is None else client.saving():
-                        self._checkpoints.save_last(self.progress.step, self.state.capture, alone=writes)
+                elif self._has_state and self.given.checkpoints is not None:
+                    with self.session.link.saving():
+                        writes = self.session.writes_last
+                        self.given.checkpoints.save_last(self.progress.step, self.state.capture, alone=writes)
             raise
         finally:
             self.session.end_training(failed_at)
 
     def join(self) -> None:
         """Enters the first view, once, and takes over the others' state if there is one. Raises CommError."""
-        if not self._joined:
-            self._joined = True  # set before the attempt: if it fails, `recover` enters the next view
+        if not self._has_state:
             self.session.ensure_joined()
             self._share_state()
 
@@ -123,8 +119,8 @@ class Recovery:
         if session.elastic:
             session.check()
             drop_retired()
-        if self._checkpoints is not None and not session.apart:  # else each worker has a model of its own
-            self._checkpoints.save_when_due(at.step, at.epoch, self.state.capture_on_leader)
+        if self.given.checkpoints is not None and not session.apart:  # else each worker has a model of its own
+            self.given.checkpoints.save_when_due(at.step, at.epoch, self.state.capture_on_leader)
         if session.view is None or at.generation <= session.view.generation:
             self.decisions.measure_links()
             return
@@ -134,8 +130,8 @@ class Recovery:
             # A worker that joins begins here. With sharded state all must send it what is due: a checkpoint
             # that had to wait for the last one's writing.
             self.cross_boundary()
-        elif self._checkpoints is not None:
-            self._checkpoints.close()
+        elif self.given.checkpoints is not None:
+            self.given.checkpoints.close()
 
     def recover(self, error: CommError) -> None:
         """Forms a group with the survivors, repeatedly if needed, and takes over the most advanced one's state.
@@ -149,7 +145,7 @@ class Recovery:
         while True:
             traceback.clear_frames(error.__traceback__)  # messages there would keep the group's connections open
             self._abort()
-            for opt in self._opts:
+            for opt in self.given.opts:
                 opt.zero_grad()  # an update that failed has left the step's gradients
             self._align_engine()
             try:
@@ -160,24 +156,24 @@ class Recovery:
                 error = again
 
     def _abort(self) -> None:
-        for opt in self._opts:
+        for opt in self.given.opts:
             opt.engine.abort()
 
     def take_leaders_state(self) -> None:
         """All workers have averaged their models: each takes rank 0's state of all else. Raises CommError."""
         group = self.session.group
         room = None if group.rank == 0 else lambda structure: None
-        received = chunks.share(group, 0, partial(self.state.capture, without=LARGE), room)
+        received = self._shared(0, partial(self.state.capture, without=LARGE), room)
         if received is not None:
             self.state.restore_some(received)
 
     def save_last(self, fails: bool = False) -> None:
         """fails: training has not come to its end, but must not go on here."""
-        if self._checkpoints is not None:
+        if self.given.checkpoints is not None:
             ends = STOP_REASONS[self.progress.stop] in ("", "stopped")  # else it was told to stop: little time is left
-            self._checkpoints.save_last(self.progress.step, self.state.capture_on_leader, ends and not fails)
+            self.given.checkpoints.save_last(self.progress.step, self.state.capture_on_leader, ends and not fails)
             if ends:
-                self._checkpoints.close()
+                self.given.checkpoints.close()
 
     # -- for kf.state_dict ----------------------------------------------------------------------------------------
 
@@ -238,7 +234,7 @@ class Recovery:
         started = time.perf_counter()
         if self._has_state:
             self.decisions.leave_view()
-        if self._opt.engine.options.sharded:
+        if self.given.opt.engine.options.sharded:
             self._finish_interrupted_update()
         positions = self._gather_positions()
         begins = max(positions) < 0  # no worker has a state: the job starts, or restarts
@@ -252,9 +248,9 @@ class Recovery:
         no_update = self._fresh_at == at.step and at.stage <= Stage.UPDATE  # since it began without a checkpoint
         in_shards = self._take_newest_state(positions, begins, no_update)
         self._fresh_at = at.step if in_shards else None
-        self._opt.updates.regroup(self._has_state or in_shards)
-        if self._checkpoints is not None:
-            self._checkpoints.agree()
+        self.given.opt.updates.regroup(self._has_state or in_shards)
+        if self.given.checkpoints is not None:
+            self.given.checkpoints.agree()
         self._has_state, self._torn = True, False
         self._mirrored = self.session.workers[group.before[group.rank]]
         if group.rank == 0 and not begins:
@@ -263,8 +259,8 @@ class Recovery:
             self.reporter.resend()
         self._report_view(view, regroup_s, time.perf_counter() - started, positions)
         self.decisions.measure_links()
-        if self._opt.engine.choice is not None and self._opt.engine.topology is None:
-            self.reporter.event(self.progress.step, "schedule", **asdict(self._opt.engine.choice))
+        if self.given.opt.engine.choice is not None and self.given.opt.engine.topology is None:
+            self.reporter.event(self.progress.step, "schedule", **asdict(self.given.opt.engine.choice))
 
     def _gather_positions(self) -> list[int]:
         """Returns by rank `Progress.position`; -1 for a worker without state."""
@@ -281,8 +277,7 @@ class Recovery:
         newest, is_behind = max(positions), positions[self.session.group.rank] < max(positions)
         if min(positions) == newest:
             return in_shards
-        received = chunks.share(
-            self.session.group,
+        received = self._shared(
             positions.index(newest),
             lambda: [self._arguments, in_shards, self.state.capture_common()],
             partial(self._make_room, begins=begins) if is_behind else None,
@@ -299,6 +294,12 @@ class Recovery:
         self.state.restore(newest_state, keeps_shards=self._has_state or in_shards)
         self._align_engine()
         return bool(in_shards)
+
+    def _shared(self, source: int, capture: Callable[[], Any], room: Callable[[Any], Any] | None) -> Any:
+        """As `chunks.share`, in the session's group. Raises CommError."""
+        from kfuse.comm import chunks  # where there are several workers
+
+        return chunks.share(self.session.group, source, capture, room)
 
     def _make_room(self, structure: Any, begins: bool) -> list[Any] | None:
         """Returns this worker's own tensors, for the newest state to overwrite. None where it has a state, or in a
@@ -317,7 +318,7 @@ class Recovery:
         """
         from kfuse.optim.resume import begun_update, has_begun, resume_update  # few jobs need it
 
-        opt, at, group = self._opt, self.progress, self.session.group
+        opt, at, group = self.given.opt, self.progress, self.session.group
         begun = self._has_state and at.stage == Stage.UPDATE and has_begun(opt, at.step)
         mine = torch.tensor([at.position if self._has_state else -1, begun], device=group.device)
         places = [row.tolist() for row in group.all_gather(mine, "how far the step's update is")]
@@ -326,7 +327,7 @@ class Recovery:
             return  # nobody has: the step is made again. Or one is beyond it: then each has updated all of its part
         source = places.index(newest)
         take = None if begun else lambda structure: None
-        given = chunks.share(group, source, lambda: begun_update(opt), take)
+        given = self._shared(source, lambda: begun_update(opt), take)
         if self._has_state:
             owner_is_lost = self._mirrored not in self.session.workers
             resume_update(opt, given or begun_update(opt), at.step, owner_is_lost)
@@ -339,10 +340,12 @@ class Recovery:
         """Begins from a checkpoint, or the state given, if there is one, and returns whether there is; else applies the
         policy's initial settings.
         """
-        saved: Mapping[str, Any] | None = None if self._checkpoints is None else self._checkpoints.load(restarted)
+        saved: Mapping[str, Any] | None = (
+            None if self.given.checkpoints is None else self.given.checkpoints.load(restarted)
+        )
         if saved is None and self._lost is not None:
             why = f"{self._lost[1]}, and there is no checkpoint to go on from"
-            self.session.give_up(why)
+            self.session.link.give_up(why)
             raise ShardsLost(why)
         saved = self._to_begin_from if saved is None else saved
         if saved is None and self._torn:
@@ -363,28 +366,25 @@ class Recovery:
         at = self.progress
         began_with = at.began_with
         at.refuse_other_beginning(saved["progress"])
-        configured = [group.get("lr") for group in self._opt.param_groups]
+        configured = [group.get("lr") for group in self.given.opt.param_groups]
         self.state.restore(saved)
         self.reporter.forget_events()
         self._align_engine()
         at.began_with = began_with
-        if self._lr_is_configured:  # the groups of an optimizer of one's own may have several rates
-            for group, rate in zip(self._opt.param_groups, configured, strict=True):
+        if "lr_base" in self.given.settings:  # the groups of an optimizer of one's own may have several rates
+            for group, rate in zip(self.given.opt.param_groups, configured, strict=True):
                 if rate is not None:
                     group["lr"] = rate
-        at.stop = at.generation = at.announced = 0
         at.corrupt = ()  # numbers of another job's workers
-        at.resumed_at = at.step
-        if self.session.view is not None:
-            self.decisions.workers_requested = 0  # that was asked of another job
+        self.decisions.forget_job()
 
     def _align_engine(self) -> None:
         """Gives each engine the number of its coming step: it may have reduced one whose update was not made."""
-        for index, opt in enumerate(self._opts):
+        for index, opt in enumerate(self.given.opts):
             opt.engine.step = self.progress.updates_of(index)
 
     def _report_start(self) -> None:
-        restarts = self._checkpoints is not None and self._checkpoints.restarts
+        restarts = self.given.checkpoints is not None and self.given.checkpoints.restarts
         # The first step whose statistics are not read yet; without one the coming step.
         unreported = min(self.progress.contexts, default=self.progress.step)
         self.reporter.start(unreported, restarts)

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from kfuse.elastic.link import Report, ignore
 from kfuse.elastic.protocol import View
 from kfuse.membership import Session
 from kfuse.policies.signals import Signals
@@ -15,7 +16,6 @@ from kfuse.statistics.figures import METRICS, StepContext
 from kfuse.statistics.step_stats import StepStats
 
 if TYPE_CHECKING:
-    from kfuse.train.output import Output
     from kfuse.train.step import StepSamples
 
 _OF_CONTEXT = {each.name for each in fields(StepContext)}
@@ -26,11 +26,11 @@ class Reporter:
     """Every worker calls it in the same way; only rank 0's records are sent."""
 
     def __init__(
-        self, session: Session, settings: TrainSettings, samples_an_epoch: int | None, output: Output | None = None
+        self, session: Session, settings: TrainSettings, samples_an_epoch: int | None, report: Report = ignore
     ) -> None:
-        """samples_an_epoch: None for a stream. output: of a script, whose own files and display get the records too."""
+        """samples_an_epoch: None for a stream."""
         self._session, self._settings, self._samples_an_epoch = session, settings, samples_an_epoch
-        self._keeper = output or session
+        self.records, self._report = report is not ignore, report
         # The newest records, which a lost leader or supervisor may not have written: see `resend`.
         self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
 
@@ -44,11 +44,7 @@ class Reporter:
 
     def _send(self, kind: str, data: dict[str, Any]) -> None:
         if self._session.group.rank == 0:
-            self._keeper.report(kind, data)
-
-    @property
-    def records(self) -> bool:
-        return self._keeper.is_recorded
+            self._report(kind, data)
 
     def event(self, step: int, kind: str, **fields: Any) -> None:
         """A line of events.jsonl: something that happened at this step."""
@@ -58,7 +54,7 @@ class Reporter:
 
     def of_any_worker(self, event: dict[str, Any]) -> None:
         """Reports an event of this worker alone, also where it is not rank 0."""
-        self._keeper.report("event", event)
+        self._report("event", event)
 
     def start(self, step: int, restarts: bool) -> None:
         """Training begins; sends its planned length in samples and steps.
@@ -84,7 +80,7 @@ class Reporter:
         """A finished step's figures. signals: what a policy sees of it. samples: those it used, if a ledger was asked
         for.
         """
-        if not self._keeper.is_recorded:
+        if not self.records:
             return
         figures = {name: getattr(context if name in _OF_CONTEXT else stats, name) for name in METRICS}
         if stats.figures:
@@ -102,7 +98,7 @@ class Reporter:
         self.recent.append(records)
         for kind, data in records:
             if kind == "ledger" and mine is not None:  # no other worker knows them
-                self._keeper.report(kind, data)
+                self._report(kind, data)
             else:
                 self._send(kind, data)
 

@@ -293,7 +293,7 @@ class Sampling:
     def take_measured(self, stats: StepStats, context: StepContext) -> list[dict[str, Any]]:
         """Writes what a step measured into `Progress`. Returns what is reported of each new straggler."""
         at, session, workers = self.progress, self.session, context.members
-        at.mean_grad_sq, at.mean_grad_variance, at.loss = stats.mean_grad_sq, stats.mean_grad_variance, stats.loss
+        at.means, at.loss = (stats.mean_grad_sq, stats.mean_grad_variance), stats.loss
         if session.group.size == 1 and not session.elastic:
             return []
         unit = self.settings["micro_batch"] or 1

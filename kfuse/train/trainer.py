@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from kfuse.comm.group import CommError
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.step import StepPlan
 from kfuse.data import Stream
 from kfuse.data.fetching import Fetcher
 from kfuse.membership import Session

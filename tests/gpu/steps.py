@@ -20,7 +20,7 @@ from kfuse import session
 from kfuse.comm.group import Group
 from kfuse.comm.nccl import NcclGroup
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.step import StepPlan
 
 _DEVICE = torch.device("cpu")  # as a device, not as the string "cpu": what the recorder takes for cuda:1
 

@@ -16,7 +16,7 @@ from launch_stub import GPU, Echo, Started, recorded
 
 import kfuse as kf
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import plan_merges, plan_range
 from kfuse.data.fetching import worker_range
 from kfuse.kernels import Merges, balanced, dispatch, num_blocks, reduce, triton_reduction

@@ -17,7 +17,7 @@ import kfuse as kf
 from kfuse.comm import group as groups
 from kfuse.comm.group import CommError
 from kfuse.comm.settings import CommOptions
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.step import StepPlan
 from kfuse.session import current
 
 

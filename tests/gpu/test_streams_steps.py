@@ -7,6 +7,7 @@ import itertools
 from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from kfuse.checkpoint import Snapshots, snapshot
 from kfuse.comm import chunks
 from kfuse.comm.audit import AuditedGradient
 from kfuse.comm.group import Links
-from kfuse.comm.step_state import StepPlan
+from kfuse.comm.step import StepPlan
 from kfuse.train.state import TrainingState
 
 WIDE = 2100  # a width with which every rank has a shard of sharded state
@@ -181,12 +182,11 @@ def fail_in_a_step(it: Job, where: str) -> None:
     """A step that ends in an error, after which the group is another one."""
     weight = it.model.first.weight
     handle = weight.register_hook(lambda grad: 1 / 0) if where == BACKWARD else None
-    it.opt.engine.on_last_micro_batch = lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError), it.opt.micro_batch(samples=8):
+    fails = patch.object(it.opt.engine, "finish", lambda: 1 / 0)
+    with fails, pytest.raises(ZeroDivisionError), it.opt.micro_batch(samples=8):
         it.loss().backward()
     if handle is not None:
         handle.remove()
-    it.opt.engine.on_last_micro_batch = it.opt.synchronize
     it.opt.engine.abort()
     torch.zeros(100, device=torch.device("cpu"))  # what has been dropped is given away
     it.next_group()

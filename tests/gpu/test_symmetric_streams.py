@@ -88,7 +88,7 @@ def test_a_slot_that_is_packed_before_others_have_read_it_is_found(monkeypatch: 
     """Negative: with sharded state nothing but the exchange of the sums of squares tells that all have pulled."""
     monkeypatch.setattr(Executor, "share_sums", lambda *_: None)
     with job(size=2, schedule="symmetric", state="sharded", width=2100, lag=2, check_every=None) as it:
-        it.opt.engine.executor.updates = iter
+        it.opt.engine.executor.updates = lambda buckets, _: iter(buckets)
         for _ in range(2):
             it.bare_step()
         errors = it.recorder.take_errors()
