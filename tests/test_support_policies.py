@@ -22,7 +22,7 @@ from kfuse.cli.classes import make_policy
 from kfuse.comm.group import Group
 from kfuse.policies import SeesawPolicy
 from kfuse.settings import rules
-from kfuse.settings.tree import ConfigError
+from kfuse.settings.tree import AT_SHELL, ConfigError
 from kfuse.train.evaluation import params_sha256
 
 AXES: dict[str, tuple[str, ...]] = {
@@ -88,9 +88,9 @@ def _settings(choice: Choice) -> dict[str, Any]:
 
 def _arguments(choice: Choice, opt: Any) -> dict[str, Any]:
     """The same as arguments of kf.fit, with policy and scheduler; `support.train` gives the batch."""
-    given = {key.replace(".", "_"): value for key, value in _settings(choice).items() if key != "batch.size"}
+    given = {AT_SHELL[key].name: value for key, value in _settings(choice).items() if key != "batch.size"}
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 3, 0.5) if choice.scheduler == "torch's" else None
-    return given | {"hook": policy(choice.policy), "scheduler": scheduler}
+    return given | {"policy": policy(choice.policy), "scheduler": scheduler}
 
 
 @cache
