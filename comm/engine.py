@@ -312,18 +312,15 @@ class Engine(EngineParts):
         self.streams.go_on_here()
         self.streams.end()
         self.executor.wait()
-        several = self.group.size > 1
         now.number, now.phase = self.step, Phase.SUMMED
         if self.options.sharded or now.unused or not now.weights_are_known:  # else nobody reads it
             now.tail = last.sum[last.body :]
-        total_weight = self.measurement.total_weight(now)
-        self.measurement.measure(total_weight, self.executor.measured if several else ())
+        self.measurement.measure(self.measurement.total_weight(now), self.executor.measured)
         now.changes = last.view(last.mean) if self.averaged.tensors else ()
         self.last = now
         # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the result,
         # and nobody updates, before all gradients are where they are needed.
-        if several:
-            self.executor.share_sums(self.measurement.norms, *([last.sum] if self._tail_waits else []))
+        self.executor.share_sums(self.measurement.norms, *([last.sum] if self._tail_waits else []))
         self._complete_step(now, self.measurement.record(last.tails[0], now))
         if self._first_steps:
             self._first_steps -= 1
