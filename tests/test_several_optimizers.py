@@ -275,7 +275,7 @@ def test_a_backward_outside_all_passes_counts_for_none() -> None:
         torch.manual_seed(1)
         nets = [nn.Linear(6, 1), nn.Linear(6, 1)]
         opts = [kf.FusedAdamW(net.parameters(), lr=0.1) for net in nets]
-        for step in kf.DataLoader((torch.ones(8, 6), torch.ones(8)), nn.ModuleList(nets), opts, batch_size=4):
+        for step in kf.DataLoader(nn.ModuleList(nets), (torch.ones(8, 6), torch.ones(8)), opts, batch_size=4):
             for net, opt in zip(nets, opts, strict=True):
                 if strays:
                     sum(other(torch.ones(6)) for other in nets).backward()  # type: ignore[union-attr]
@@ -489,7 +489,7 @@ def test_wrong_passes_are_refused(acts: list[Any], message: str) -> None:
             if steps:
                 opts[own].step()
 
-    loader = kf.DataLoader((torch.ones(8, 6), torch.ones(8)), nn.ModuleDict(nets), [*opts.values()], batch_size=4)
+    loader = kf.DataLoader(nn.ModuleDict(nets), (torch.ones(8, 6), torch.ones(8)), [*opts.values()], batch_size=4)
     with pytest.raises(RuntimeError, match=message):
         for step in loader:
             for what in acts:

@@ -33,7 +33,7 @@ def test_wrapped_models_are_refused_where_they_are_handed_over() -> None:
         (lambda: refuse_wrapped(nn.Sequential(nn.Linear(2, 2), ddp)), f"^model.1 {DDP}"),
         (lambda: opt.sync_buffers(ddp), f"^model {DDP}"),
         (lambda: kf.fit(ddp, data, opt, steps=1), f"^model {DDP}"),
-        (lambda: kf.DataLoader(data, ddp, opt), f"^model {DDP}"),
+        (lambda: kf.DataLoader(ddp, data, opt), f"^model {DDP}"),
         (lambda: kf.Optimizer(torch.optim.Adam(model.parameters())), f"^{whole}"),
         (lambda: kf.FusedAdamW(flat.parameters()), sharded),
         (lambda: refuse_wrapped(flat), sharded),

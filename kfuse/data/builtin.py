@@ -234,7 +234,7 @@ def load_image_folder(
 def _image_input(size: int, pixels: tuple[Sequence[float], Sequence[float]]) -> dict[str, Any]:
     """As `DataSplit.input`: the middle square, RGB, resized, divided by 255, then (x - mean) / std by channel."""
     mean, std = map(list, pixels)
-    return {"kind": "image", "size": size, "mean": mean, "std": std}
+    return {"format": "image", "size": size, "mean": mean, "std": std}
 
 
 def _class_names(folder: Path) -> list[str]:
@@ -309,7 +309,7 @@ def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, 
             f"{len(held)} held out, and block_size={block_size} needs at least {block_size + 1} in each"
         )
     spec = {"vocab_size": 256, "block_size": block_size}
-    about = {"kind": "bytes", "block_size": block_size}
+    about = {"format": "bytes", "block_size": block_size}
     return DataSplit(TextBlocks(train, block_size), TextBlocks(held, block_size), spec, about)
 
 

@@ -62,7 +62,7 @@ def load_hf(
     parts = [_blocks(rows, text, tokens, block_size) for rows in (train, held)]
     if not all(map(len, parts)):
         raise DataError(f"{name} is too short for block_size={block_size}: no block to train on, or none to hold out")
-    about = {"kind": "tokens", "tokenizer": tokens.name_or_path, "block_size": block_size}
+    about = {"format": "tokens", "tokenizer": tokens.name_or_path, "block_size": block_size}
     return DataSplit(parts[0], parts[1], {"vocab_size": len(tokens), "block_size": block_size}, about)
 
 
@@ -193,7 +193,7 @@ def _for_classification(train: Any, held: Any, text: str, label: str, tokenizer:
     make = partial(_cut, text=text, tokenizer=tokenizer, length=block_size)
     parts = [LabelledTexts(_tokenised(rows, make), y, tokenizer) for rows, y in zip((train, held), labels, strict=True)]
     spec = {"vocab_size": len(tokenizer), "block_size": block_size, "pad_token_id": tokenizer.pad_token_id}
-    about = {"kind": "texts", "tokenizer": tokenizer.name_or_path, "block_size": block_size}
+    about = {"format": "texts", "tokenizer": tokenizer.name_or_path, "block_size": block_size}
     return DataSplit(parts[0], parts[1], spec | {"num_classes": len(classes), "classes": classes}, about)
 
 

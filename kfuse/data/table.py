@@ -37,7 +37,7 @@ def load_csv(
     train, held = split_indices(len(frame), heldout, split_seed)
     columns = [_described(rows[name].iloc[train]) for name in rows.columns]
     x, (y, classes) = features(rows, columns), _targets(frame[target])
-    about = {"kind": "table", "columns": columns, "target": target}
+    about = {"format": "table", "columns": columns, "target": target}
     spec: dict[str, Any] = {"input_shape": (x.shape[1],), "num_classes": len(classes) if classes else 1}
     spec |= {"classes": classes} if classes else {}
     parts = (TensorData((x, y), chosen.tolist()) for chosen in (train, held))

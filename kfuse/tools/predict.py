@@ -41,12 +41,12 @@ def main(words: Sequence[str]) -> int:
     folder, files = Path(words[0]), [Path(word).expanduser() for word in words[1:]]
     try:
         about = json.loads((folder / ABOUT).read_text())
-        kind = (about["input"] or {}).get("kind")
+        form = (about["input"] or {}).get("format")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder / ABOUT}: cannot be read: {instantiate.one_line(error)}") from error
-    if kind not in _KINDS:
+    if form not in _FORMS:
         raise ConfigError(f"{folder}: its data are not made of files: load model.pt with torch (docs/train.md)")
-    header, predict = _KINDS[kind]
+    header, predict = _FORMS[form]
     write = csv.writer(sys.stdout, lineterminator="\n").writerow
     try:
         model = load_model(folder, about)
@@ -125,7 +125,7 @@ def _language(model: nn.Module, about: Mapping[str, Any], files: Sequence[Path])
     from kfuse.data.hugging_face import TokenBlocks, load_tokenizer
 
     how = about["input"]
-    tokenizer = load_tokenizer(how["tokenizer"]) if how["kind"] == "tokens" else None
+    tokenizer = load_tokenizer(how["tokenizer"]) if how["format"] == "tokens" else None
     for file in files:
         text = _text(file)
         data: Dataset
@@ -152,7 +152,7 @@ def _text(file: Path) -> str:
 
 _OF_CLASSES = ("file", "class", "probability")
 _OF_TOKENS = ("file", "loss", "accuracy")
-_KINDS: dict[str, tuple[Sequence[str], Callable[[nn.Module, Mapping[str, Any], Sequence[Path]], Rows]]] = {
+_FORMS: dict[str, tuple[Sequence[str], Callable[[nn.Module, Mapping[str, Any], Sequence[Path]], Rows]]] = {
     "image": (_OF_CLASSES, _images),
     "texts": (_OF_CLASSES, _texts),
     "table": (("file", "row", "prediction", "probability"), _tables),
