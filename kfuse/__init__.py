@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "kfuse.api": (
         "allgather allreduce barrier broadcast grad_noise_scale grad_norm grad_variance load_state_dict local_rank "
-        "peer_latencies rank resize set_batch_size set_lr set_sync set_topology set_tree size state_dict"
+        "log peer_latencies rank resize set_batch_size set_lr set_sync set_topology set_tree size state_dict"
     ),
     "kfuse.comm.group": "CommError",
     "kfuse.comm.settings": "CommOptions",

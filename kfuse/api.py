@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Number = int | float
 
 __all__ = ["allgather", "allreduce", "barrier", "broadcast", "local_rank", "peer_latencies", "rank", "size"]
-__all__ += ["grad_noise_scale", "grad_norm", "grad_variance", "load_state_dict", "state_dict"]
+__all__ += ["grad_noise_scale", "grad_norm", "grad_variance", "load_state_dict", "log", "state_dict"]
 __all__ += ["resize", "set_batch_size", "set_lr", "set_sync", "set_topology", "set_tree"]
 
 
@@ -237,6 +237,18 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
         Trainer.next_state = state
     else:
         trainer.load_state_dict(state)
+
+
+def log(**figures: Tensor | float) -> None:
+    """Records figures of your own with the step under way, in a loop's body or a policy's hook: `kf.log(ema=0.31)`.
+
+    Call it on every worker with the same numbers: those of rank 0 are written, in `figures` of metrics.jsonl, and go
+    where the other figures go (observe_sinks, the report). `heldout_loss` and `heldout_accuracy` (a fraction) count as
+    an evaluation, where kf.fit gets no heldout=: for the display, the summary and best.pt; with an accuracy that
+    reaches train_target_accuracy training ends. Raises RuntimeError outside of training, TypeError for what is no
+    number.
+    """
+    _in_training("kf.log").log({name: float(value) for name, value in figures.items()})
 
 
 def _running() -> Trainer | None:

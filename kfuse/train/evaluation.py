@@ -60,6 +60,20 @@ class Evaluations:
             raise ValueError(f"target_accuracy={target}: {why}")
         self.reporter.event(at.step, "evaluation", **asdict(result))
 
+    def take_logged(self) -> None:
+        """Takes what the user has logged in this step as `heldout_loss` and `heldout_accuracy`, if kfuse does not
+        evaluate itself.
+        """
+        at, given = self.progress, self.given
+        logged = at.logged.get(at.step, {})
+        loss, accuracy = logged.get("heldout_loss"), logged.get("heldout_accuracy")
+        if given.heldout is not None or (loss is None and accuracy is None):
+            return
+        result = Evaluation(loss, accuracy)
+        if at.take_evaluation(result, at.step + 1) and given.saved_model is not None:
+            given.saved_model.save_best(given.model)
+        self.reporter.event(at.step, "evaluation", **asdict(result))
+
     def summary(self, lr: float, wall_s: float) -> dict[str, Any]:
         """Writes the model, if one is to be saved, and returns the content of summary.json. lr: the last step's."""
         at, model, saved = self.progress, self.given.model, self.given.saved_model

@@ -104,8 +104,9 @@ class DataLoader:
             opt.zero_grad()
 
     A micro-batch has whatever structure the data set's batches have. `len(step)` is the number of this worker's;
-    `step.number` and `step.epoch` count from 0. Set `step.loss` to the mean loss of a micro-batch, in its body, to have
-    the step's mean loss over all workers in `opt.stats.loss` and in metrics.jsonl.
+    `step.number` and `step.epoch` count from 0; `step.ends_epoch` is True in an epoch's last one. Set `step.loss` to
+    the mean loss of a micro-batch, in its body, to have the step's mean loss over all workers in `opt.stats.loss` and
+    in metrics.jsonl; `kf.log` takes other figures.
 
     Workers may join and leave between steps. Where one is lost, `opt.step()` does nothing and the step comes again,
     with the lost worker's micro-batches spread over the rest: the loop's body must be able to run twice for one step.

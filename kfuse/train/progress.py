@@ -73,6 +73,7 @@ class Progress:
     # Arguments without which the rest would be another training, by name: see `refuse_other_beginning`.
     began_with: dict[str, Any] = field(default_factory=dict)
     contexts: dict[int, StepContext] = field(default_factory=dict)  # by step, until its statistics are read
+    logged: dict[int, dict[str, float]] = field(default_factory=dict)  # by step, until then: figures of `kf.log`
 
     @property
     def is_local(self) -> bool:

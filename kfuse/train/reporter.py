@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -76,15 +77,22 @@ class Reporter:
         data |= {"pause_s": regroup_s + transfer_s, "regroup_s": regroup_s, "transfer_s": transfer_s}
         self._send("event", data)
 
-    def step(self, stats: StepStats, context: StepContext, signals: Signals, samples: StepSamples | None) -> None:
+    def step(
+        self,
+        stats: StepStats,
+        context: StepContext,
+        signals: Signals,
+        samples: StepSamples | None,
+        logged: Mapping[str, float],
+    ) -> None:
         """A finished step's figures. signals: what a policy sees of it. samples: those it used, if a ledger was asked
-        for.
+        for. logged: the user's own figures.
         """
         if not self.records:
             return
         figures = {name: getattr(context if name in _OF_CONTEXT else stats, name) for name in METRICS}
-        if stats.figures:
-            figures["figures"] = stats.figures
+        if own := stats.figures | logged:
+            figures["figures"] = own
         figures["signals"] = signals.beside_columns()
         records = [("metrics", figures)]
         if stats.skipped:

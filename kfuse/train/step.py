@@ -89,8 +89,13 @@ class Step:
         fetcher: Fetcher,
         given: TrainArguments,
         passes: Passes | None,
+        ends_epoch: bool = False,
     ) -> None:
-        """number: steps completed before this one. passes: where several optimizers step in the body."""
+        """number: steps completed before this one. passes: where several optimizers step in the body.
+
+        ends_epoch: whether its samples are the epoch's last ones.
+        """
+        self.ends_epoch = ends_epoch
         self.number = number
         self.samples, self.mine = samples, samples.ranges[session.group.rank]
         self.members = tuple(session.workers)  # the workers' numbers, by rank

@@ -228,7 +228,8 @@ class Trainer:
             self.passes.new_body(plan)
         epochs = self.settings["epochs"]
         self.fetcher.expect(samples.task_plan(rank, at.batch_size, self.samples_an_epoch, epochs))
-        self._newest = Step(at.step, samples, self.session, self.fetcher, self.given, self.passes)
+        ends_epoch = at.cursor + len(samples.indices) == self.samples_an_epoch
+        self._newest = Step(at.step, samples, self.session, self.fetcher, self.given, self.passes, ends_epoch)
         return self._newest
 
     def _fisher(self) -> Tensor | None:
@@ -351,13 +352,13 @@ class Trainer:
         """For each step whose statistics have arrived, but not the newest `lag`: reports it, decides, applies."""
         self.decisions.receive(lag)
         for stats in self.opt.statistics.read(lag):
-            context = self.progress.contexts.pop(stats.step)
+            context, logged = self.progress.contexts.pop(stats.step), self.progress.logged.pop(stats.step, {})
             for straggler in self.sampling.take_measured(stats, context):
                 self.reporter.event(self.progress.step, "straggler", **straggler)
             if self._presents:
                 used = self.sampling.of_finished_step(stats, context) if self.settings["observe_ledger"] else None
                 signals = self.calls.signals(stats, context)
-                self.reporter.step(stats, context, signals, used)
+                self.reporter.step(stats, context, signals, used, logged)
                 self.calls.decide("decide", signals)
             self.decisions.apply_announced(stats, context)
 
@@ -383,6 +384,7 @@ class Trainer:
             self.calls.hook("after_epoch")  # if a collective in it fails, it is called again
 
     def _end_epoch_when_over(self) -> None:
+        self.evaluations.take_logged()
         if self._epoch_is_over:
             self.progress.epoch, self.progress.cursor = self.progress.epoch + 1, 0
             if self.given.scheduler is not None:
@@ -402,6 +404,11 @@ class Trainer:
         self.over = self.session.finish()
         if not self.over:
             self.session.check()
+
+    def log(self, figures: Mapping[str, float]) -> None:
+        """Records figures of the user's own with the step under way: see `kf.log`."""
+        at = self.progress
+        at.logged.setdefault(at.step, {}).update(figures)
 
     def agree(self) -> None:
         """At a meeting of workers that were apart: reports what was measured, and takes the leader's state."""
