@@ -95,9 +95,12 @@ class Callbacks(BasePolicy):
     def _log_save_evaluate(self) -> None:
         trainer, epoch = self._trainer, self._training.progress.epoch
         norm, lr = self._of_step
+        logged = len(trainer.state.log_history)
         trainer._maybe_log_save_evaluate(
             trainer._tr_loss, norm, trainer.model_wrapped, None, epoch, None, self._began, learning_rate=lr
         )
+        for entry in trainer.state.log_history[logged:]:
+            self._training.log({name: float(entry[key]) for key in entry if (name := _of_evaluation(key))})
         if trainer.control.should_epoch_stop and not trainer.control.should_training_stop:
             raise RuntimeError("fit: a callback has set should_epoch_stop: must not: an epoch uses each sample once")
 
@@ -127,3 +130,10 @@ class Callbacks(BasePolicy):
         """The callbacks that have state, and the flags by which callbacks control training."""
         every = [*self._trainer.callback_handler.callbacks, self._trainer.control]
         return [each for each in every if isinstance(each, ExportableState)]
+
+
+def _of_evaluation(key: str) -> str | None:
+    """Returns the name of a figure of Trainer's evaluation in kfuse's records; None for what is none, as its speed."""
+    if not key.startswith("eval_") or key.endswith(("_runtime", "_per_second")):
+        return None
+    return f"heldout_{key.removeprefix('eval_')}"

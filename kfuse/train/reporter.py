@@ -91,7 +91,7 @@ class Reporter:
         if not self.records:
             return
         figures = {name: getattr(context if name in _OF_CONTEXT else stats, name) for name in METRICS}
-        if own := stats.figures | logged:
+        if own := {**stats.figures, **logged}:
             figures["figures"] = own
         figures["signals"] = signals.beside_columns()
         records = [("metrics", figures)]

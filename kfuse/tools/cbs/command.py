@@ -267,7 +267,7 @@ class Start:
         for group in opt.param_groups:
             group["lr"] *= factor
         values |= {"lr_scaling": run.lr_scaling, "lr_decay": "none", "lr_warmup_steps": 0, "epochs": None}
-        values |= {"clip_norm": None}
+        values |= {"clip_norm": None, "train_target_accuracy": None}
         # A branch evaluates nothing: settings that need held-out data are off.
         values |= {AT_SHELL[rule.key].name: None for rule in RULES if "heldout" in rule.when and rule.key in AT_SHELL}
 
