@@ -143,8 +143,7 @@ def test_a_loop_of_ones_own_survives_a_death_with_the_same_bits(tmp_path: Path) 
     shown = ["--observe-progress=false", "--observe-ledger=true"]
     ended = run_script(tmp_path, PRELUDE + DEATH, "--elastic-replace=false", *shown)
     assert_exact(ended)
-    kinds = [event["kind"] for event in ended.events if event["kind"] != "straggler"]
-    assert kinds == ["view", "failure", "view"]  # and a straggler, on a busy machine
+    assert [event["kind"] for event in ended.events] == ["view", "failure", "view"]
     [alone] = run_workers(1, trained_alone, str(tmp_path / "marker"))
     assert alone == (20, ended.summary["params_sha256"])
 

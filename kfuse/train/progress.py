@@ -62,7 +62,7 @@ class Progress:
     schedule: float = 0.0  # progress of the learning-rate schedule, in steps of the base batch size
     means: tuple[float | None, float | None] = (None, None)  # the running means of G2 and S; None while unknown
     throughput: Throughput = field(default_factory=dict)  # by worker number
-    stragglers: tuple[int, ...] = ()  # numbers of the workers that were reported as stragglers
+    stragglers: dict[int, float] = field(default_factory=dict)  # by number, and for how many seconds each is one
     corrupt: tuple[int, ...] = ()  # numbers of the workers that audits have found to compute wrong gradients
     evaluation: Evaluation = Evaluation()  # the last one
     evaluated: int = 0  # number of steps after which it ran

@@ -218,6 +218,7 @@ def generators_restored(device: torch.device) -> Iterator[None]:
 DECAY = 0.98  # of the mean, a step
 SLOW = 0.8  # of the median's throughput: below it a worker is a straggler
 _RECOVERED = 0.9  # of the median's: from here on it is no longer one
+LASTS_S = 10.0  # a straggler is reported once it has been one for so long: on a busy machine each worker is for moments
 WARM = 10  # steps that a worker is measured in before its throughput is used
 _SHARE_STEPS = 16  # a share is a multiple of 1/16 of the median's: small changes of speed change no share
 _SMALLEST_SHARE = 2  # sixteenths: the slowest worker too gets micro-batches, else its speed could not be measured
@@ -258,13 +259,17 @@ def shares(relative: Sequence[float | None]) -> tuple[int, ...] | None:
     return tuple(max(_SMALLEST_SHARE, round(_SHARE_STEPS * ratio)) for ratio in known)
 
 
-def stragglers(workers: Sequence[int], relative: Sequence[float | None], before: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of the stragglers. A straggler of `before` stays one until its throughput reaches `_RECOVERED`."""
-    return tuple(
-        worker
+def stragglers(
+    workers: Sequence[int], relative: Sequence[float | None], before: Mapping[int, float], seconds: float
+) -> dict[int, float]:
+    """The stragglers by number, and for how many seconds each has been one. before: the same after the step before,
+    which took so many seconds. A straggler stays one until its throughput reaches `_RECOVERED`.
+    """
+    return {
+        worker: before.get(worker, 0.0) + seconds
         for worker, ratio in zip(workers, relative, strict=True)
         if ratio is not None and ratio < (_RECOVERED if worker in before else SLOW)
-    )
+    }
 
 
 def micro_batch_of(settings: TrainSettings, batch_size: int, workers: int) -> int:
@@ -296,7 +301,7 @@ class Sampling:
     reproducible: bool
 
     def take_measured(self, stats: StepStats, context: StepContext) -> list[dict[str, Any]]:
-        """Writes what a step measured into `Progress`. Returns what is reported of each new straggler."""
+        """Writes what a step measured into `Progress`. Returns what is reported of each lasting straggler."""
         at, session, workers = self.progress, self.session, context.members
         at.means, at.loss = (stats.mean_grad_sq, stats.mean_grad_variance), stats.loss
         if session.group.size == 1 and not session.elastic:
@@ -306,11 +311,11 @@ class Sampling:
         at.throughput = measured(at.throughput, workers, seconds)
         before, now = at.stragglers, session.workers
         relative = relative_throughput(at.throughput, now)
-        at.stragglers = stragglers(now, relative, before)
+        at.stragglers = stragglers(now, relative, before, stats.previous_step_time_s or 0.0)
         return [
             {"worker": worker, "rank": rank, "throughput": ratio}
             for rank, (worker, ratio) in enumerate(zip(now, relative, strict=True))
-            if ratio is not None and ratio < SLOW and worker not in before
+            if before.get(worker, 0.0) < LASTS_S <= at.stragglers.get(worker, 0.0)
         ]
 
     def of_next_step(self) -> StepSamples:
