@@ -38,7 +38,7 @@ WRONG = [
     ("lr.decay=cosine lr.warmup_steps=9 train.steps=9", ["lr.warmup_steps=9"]),
     ("checkpoint.resume=folder", ["checkpoint.resume=folder"]),
     ("observe.sinks=[csv,wandb]", ["observe.sinks: wandb is not installed: pip install 'kfuse[wandb]'"]),
-    ("observe.sinks=csv", ["observe.sinks=csv: must be a list, [...], of tensorboard, csv, wandb"]),
+    ("observe.sinks=csv", ["observe.sinks=csv: must be a list, [...], of tensorboard, csv, prometheus"]),
     # Arguments of classes.
     ("model.hidden=[a]", ["model.hidden=['a']", "a list, each a whole number"]),
     ("optimizer=sgd optimizer.momentum=nan", ["optimizer.momentum=nan", "finite"]),

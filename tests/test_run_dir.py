@@ -65,10 +65,10 @@ def test_tensorboard_has_the_numbers_and_each_step_once_after_a_resume(
     with caplog.at_level("WARNING", "tensorboard"):
         board = EventAccumulator(str(tmp_path / "tb")).Reload()
     known = {f"train/{key}" for key in STEP if key != "step"}
-    assert set(board.Tags()["scalars"]) == known | {"evaluation/accuracy", "evaluation/loss"}
+    assert set(board.Tags()["scalars"]) == known | {"heldout/accuracy", "heldout/loss"}
     losses = [(event.step, event.value) for event in board.Scalars("train/loss")]
     assert losses == [(0, 0), (1, 1), (2, 4), (3, 5), (4, 6)]
-    assert [event.value for event in board.Scalars("evaluation/accuracy")] == [0.75]
+    assert [event.value for event in board.Scalars("heldout/accuracy")] == [0.75]
     (layout,) = board.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val
     (series,) = Layout.FromString(layout).category[0].chart[0].margin.series
     assert (series.value, series.lower, series.upper) == tuple(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 import kfuse as kf
 from kfuse.cli import kfuse_run
@@ -42,7 +43,21 @@ def test_the_csv_file_has_each_step_once_and_new_columns(tmp_path: Path) -> None
         row["figures/hits"] = row["step"]
     directory = RunDirectory(tmp_path, sinks=["csv"])
     directory.rewind(6)
-    assert rows(tmp_path / "metrics.csv") == [*steps, {"step": 4, "evaluation/accuracy": 1 / 3}, *again]
+    assert rows(tmp_path / "metrics.csv") == [*steps, {"step": 4, "heldout/accuracy": 1 / 3}, *again]
+
+
+def test_prometheus_reads_what_the_newest_line_of_the_records_says(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, sinks=["prometheus"])
+    for step in range(3):
+        directory.metrics({"step": step, "loss": 0.5 / (1 + step), "samples": 8 * step, "grad_norm": float("nan")})
+    directory.event({"kind": "evaluation", "step": 3, "accuracy": 0.75})
+    directory.close()
+    families = text_string_to_metric_families((tmp_path / "metrics.prom").read_text())
+    found = {each.name: each.value for family in families for each in family.samples}
+    last = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()][-1]
+    assert (found["kfuse_train_loss"], found["kfuse_train_samples"]) == (last["loss"], last["samples"])
+    assert (found["kfuse_step"], found["kfuse_heldout_accuracy"]) == (last["step"] + 1, 0.75)
+    assert "kfuse_train_grad_norm" not in found and found["kfuse_written"] > 1e9
 
 
 def test_scripts_and_kfuse_run_name_sinks_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,10 @@ class RunDirectory:
             from kfuse.observe.sinks.csv_file import CsvFile
 
             return CsvFile(self.path / "metrics.csv")
+        if name == "prometheus":
+            from kfuse.observe.sinks.prometheus import TextFile
+
+            return TextFile(self.path / "metrics.prom")
         from kfuse.observe.sinks.services import Sender
 
         return Sender(name, *self._of_services)
@@ -95,7 +99,7 @@ class RunDirectory:
 
         about = About.of_directory(self.path, self._settings, self._metrics.last_step())
         evaluated = -1 if about.is_new else self._events.last_step("evaluation")
-        return about, {"train": about.furthest, "evaluation": evaluated}
+        return about, {"train": about.furthest, "heldout": evaluated}
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -141,7 +145,7 @@ class RunDirectory:
             self._next_step = max(self._next_step or 0, record["steps"][1] + 1)
         self._events.add(_JSON.encode({**first, **rest}).encode() + b"\n")
         if first["kind"] == "evaluation":
-            self._sinks.log({"evaluation": rest, "evaluation/metrics": rest.get("metrics", {})}, first["step"])
+            self._sinks.log({"heldout": rest, "heldout/metrics": rest.get("metrics", {})}, first["step"])
         self._write()
 
     def _count_missing(self, event: Mapping[str, Any]) -> None:

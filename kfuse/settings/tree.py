@@ -30,9 +30,9 @@ class ShownSettings(TypedDict, total=False):
         list[str],
         Setting(
             ["tensorboard"],
-            "where figures go beside metrics.jsonl; tensorboard: tb/ in the run directory, csv: metrics.csv there; "
-            "wandb, mlflow, trackio: a run of that service (`pip install 'kfuse[wandb]'`)",
-            choices=("tensorboard", "csv", "wandb", "mlflow", "trackio"),
+            "where figures go beside metrics.jsonl; tensorboard: tb/ in the run directory; csv: metrics.csv there; "
+            "prometheus: metrics.prom there, the newest figures; wandb, mlflow, trackio: a run of that service (`pip install 'kfuse[wandb]'`)",
+            choices=("tensorboard", "csv", "prometheus", "wandb", "mlflow", "trackio"),
         ),
     ]
     observe_ledger: Annotated[bool, Setting(False, "write ledger.jsonl: the samples of each micro-batch")]

@@ -165,7 +165,7 @@ def test_each_sink_has_the_figures_once_after_a_loss_and_a_resume(tmp_path: Path
     assert summaries["params_sha256"] == summary["params_sha256"]
     assert {r.run.run_id for r in records if r.run.run_id} == {number}
     axes = {r.metric.name: r.metric.step_metric for r in records if r.metric.name}
-    assert axes["train/loss"] == axes["evaluation/loss"] == "step"
+    assert axes["train/loss"] == axes["heldout/loss"] == "step"
     assert SQLiteStorage.get_run_config("kfuse", name)["batch"]["size"] == 32
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 PACKAGES: dict[str, tuple[str, ...]] = {
     "tensorboard": (),
     "csv": (),
+    "prometheus": ("prometheus_client",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "trackio": ("trackio",),

@@ -70,4 +70,4 @@ class CsvFile:
 
 
 def _is_evaluation(row: Mapping[str, Any]) -> bool:
-    return any(value != "" for name, value in row.items() if name.startswith("evaluation/"))
+    return any(value != "" for name, value in row.items() if name.startswith("heldout/"))

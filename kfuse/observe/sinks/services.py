@@ -72,7 +72,7 @@ class Sender:
     """
 
     def __init__(self, name: str, about: About, sent: Mapping[str, int], run: Any = None) -> None:
-        """sent: of each kind of rows ("train", "evaluation") the last step that is not to be sent again.
+        """sent: of each kind of rows ("train", "heldout") the last step that is not to be sent again.
 
         run: of the user's own, which is logged to; None: a new one.
         """
