@@ -31,7 +31,8 @@ class ShownSettings(TypedDict, total=False):
         Setting(
             ["tensorboard"],
             "where figures go beside metrics.jsonl; tensorboard: tb/ in the run directory; csv: metrics.csv there; "
-            "prometheus: metrics.prom there, the newest figures; wandb, mlflow, trackio: a run of that service (`pip install 'kfuse[wandb]'`)",
+            "prometheus: metrics.prom there, the newest figures; wandb, mlflow, trackio: a run of that service "
+            "(`pip install 'kfuse[wandb]'`)",
             choices=("tensorboard", "csv", "prometheus", "wandb", "mlflow", "trackio"),
         ),
     ]
