@@ -121,7 +121,10 @@ class Engine(EngineParts):
             raise CommError(self.executor.failed)
         if micro_batch.several_backwards and self._still_there():
             raise RuntimeError(STILL_THERE)
-        now.refuse_to_open(self.reduced is not None)
+        untaken = self.reduced is not None
+        if untaken and now.implicit:
+            self.take()  # autograd has added to it already, so that it is no mean any more: a step refuses it
+        now.refuse_to_open(untaken)
         now.current, on_gpu = micro_batch, self.on_gpu
         micro_batch.leaf = now.leaves[now.done] if now.leaves is not None else ADD if now.done else WRITE
         if now.implicit:
