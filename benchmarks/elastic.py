@@ -4,7 +4,7 @@
 
 Two workers on this machine (gloo, one thread each) train for a fixed number of steps. Every few seconds, once all are
 back, one of random rank gets SIGKILL, or SIGTERM and SIGKILL 5 s later; kfuse is also resized. The systems take turns.
-Everything is read off the lines that workers write and the final models. docs/elastic_benchmark.md says what the
+Everything is read off the lines that workers write and the final models. docs/measured.md says what the
 figures mean, how to install the systems, and how to add one: those that are not installed are left out.
 """
 

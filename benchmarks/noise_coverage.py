@@ -17,7 +17,7 @@ eigenvalues behaves about as dim = tr(Sigma)^2 / tr(Sigma^2).
 
 Real: an MLP of 9,610 parameters trained on scikit-learn's digits by AdamW, in epochs, at fixed batch sizes. Read every
 20 steps from step 20 to 300. The truth comes from the gradients of all training rows at that step, with |G|^2 less
-tr(Sigma) / (N - 1), which is what sampling without replacement measures (docs/statistics.md).
+tr(Sigma) / (N - 1), which is what sampling without replacement measures (docs/noise.md).
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def run(job: Job, problem: Problem) -> dict[str, Any]:
 
 
 def by_optimizer(problem: Problem) -> str:
-    """The scaling that docs/learning_rate.md names for the problem's optimizer."""
+    """The scaling that docs/train.md names for the problem's optimizer."""
     return "sqrt" if problem.setting.optimizer == "adamw" else "adascale"
 
 

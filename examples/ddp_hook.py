@@ -1,6 +1,6 @@
 """The noise scale of a script that keeps DDP and its optimizer: torchrun --nproc-per-node 2 examples/ddp_hook.py
 
-The three lines with kf are all that is added to the script. docs/monitoring.md has the details.
+The three lines with kf are all that is added to the script. docs/frameworks.md has the details.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """The noise scale of a script that keeps FSDP2: torchrun --nproc-per-node 2 examples/fsdp_monitor.py
 
-Three lines are added to the script; every figure is printed here. docs/monitoring.md has the details.
+Three lines are added to the script; every figure is printed here. docs/frameworks.md has the details.
 """
 
 import torch

@@ -312,7 +312,7 @@ class Loop:
         stats = self.monitor.stats
         assert stats is not None and (stats.step, stats.micro_batches) == (step, micro_batches)
         assert (stats.grad_variance is not None) == (stats.grad_sq is not None) == known
-        assert known or "see docs/monitoring.md" in str(self.monitor.why)
+        assert known or "see docs/frameworks.md" in str(self.monitor.why)
 
 
 @pytest.fixture

@@ -265,9 +265,9 @@ def test_what_is_not_known_is_unknown() -> None:
     # A last backward without sync: its gradient goes into the next step, which is therefore unknown too.
     loop = Loop()
     assert loop.step(True) == (0, n, True) and loop.step(True, False) == (1, 2 * n, False)
-    assert "docs/monitoring.md" in str(loop.monitor.why)
+    assert "docs/frameworks.md" in str(loop.monitor.why)
     assert loop.step(True) == (2, n, False)
-    assert "docs/monitoring.md" in str(loop.monitor.why)
+    assert "docs/frameworks.md" in str(loop.monitor.why)
     assert loop.step(False, True) == (3, 2 * n, True)
     # zero_grad without a step: FSDP2 has dropped what was reduced, and nothing else.
     for to_none in (True, False):

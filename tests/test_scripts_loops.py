@@ -336,6 +336,6 @@ def sharpness_aware(code: str) -> None:
 
 @WORKERS
 def test_sharpness_aware_minimisation_as_documented(workers: int) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "convert.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "train.md").read_text()
     code = page.split("## Two gradients in a step")[1].split("```python\n")[1].split("```")[0]
     run_workers(workers, sharpness_aware, code)

@@ -1,6 +1,6 @@
 """What the systems of elastic.py have in common: the problem, the log that workers write, and the base of an adapter.
 
-A system is one file in this folder, with one or several adapters in its `SYSTEMS`; docs/elastic_benchmark.md shows one.
+A system is one file in this folder, with one or several adapters in its `SYSTEMS`; torchrun.py is one to copy.
 Adapters import what they measure inside their functions, so that every file can be read where a system is missing.
 """
 

@@ -76,7 +76,7 @@ MESSAGE_SLOTS = 6
 
 _LOG = logging.getLogger("kfuse")
 _ONE_MICRO_BATCH = "one micro-batch a step: nothing to compare it with; accumulate, or use kf.nn's layers"
-_UNKNOWN = "a gradient was not finite, or a backward's was not that of one micro-batch: see docs/monitoring.md"
+_UNKNOWN = "a gradient was not finite, or a backward's was not that of one micro-batch: see docs/frameworks.md"
 
 
 def block_norms(values: Tensor) -> list[Tensor]:
@@ -193,7 +193,7 @@ class Monitor:
             return "no step has ended"
         if stats.grad_variance is None or stats.noise_scale is not None:
             return self._reason(stats)
-        return "too few steps so far, or the gradient cannot be told from its noise (docs/statistics.md, the interval)"
+        return "too few steps so far, or the gradient cannot be told from its noise (docs/noise.md, when it is None)"
 
     def state_dict(self) -> dict[str, Any]:
         """The running estimate and the numbers of steps and samples, in plain values: the same on every worker."""

@@ -15,7 +15,7 @@ class CarriedState(nn.Module):
 
     It is a buffer of the model: checkpoints have it, and workers that join or go on after a loss get it. Which worker
     runs which stream in a step does not matter. Each step must have one sample of each stream, so `batch_size` is the
-    number of streams, and stays it; docs/convert.md has the rest.
+    number of streams, and stays it; docs/train.md has the rest.
     """
 
     state: Tensor  # [streams, *shape], in the model's dtype

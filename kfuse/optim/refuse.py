@@ -20,7 +20,7 @@ from kfuse.optim.updates import named_parameters
 
 _OWN_LOOP = (
     "this job is elastic: kf.fit or kf.DataLoader must drive its training loop, also one without a data set "
-    "(docs/convert.md: a loop that makes its data)"
+    "(docs/train.md, data made in the loop)"
 )
 
 
@@ -133,7 +133,7 @@ def refuse_unplanned(session: Session, planned: bool) -> None:
     if session.elastic:
         raise RuntimeError(
             "opt.step() in an elastic job: its gradients must come from one pass over the step's micro-batches, which "
-            "kf.DataLoader plans. For two passes (SAM) see docs/convert.md; of several optimizers give kf.DataLoader a "
+            "kf.DataLoader plans. For two passes (SAM) see docs/train.md; of several optimizers give kf.DataLoader a "
             "list, and a model with the parameters of all. Or use a fixed number of workers (torchrun)"
         )
 

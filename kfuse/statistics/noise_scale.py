@@ -122,7 +122,7 @@ class NoiseScale:
        where it came out too large: 0.5 % of all runs are 10 % of those with a number where one in twenty has one.
     5) It is widened by the rounding error of S, and to hold the running estimate.
 
-    docs/statistics.md has the measured coverage and what remains.
+    docs/noise.md has the measured coverage and what remains.
 
     decay: weight of the past per step, in [0, 1). Raises ValueError otherwise.
     """

@@ -14,7 +14,7 @@ USAGE = """\
 kfuse ramp RUN_DIR [TOKENS_PER_SAMPLE]
 
 Prints the batch sizes that a policy chose in the run recorded in RUN_DIR, without changes by less than a quarter:
-  - a list of SAMPLES:BATCH_SIZE, which policy=schedule and a loop of your own take (docs/policies.md)
+  - a list of SAMPLES:BATCH_SIZE, which policy=schedule and a loop of your own take (docs/adapt.md)
 and, where TOKENS_PER_SAMPLE is given,
   - the argument of Megatron-LM's --step-batch-size-schedule, which counts tokens where it has a --seq-length
   - OLMo-core's BatchSizeSchedulerCallback, which multiplies the learning rate by the square root itself

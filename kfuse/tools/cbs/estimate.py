@@ -1,6 +1,6 @@
 """The critical batch size, measured by branches of one training: the estimate and its interval.
 
-Merrill et al. 2025, "Critical Batch Size Revisited" (arXiv 2505.23971). docs/critical_batch.md has the method. Each
+Merrill et al. 2025, "Critical Batch Size Revisited" (arXiv 2505.23971). docs/adapt.md has the method. Each
 branch is repeated with several orders of the data. A repetition has the same order for all k, so that the differences
 between branches, which are all that counts, are free of the noise that they share.
 """

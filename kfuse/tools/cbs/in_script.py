@@ -50,7 +50,7 @@ def critical_batch(
 
     Branches of the training start from the present state, one for each k of `factors` and each of `repetitions` data
     orders, with batches of k * batch_size at the present learning rate (group["lr"]) times f(k): the method of
-    Merrill et al. 2025, in docs/critical_batch.md. Under torchrun every rank calls it, and gets the same result.
+    Merrill et al. 2025, in docs/adapt.md. Under torchrun every rank calls it, and gets the same result.
 
     model, data, opt: as kf.fit's; data must have a length. Call it between steps, after opt.zero_grad().
     factors: the values of k, ascending. The first one is the reference.

@@ -32,7 +32,7 @@ kfuse replay RUN_DIR [policy=...] [policy.NAME=VALUE ...]
 
 Prints what a policy would have decided on the run recorded in RUN_DIR, and how many steps and samples it would have
 taken to the same point. Without policy=... it is the run's own policy, with other arguments if you give some.
-batch.min, batch.max, workers.min and workers.max set other bounds than the run's. Nothing is trained. docs/policies.md
+batch.min, batch.max, workers.min and workers.max set other bounds than the run's. Nothing is trained. docs/adapt.md
 says what is assumed.
 Exit status 0; 1 where the policy raises an error; 2 for what is no run directory, or no policy."""
 
