@@ -287,7 +287,7 @@ class Engine(EngineParts):
     def _complete(self, bucket: Bucket, current: MicroBatch) -> None:
         for destination, source in current.leaf.merges:
             bucket.slot(destination).add_(bucket.slot(source))
-        if current.last and self.group.size > 1 and not (bucket is self.buckets[-1] and self._tail_waits):
+        if current.last and not (self.options.sharded and bucket is self.buckets[-1] and self._tail_waits):
             self.executor.launch([bucket], self.step, self.now.is_local)
 
     @property
@@ -324,6 +324,7 @@ class Engine(EngineParts):
         # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the result,
         # and nobody updates, before all gradients are where they are needed.
         self.executor.share_sums(self.measurement.norms, *([last.sum] if self._tail_waits else []))
+        now.differs = self._workers_differ()  # nothing is changed by the step yet
         self._complete_step(now, self.measurement.record(last.tails[0], now))
         if self._first_steps:
             self._first_steps -= 1
@@ -331,6 +332,27 @@ class Engine(EngineParts):
                 self.group.first_steps.discard(self)
         self.step += 1
         self.now = Step()
+
+    def compared(self) -> tuple[Sequence[Tensor], int]:
+        """Returns what must be equal on all workers beside the parameters: tensors on the device, and a salt for the
+        digest of all.
+        """
+        return (), 0
+
+    def _workers_differ(self) -> bool:
+        """Whether what must be equal on all ranks is not, in a step in which they compare it. The host waits for the
+        device then. Here, since of several optimizers the messages of each step need one order on all ranks. Raises
+        CommError.
+        """
+        every = self.options.check_every
+        if self.group.size == 1 or every is None or self.step % every or self.now.is_local:
+            return False
+        from kfuse.comm.digest import digest  # one worker alone does not need it
+
+        tensors, salt = self.compared()
+        mine = digest([*self.params, *tensors], salt).reshape(1).to(self.group.device)
+        found = torch.stack(self.group.all_gather(mine, f"step {self.step}, digests of the parameters"))
+        return bool((found != found[0]).any())
 
     def _contribute_nothing(self) -> None:
         """Sends zeros, where the plan has no micro-batch for this worker. With reproducible sums there is no slot to

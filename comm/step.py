@@ -94,6 +94,7 @@ class Step:
     record: Tensor | None = None  # float64 [RECORD_SLOTS + workers + figures]: see `Measurement.record`
     left_out: set[int]  # parameters that no worker gave a gradient, where the host knows it
     in_doubt: set[int]  # whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient
+    differs = False  # the workers no longer have the same model, as they found in it
     resumed = False  # it is being ended in another group: what is updated is not shared
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ ADAMW: dict[str, tuple[Callable[[Any, Any], None], str]] = {
     "a parameter": (changed, "parameter 3 (ranks 1 against rank 0"),
     "an older state": (
         lambda opt, net: opt.load_state_dict(opt.first_state),
-        "whether parameter ",
+        "the number of updates of parameter ",
     ),
     "a step without a backward": (nothing, "the number of opt.step() calls without a backward (ranks 1 "),
 }

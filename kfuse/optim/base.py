@@ -17,13 +17,12 @@ from kfuse.comm import devices
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
 from kfuse.comm.parts import check_owner
-from kfuse.comm.step import MicroBatch, Phase, Step, StepPlan
+from kfuse.comm.step import MicroBatch, Phase, StepPlan
 from kfuse.optim.consistency import (
     ConsistencyError,
     averaged_buffers,
     carried_states,
     numeric_options,
-    salt,
     share_from_first,
     where_workers_differ,
 )
@@ -300,8 +299,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         loss_scale: Tensor | None = getattr(self, "grad_scale", None)
         try:
-            if self._workers_differ(taken):
-                where = where_workers_differ(self.updates, self._numbers(), self.reducer.tracked)
+            if taken.differs:
+                where = where_workers_differ(self.updates, self.numbers(), self.reducer.tracked)
                 taken.phase = Phase.REDUCED  # it is not made
                 raise ConsistencyError(f"step {taken.number}: the workers no longer have the same model: {where}")
             begun = scaling(
@@ -335,22 +334,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             leads, arrived = self._session.group.rank == 0, self.statistics.arrived
             self._warning.after_step(step.number, update.finite, arrived, self.skip_nonfinite, leads)
 
-    def _workers_differ(self, step: Step) -> bool:
-        """Whether what must be equal on all ranks is not, in a step in which they compare it. The host waits for the
-        device then. Raises CommError.
-        """
-        engine = self.engine
-        every = engine.options.check_every
-        if engine.group.size == 1 or every is None or step.number % every or step.is_local:
-            return False
-        from kfuse.comm.digest import digest  # one worker alone does not need it
-
-        tensors = [*engine.params, *(counts for _, counts in self.updates.counts())]
-        mine = digest(tensors, salt(self._numbers())).reshape(1).to(engine.group.device)
-        found = torch.stack(engine.group.all_gather(mine, f"step {step.number}, digests of the parameters"))
-        return bool((found != found[0]).any())
-
-    def _numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, float]:
+        """Returns the settings that must be equal on all workers, by name."""
         numbers = {f"the learning rate of group {k}": rate for k, rate in enumerate(self.learning_rates())}
         numbers |= numeric_options(self.param_groups)
         numbers["clip_norm"] = math.nan if self.clip_norm is None else float(self.clip_norm)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kfuse.comm import gradients
@@ -15,7 +16,7 @@ from kfuse.comm.parts import owner
 from kfuse.comm.step import Step
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
-from kfuse.optim.consistency import averaged_buffers, carried_states
+from kfuse.optim.consistency import averaged_buffers, carried_states, salt
 from kfuse.optim.refuse import refuse_sharded
 from kfuse.optim.updates import Updates, named_parameters
 
@@ -115,6 +116,10 @@ class Reducer(Engine):
     @property
     def skips_on_device(self) -> bool:
         return self._updates.skips_on_device
+
+    def compared(self) -> tuple[Sequence[Tensor], int]:
+        opt: Any = self._updates.opt
+        return [counts for _, counts in self._updates.counts()], salt(opt.numbers())
 
     def finish(self) -> None:
         try:
