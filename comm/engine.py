@@ -75,9 +75,8 @@ class Engine(EngineParts):
             bucket.grads[k], param.grad = grad if order is None else grad.permute(order), None
             del grad  # once it is packed nothing holds it
             bucket.missing -= 1
-            if (
-                call is not None and self.now.collects
-            ):  # while it lies in the cache, and its memory is there for the next one
+            if call is not None and self.now.collects:
+                # While it lies in the cache, and its memory is there for the next one.
                 self._pack(bucket, call, [bucket.grads[k]], True)
                 bucket.grads[k] = PACKED
             if not bucket.missing:
@@ -370,8 +369,7 @@ class Engine(EngineParts):
     def _complete_step(self, step: Step, record: Tensor) -> None:
         """The step is reduced. record: see `Step`."""
         if self.averaged.tensors:
-            changes, total_weight = step.changes, self.measurement.total_weight(step)
-            self.averaged.apply(self.buckets[-1].layout.params, changes, total_weight)
+            self.averaged.apply(self.buckets[-1].layout.params, step.changes, self.measurement.total_weight(step))
         step.record, step.phase = record, Phase.REDUCED
         self._find_unused(step)
         gradients.show(self.gradient_buckets, self.params, step.left_out)

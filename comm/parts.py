@@ -117,9 +117,7 @@ class EngineParts:
         own_bucket |= any(layout.dtype is torch.float64 for layout in layouts)
         apart = self.averaged.tensors if own_bucket else None
         self.buckets = make_buckets(layouts, self.params, apart, self.device, self.options.sharded)
-        self.gradient_buckets = self.buckets[
-            : len(layouts)
-        ]  # all but a last one that has only averaged buffers and tail
+        self.gradient_buckets = self.buckets[: len(layouts)]  # but for one of averaged buffers and tail alone
         self.measurement = Measurement(self.gradient_buckets, len(self.params), self.device)
         take_over(self.params, self)
 

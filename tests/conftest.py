@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import elastic_job
 import hypothesis
 import pytest
 import torch
@@ -34,6 +35,11 @@ def fresh_session() -> Iterator[None]:
     reset()
     left, devices.of = devices.of, _OF
     assert left is _OF, "the test has left a double of the device behind"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> None:
+    elastic_job.REFERENCES = tmp_path_factory.mktemp("references")
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -175,7 +174,7 @@ class FileRecorder:
 
 
 _references: dict[tuple[str, ...], Job] = {}
-_FOLDER = tempfile.TemporaryDirectory(prefix="kfuse-references-")
+REFERENCES = Path()  # where they are made: a folder of the session
 
 
 def reference(training: Iterable[str], **arguments: Any) -> Job:
@@ -185,7 +184,7 @@ def reference(training: Iterable[str], **arguments: Any) -> Job:
     """
     key = (*training, repr(arguments))
     if key not in _references:
-        folder = Path(_FOLDER.name, str(len(_references)))
+        folder = REFERENCES / str(len(_references))
         job = run_job(folder / "run", [*training, *chaos(folder, **arguments)])
         assert job.error is None, job.told()
         _references[key] = job

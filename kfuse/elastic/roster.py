@@ -65,9 +65,8 @@ def plan(workers: Mapping[int, Worker], job: Job, room: int | None) -> Plan:
     # They come too late for this training, or were given notice and have nothing to hand over.
     of_no_use = [w for w in workers.values() if (job.done and not w.joined) or (w.noticed and w.state in NEW)]
     kill = [each for each in of_no_use if each.state is not State.ENDED and not each.killed.is_set()]
-    may_come = start or any(each.state is State.ENDED for each in others)
-    may_come = may_come or any(each.state is not State.HELD for each in newcomers)
-    stop = goes_on and bool(members) and all(each.noticed for each in members) and not may_come
+    comes = any(each.state is State.ENDED for each in others) or any(each.state is not State.HELD for each in newcomers)
+    stop = goes_on and bool(members) and all(each.noticed for each in members) and not (start or comes)
     return replace(found, start=start, kill=kill, stop=stop)
 
 

@@ -95,11 +95,8 @@ class FlatUpdates(FlatState):
     def run(self, update: Callable[[Bucket, BucketState], None]) -> None:
         """Updates this worker's part of each bucket, and shares its shards. Raises CommError."""
         try:
-            for bucket in (
-                self.engine.updates([s.param for s in self.states])
-                if self.sharded
-                else reversed(self.engine.gradient_buckets)
-            ):
+            whole = reversed(self.engine.gradient_buckets)
+            for bucket in self.engine.updates([state.param for state in self.states]) if self.sharded else whole:
                 update(bucket, self.states[bucket.index])
         except CommError:
             self.renew_parameters()

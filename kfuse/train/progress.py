@@ -151,7 +151,8 @@ class Progress:
     def take_evaluation(self, result: Evaluation, steps: int) -> bool:
         """Keeps the result of the evaluation after `steps` steps. Returns whether it is the best one so far."""
         self.evaluation, self.evaluated = result, steps
-        score = -(result.loss or 0.0) if result.accuracy is None else result.accuracy
+        loss = math.nan if result.loss is None else result.loss
+        score = -loss if result.accuracy is None else result.accuracy
         best = math.isfinite(score) and (self.best is None or score > self.best)
         if best:
             self.best = score
