@@ -59,7 +59,7 @@ class Signals(Measured, StepSettings):
         "", "Ranks of workers that audits found to compute wrongly; see `comm.audit_every`", default=()
     )
     previous_step_time_s: float | None = optional(
-        "s", "Wall time of the previous step on the leader, if it had the same batch size, in full, and as many workers"
+        "s", "Wall time of the previous step on the leader, if it had the same batch size and as many workers"
     )
     previous_data_wait_s: float | None = optional("s", "Part of previous_step_time_s that the leader waited for data")
     heldout_accuracy: float | None = optional("", "The latest evaluation's accuracy, in [0, 1]")
@@ -72,8 +72,7 @@ class Signals(Measured, StepSettings):
     base_batch_size: int | None = optional("samples", "The configured batch size, for which the learning rate is meant")
     epoch_samples: int | None = optional(
         "samples",
-        "Samples of an epoch; its last step has what is left of them. Unknown for a stream, and in a run that was "
-        "resumed with another number of samples than its epochs before had",
+        "Samples of an epoch; unknown for a stream, and in a run that was resumed with another number of samples",
     )
     bounds: Bounds = field(
         metadata={"unit": "", "help": "The configured limits: batch_min, batch_max, workers_min, workers_max"}

@@ -64,9 +64,8 @@ class CommSettings(TypedDict, total=False):
         str,
         Setting(
             CommOptions.schedule,
-            "how gradients are reduced; auto: allreduce, on CPUs all_to_all where messages show it quicker; with "
-            "comm.reproducible=true all_to_all, with comm.state=sharded reduce_scatter; symmetric (experimental): GPUs "
-            "read each other's memory, with a fixed number of workers; a dotted path: your own Transport class",
+            "how gradients are summed; auto: allreduce or, on CPUs, all_to_all where it is quicker, and what "
+            "comm.reproducible or comm.state needs; symmetric is experimental; a dotted path: your own Transport class",
             choices=("auto", *TRANSPORT_NAMES),
             pattern=r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+",
             form="package.module.Class",
@@ -76,8 +75,8 @@ class CommSettings(TypedDict, total=False):
         str,
         Setting(
             CommOptions.state,
-            "where optimizer state lies; sharded: each worker keeps and updates its part (ZeRO-1), with FusedAdamW, "
-            "FusedSGD or FusedLAMB",
+            "where optimizer state lies; sharded: each worker keeps and updates its part (ZeRO-1), with kfuse's "
+            "optimizers",
             choices=("replicated", "sharded"),
         ),
     ]
@@ -86,9 +85,9 @@ class CommSettings(TypedDict, total=False):
         str,
         Setting(
             CommOptions.sync,
-            "how the workers keep together: ssgd (every step's gradients are reduced), local:N (each updates by "
-            "itself, models are averaged every N steps: local SGD), sma (each has a model of its own, drawn to a "
-            "central one), pair (each averages its model with another one's and waits for nobody; needs a supervisor)",
+            "how the workers keep together: ssgd (gradients are reduced at every step), local:N (models are averaged "
+            "every N steps), sma (models are drawn to a central one), pair (each averages with another one, and waits "
+            "for nobody)",
             choices=MODES,
             pattern=LOCAL,
             form="local:N",
@@ -126,7 +125,7 @@ class CommSettings(TypedDict, total=False):
         str,
         Setting(
             CommOptions.dtype,
-            "type of gradients in messages; bf16 halves the bytes, and auto then takes all_to_all, which adds in fp32",
+            "type of gradients in messages; bf16 halves the bytes",
             choices=("fp32", "bf16"),
         ),
     ]
@@ -134,7 +133,7 @@ class CommSettings(TypedDict, total=False):
         float,
         Setting(
             CommOptions.bucket_mb,
-            "MiB of fp32 gradients reduced together; the default, DDP's, lets reductions overlap with backward",
+            "MiB of fp32 gradients reduced together; the default is DDP's",
             above=0,
         ),
     ]
@@ -150,7 +149,7 @@ class CommSettings(TypedDict, total=False):
         Setting(
             CommOptions.audit_every,
             "steps between audits: a micro-batch is run again on another worker, and the gradients are compared; null: "
-            "never; needs comm.reproducible=true",
+            "never",
             at_least=1,
         ),
     ]
@@ -158,9 +157,8 @@ class CommSettings(TypedDict, total=False):
         str,
         Setting(
             CommOptions.audit_on_corruption,
-            "what follows where an audit's gradients differ; report: an event, and training goes on; replace: the "
-            "worker that two others contradict is ended, another one is started, and the step is made again; stop: the "
-            "job ends",
+            "where an audit's gradients differ; report: an event; replace: the worker that two others contradict is "
+            "replaced, and the step is made again; stop: the job ends",
             choices=("report", "replace", "stop"),
         ),
     ]
@@ -169,7 +167,7 @@ class CommSettings(TypedDict, total=False):
         Setting(
             60.0,
             "seconds without an answer, after which a worker counts as lost; ten times as many until each optimizer "
-            "has made two steps: one worker may compile for longer than the others",
+            "has made two steps, as one worker may compile for longer",
             above=0,
             at_most=10**6,
         ),
@@ -179,8 +177,7 @@ class CommSettings(TypedDict, total=False):
         Setting(
             CommOptions.redundancy,
             "where a lost worker's part of the sharded optimizer state comes from; mirror: another worker, where "
-            "possible on another host, has a copy and repeats its updates; none: all go back to the last checkpoint; "
-            "without effect with comm.state=replicated, where each worker has all of it",
+            "possible on another host, keeps a copy; none: the last checkpoint",
             choices=("mirror", "none"),
         ),
     ]

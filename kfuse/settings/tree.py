@@ -30,9 +30,8 @@ class ShownSettings(TypedDict, total=False):
         list[str],
         Setting(
             ["tensorboard"],
-            "where figures go beside metrics.jsonl; tensorboard: tb/ in the run directory; csv: metrics.csv there; "
-            "prometheus: metrics.prom there, the newest figures; wandb, mlflow, trackio: a run of that service "
-            "(`pip install 'kfuse[wandb]'`)",
+            "where figures go beside metrics.jsonl: to tb/, metrics.csv or metrics.prom (the newest figures) in the "
+            "run directory, or to a run of a service (`pip install 'kfuse[wandb]'`)",
             choices=("tensorboard", "csv", "prometheus", "wandb", "mlflow", "trackio"),
         ),
     ]
@@ -68,8 +67,7 @@ class JobSettings(ShownSettings, total=False):
         float,
         Setting(
             20.0,
-            "seconds that a worker has to leave after a notice, a job to stop after SIGTERM, and a failed job for a "
-            "last checkpoint; then it is killed",
+            "seconds to leave after a notice, to stop after SIGTERM, and for a failed job's last checkpoint",
             above=0,
             at_most=10**6,
         ),
@@ -78,8 +76,8 @@ class JobSettings(ShownSettings, total=False):
         list[str],
         Setting(
             ["SIGTERM"],
-            "signals that tell a worker, or an agent of `kfuse-run --join`, that its machine is about to be taken "
-            "away: it leaves as planned; sent to the supervisor, they stop the job",
+            "signals that a machine is about to be taken away: a worker or an agent that gets one leaves as planned, "
+            "the supervisor stops the job",
             choices=("SIGTERM", "SIGUSR1", "SIGUSR2"),
         ),
     ]
@@ -111,7 +109,7 @@ class LoopSettings(ShownSettings, total=False):
         int | None,
         Setting(
             None,
-            "samples up to which micro-batches grow with the batch; null: they do not grow",
+            "samples up to which micro-batches grow with the batch; null: they stay",
             at_least=1,
             key="batch.micro_max",
         ),
@@ -139,7 +137,7 @@ class LoopSettings(ShownSettings, total=False):
         str,
         Setting(
             "sqrt",
-            "how the rate follows the batch size; the default suits Adam-like optimizers, linear suits SGD",
+            "how the rate follows the batch size; sqrt suits Adam-like optimizers, linear SGD",
             choices=("none", "linear", "sqrt", "adascale"),
         ),
     ]
@@ -150,7 +148,7 @@ class LoopSettings(ShownSettings, total=False):
         str,
         Setting(
             "none",
-            "how the rate falls to zero at the run's end; wsd: in its last part only; constant: as none",
+            "how the rate falls to zero at the end; wsd: in the last part only; constant: as none",
             choices=("none", "cosine", "linear", "wsd", "constant"),
         ),
     ]
@@ -167,7 +165,7 @@ class LoopSettings(ShownSettings, total=False):
         int | None,
         Setting(
             None,
-            "optimizer steps; with lr.scaling=adascale each counts by its gain; null: no limit",
+            "optimizer steps (with lr.scaling=adascale each counts by its gain); null: no limit",
             at_least=1,
             key="train.steps",
         ),
@@ -187,26 +185,24 @@ class LoopSettings(ShownSettings, total=False):
     ]
     checkpoint_dir: Annotated[
         str | os.PathLike[str] | None,
-        Setting(None, "folder of the checkpoints; null: none are written (`kfuse`: checkpoints in the run directory)"),
+        Setting(None, "folder of the checkpoints; null: none are written (`kfuse`: in the run directory)"),
     ]
     checkpoint_every_steps: Annotated[
         int | None,
         Setting(None, "steps between checkpoints; null: one after each epoch (`kfuse`: none are written)", at_least=1),
     ]
-    checkpoint_keep: Annotated[
-        int, Setting(3, "how many of the newest are kept; more than one, in case one is damaged", at_least=1)
-    ]
+    checkpoint_keep: Annotated[int, Setting(3, "how many of the newest are kept, in case one is damaged", at_least=1)]
     checkpoint_resume: Annotated[
         str | os.PathLike[str] | None,
         Setting(
             None,
-            "where training goes on from: never, auto (the folder's newest good one), or a path; null: auto in a "
-            "run directory that was given, else never",
+            "where training goes on from: never, auto (the newest good one) or a path; null: auto in a run directory "
+            "that was given, else never",
         ),
     ]
     run_dir: Annotated[
         str | os.PathLike[str] | None,
-        Setting(None, "new folder for records and tb/, or a resumed run's; null: none. Commands keep their own"),
+        Setting(None, "new folder for records, or a resumed run's; null: none. Commands have their own"),
     ]
 
 
@@ -217,8 +213,8 @@ class TrainSettings(LoopSettings, total=False):
         str,
         Setting(
             "fp32",
-            "of forward and backward; bf16: autocast over fp32 parameters; bf16-true: bf16 parameters (but "
-            "BatchNorm's), of which the optimizers but torch's keep fp32 masters",
+            "of forward and backward; bf16: autocast over fp32 parameters; bf16-true: bf16 parameters, with fp32 "
+            "masters in kfuse's optimizers",
             choices=("fp32", "bf16", "bf16-true"),
         ),
     ]

@@ -38,8 +38,7 @@ class StepSettings:
     workers: int = required("workers", "Workers that made this step", shown="d")
     done: float | None = optional(
         "",
-        "Part of the run that is over after this step, in [0, 1]: of its samples where its epochs end it, of its steps "
-        "where those do; unknown where it has no set length",
+        "Part of the run that is over after this step, in [0, 1]; unknown where it has no set length",
     )
 
 
@@ -77,7 +76,7 @@ class Measured:
     noise_scale_low: float | None = optional("samples", "Confidence interval's lower end; may be known alone")
     noise_scale_high: float | None = optional("samples", "Confidence interval's upper end")
     fisher_trace: float | None = optional(
-        "", "Trace of the diagonal Fisher information, by AdamW's second moments before this step; if a policy needs it"
+        "", "Trace of the diagonal Fisher information, by AdamW's second moments; if a policy needs it"
     )
     fisher_max: float | None = optional("", "Largest entry of the same diagonal")
     mean_grad_sq: float | None = optional("", "Running mean of grad_sq; it too can be negative")

@@ -16,7 +16,7 @@ from pathlib import Path
 from kfuse.policies.signals import Signals
 from kfuse.settings.instantiate import CLASS_GROUPS
 from kfuse.settings.rules import RULES, Compared
-from kfuse.settings.tree import SCRIPTS_ONLY, SECTIONS, SETTINGS, CommandSettings, show
+from kfuse.settings.tree import SCRIPTS_ONLY, SECTIONS, SETTINGS, CommandSettings, Leaf, show
 from kfuse.statistics.figures import FIGURES, METRICS, StepContext
 
 
@@ -38,17 +38,23 @@ def _settings() -> Iterator[str]:
             yield about
         rows = [
             (
-                "" if leaf.name in SCRIPTS_ONLY else f"`{leaf.key}`",
-                f"`{leaf.name}`" if leaf.name not in CommandSettings.__annotations__ else "",
-                leaf.kind.__name__,
+                "<br>".join(f"`{name}`" for name in dict.fromkeys(_names(leaf))),
                 f"`{show(leaf.default)}`",
-                leaf.allowed,
+                leaf.allowed.removesuffix(", or null"),
                 leaf.setting.help,
             )
             for leaf in SETTINGS.values()
             if leaf.key.rpartition(".")[0] == section
         ]
-        yield _table(("`kfuse`", "Python", "type", "default", "must be", "what it is"), rows)
+        yield _table(("setting", "default", "must be", "what it is"), rows)
+
+
+def _names(leaf: Leaf) -> Iterator[str]:
+    """Yields its name at the shell, and then its name in Python."""
+    if leaf.name not in SCRIPTS_ONLY:
+        yield leaf.key
+    if leaf.name not in CommandSettings.__annotations__:
+        yield leaf.name
 
 
 def _options() -> Iterator[str]:
@@ -61,16 +67,17 @@ def _options() -> Iterator[str]:
 
 def _figures() -> Iterator[str]:
     signals = {each.name: each.metadata for each in fields(Signals)}
-    types = {each.name: each.type for kind in (StepContext, Signals) for each in fields(kind)}
-    rows = []
+    types = {each.name: str(each.type) for kind in (StepContext, Signals) for each in fields(kind)}
+    rows: dict[str, list[tuple[str, str, str]]] = {"both": [], "metrics.jsonl": [], "Signals": []}
     for name in dict.fromkeys([*METRICS, *signals]):
         about = FIGURES.get(name) or signals[name]
-        where = [word for word, there in (("Signals", signals), ("metrics.jsonl", METRICS)) if name in there]
-        rows.append((f"`{name}`", str(types[name]), about["unit"], ", ".join(where), about["help"]))
+        where = "Signals" if name not in METRICS else "both" if name in signals else "metrics.jsonl"
+        rows[where].append((f"`{name}`<br>{types[name].replace(' | None', '?')}", about["unit"], about["help"]))
     for name, value in vars(Signals).items():
         if isinstance(value, property):
-            rows.append((f"`{name}`", "int", "steps", "Signals", (inspect.getdoc(value) or "").rstrip(".")))
-    yield _table(("figure", "type", "unit", "in", "what it is"), rows)
+            rows["Signals"].append((f"`{name}`<br>int", "steps", (inspect.getdoc(value) or "").rstrip(".")))
+    for where, those in rows.items():
+        yield _table((f"in {where}", "unit", "what it is"), those)
 
 
 def _rules() -> Iterator[str]:
