@@ -15,7 +15,7 @@ import struck_example
 import torch
 import torch.nn.functional as F
 from distributed import load, on_workers, run_workers
-from elastic_job import run_script
+from elastic_job import run_script, script_job
 from limits import limits
 from problems import relative, update
 from torch import nn
@@ -96,6 +96,44 @@ def test_workers_are_lost_and_join_with_the_same_bits(example: str, tmp_path: Pa
     assert {"grow", "failure"} <= {view["reason"] for view in job.views}
     [alone] = run_workers(1, undisturbed, example)
     assert alone == job.summary["params_sha256"]
+    assert len(job.of_kind("evaluation")) == (2 if example == AVERAGE else 0)
+
+
+PREPARED = """
+import os, signal, sys, torch, kfuse as kf
+kf.init(comm_reproducible=True)
+torch.manual_seed(0)
+x = torch.randn(512, 4)
+y = (x.sum(1) > 0).long()
+data, heldout = (x[:448], y[:448]), (x[448:], y[448:])
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+calls = []
+def strike(module, given):
+    calls.append(given)
+    if len(calls) == 50 and kf.size() == 2 and kf.rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+model.register_forward_pre_hook(strike)
+"""
+
+
+@pytest.mark.jobs
+def test_an_average_as_documented_has_the_same_bits_where_a_worker_is_lost(tmp_path: Path) -> None:
+    """In kf.fit: of a job whose first worker is killed, and of one worker. The best evaluation is the average's."""
+    code = (EXAMPLES.parent / "docs" / "train.md").read_text().split("### Moving average")[1].split("```")[1]
+    ends = []
+    for workers in (2, 1):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        job = script_job(folder, PREPARED + code.removeprefix("python"), workers)
+        assert job.error is None and len(job.of_kind("failure")) == workers - 1
+        ends.append((job.summary["params_sha256"], [each["loss"] for each in job.of_kind("evaluation")]))
+    assert ends[0] == ends[1] and len(ends[0][1]) == 10
+    names: dict[str, Any] = {}
+    exec(PREPARED + code.removeprefix("python").partition("\nnet = ")[0], names)
+    net = names["Averaged"](names["model"])
+    net.load_state_dict(torch.load(job.directory / "best.pt", weights_only=True))
+    x, y = names["heldout"]
+    assert any(float(F.cross_entropy(net.average.eval()(x), y)) == pytest.approx(loss) for loss in ends[0][1])
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
