@@ -81,6 +81,7 @@ Runs = list[tuple[DictConfig, Path]]
 
 NEEDED = {
     "data=cifar10": None,  # files, which no test has
+    "data=csv": None,
     "data=image_folder": None,
     "data=hf": None,
     "model=hf": None,
