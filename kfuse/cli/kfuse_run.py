@@ -33,13 +33,16 @@ from kfuse.settings import rules
 from kfuse.settings.tree import ConfigError, JobSettings, Leaf, by_key, completed, did_you_mean, leaves, show
 from kfuse.version import __version__
 
-_EPILOG = """\
+_ABOUT = """\
+Runs a training script that uses kf.fit or kf.DataLoader on workers that may come and go.
+
 on one machine:
   kfuse-run --workers 2 --max-workers 4 train.py --my-option
 on several, with the script at the same place and the same token file on each:
   kfuse-run --listen 10.0.0.1:29400 --token-file job.token --workers 8 train.py   on the first, at its address
   kfuse-run --join 10.0.0.1:29400 --token-file job.token                                on each of the others
-
+"""
+_EPILOG = """\
 Each worker's CPU threads: OMP_NUM_THREADS, where it is set; else a host's cores divided by the workers that may be
 on it (the smaller of --max-workers and, on several hosts, --slots).
 Exit status: 0 where all workers' scripts end with 0, also if they never train or leave the training loop early; 1 after
@@ -108,39 +111,47 @@ def _join(args: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors are one line, with settings as flags: `--max-workers 2` for workers.max=2."""
+    """Its errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        for leaf in leaves(JobSettings).values():
-            message = message.replace(f"{leaf.key}=", f"{_flag(leaf)} ")
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {_as_flags(message)}\n")
+
+
+def _as_flags(text: str) -> str:
+    """Returns the text with settings as flags: `--max-workers 2` for workers.max=2."""
+    for leaf in leaves(JobSettings).values():
+        text = text.replace(f"{leaf.key}=", f"{_flag(leaf)} ").replace(leaf.key, _flag(leaf))
+    return text
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="kfuse-run",
+        usage="kfuse-run [--workers N] [--max-workers N] [OPTION ...] SCRIPT [ARGUMENT ...]",
         allow_abbrev=False,
-        description="Runs a training script that uses kf.fit or kf.DataLoader on workers that may come and go.",
+        description=_ABOUT,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for leaf in leaves(JobSettings).values():
-        about = f"{leaf.setting.help} ({leaf.allowed}; default {show(leaf.default)})".replace("%", "%%")
-        # --observe-sinks csv,wandb
-        kind: Callable[[str], Any] = _value if leaf.kind != list[str] else _list
-        parser.add_argument(_flag(leaf), dest=leaf.name, metavar="VALUE", type=kind, default=leaf.default, help=about)
-    directory = "for metrics and events: new, or that of a run that has not ended (default runs/DATE/TIME)"
-    parser.add_argument("--run-dir", type=_path, help=directory)
-    parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
-    parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
-    parser.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
-    gpus = devices.count()
-    slots = "workers that this host takes (default: its GPUs, or its cores where it has none; with --listen also 0)"
-    parser.add_argument("--slots", type=int, default=gpus or cores(), help=slots)
-    parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
-    parser.add_argument("-m", "--module", action="store_true", help="the script is named as a module, as for python -m")
     parser.add_argument("script", type=_path, nargs="?", help="a Python file, or a folder with __main__.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    hosts, rest = parser.add_argument_group("several hosts"), parser.add_argument_group("lost workers, records")
+    for leaf in leaves(JobSettings).values():
+        about = _as_flags(f"{leaf.setting.help} ({leaf.allowed}; default {show(leaf.default)})").replace("%", "%%")
+        # --observe-sinks csv,wandb
+        kind: Callable[[str], Any] = _value if leaf.kind != list[str] else _list
+        group = parser if leaf.name in ("workers_count", "workers_max") else rest
+        group.add_argument(_flag(leaf), dest=leaf.name, metavar="VALUE", type=kind, default=leaf.default, help=about)
+    directory = "for metrics and events: new, or that of a run that has not ended (default runs/DATE/TIME)"
+    parser.add_argument("--run-dir", type=_path, help=directory)
+    parser.add_argument("-m", "--module", action="store_true", help="the script is named as a module, as for python -m")
+    parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
+    hosts.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
+    hosts.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
+    hosts.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
+    gpus = devices.count()
+    slots = "workers that this host takes (default: its GPUs, or its cores where it has none; with --listen also 0)"
+    hosts.add_argument("--slots", type=int, default=gpus or cores(), help=slots)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         word, known = unknown[0].partition("=")[0], [*map(_flag, leaves(JobSettings).values()), "--run-dir", "--slots"]

@@ -1,4 +1,4 @@
-"""The settings at the shell: Hydra's structured configuration, the text of `kfuse --help`, and errors in one line.
+"""The settings at the shell: Hydra's structured configuration, `kfuse --help-all`, and errors in one line.
 
 The groups of classes (model, data, optimizer, policy, launcher) stay open: a dotted path, `_target_`, and arguments.
 """
@@ -70,9 +70,8 @@ def settings_help() -> str:
 
 
 def register() -> None:
-    """Makes the schema and the help's text known to Hydra: `configs/config.yaml` names them."""
+    """Makes the schema known to Hydra: `configs/config.yaml` names it."""
     ConfigStore.instance().store("schema", _schema())
-    OmegaConf.register_new_resolver("kfuse_settings", settings_help, replace=True)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
