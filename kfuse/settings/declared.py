@@ -77,7 +77,7 @@ class CommSettings(TypedDict, total=False):
         Setting(
             CommOptions.state,
             "where optimizer state lies; sharded: each worker keeps and updates its part (ZeRO-1), with FusedAdamW, "
-            "FusedSGD or FusedLAMB",
+            "FusedSGD, FusedLAMB or FusedMuon",
             choices=("replicated", "sharded"),
         ),
     ]
