@@ -135,6 +135,8 @@ class Display:
             noise = f"noise scale {figure(record['noise_scale'])}{interval}"
         elif low is not None:
             noise = f"noise scale above {figure(low)}"
+        elif record.get("micro_batches") == 1 and record.get("grad_variance") is None:
+            noise = "noise scale unknown: one micro-batch a step"
         if self._evaluation.get("accuracy") is not None:
             quality = f"held-out accuracy {self._evaluation['accuracy']:.1%}"
         elif self._evaluation.get("loss") is not None:
