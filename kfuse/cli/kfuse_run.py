@@ -70,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
                 return _refuse(f"{where}: must be a new directory: the run in it {how}")
             shown = args.settings["observe_sinks"], args.settings["observe_ledger"]
             directory = RunDirectory(run_dir, *shown, settings=by_key(args.settings))
+            directory.code = Path() if args.module else args.script.parent
         except ConfigError as error:
             return _refuse(str(error))
         except OSError as error:
