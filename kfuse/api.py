@@ -86,7 +86,10 @@ def barrier() -> None:
 
 
 def grad_noise_scale() -> float:
-    """The running noise scale, in samples; NaN while it is unknown."""
+    """The running noise scale, in samples; NaN while it is unknown.
+
+    `opt.stats.noise_scale_low` is its interval's lower end, which is known more often, alone too.
+    """
     return _latest("noise_scale")
 
 

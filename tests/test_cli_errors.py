@@ -43,7 +43,10 @@ WRONG = [
     ("model.hidden=[a]", ["model.hidden=['a']", "a list, each a whole number"]),
     ("optimizer=sgd optimizer.momentum=nan", ["optimizer.momentum=nan", "finite"]),
     ("policy=compose policy@policy.first=gns policy@policy.second=none policy.first.every=0", ["policy.first.every=0"]),
-    ("model=gpt data=digits", ["model:", "vocab_size, block_size"]),
+    (
+        "model=gpt data=digits",
+        ["GPT needs vocab_size, block_size, and these data tell input_shape", "with model=gpt"],
+    ),
     ("data=text data.path=nope.txt", ["nope.txt", "cannot be read"]),
     ("data=cifar10", ["data.path", "a value is needed"]),
     ("model._target_=mistaken.Nett", ["model._target_=mistaken.Nett", "no attribute 'Nett'"]),
@@ -64,6 +67,9 @@ WRONG = [
     ("~seed", ["seed", "needed"]),
     ("--config-dir=absent", ["--config-dir absent: no such directory"]),
     ("--epochs 5", ["--epochs", "did you mean train.epochs?"]),
+    ("batch_size=64", ["batch_size", "did you mean batch.size?"]),
+    ("--lr=1", ["--lr=1", "lr.base?"]),
+    ("policy=curvature optimizer=sgd", ["policy=CurvaturePolicy: must be another one with optimizer=FusedSGD"]),
     ("batch.size=8,16", ["batch.size=8,16", "-m"]),
     # Sweeps: no run starts where one of them is wrong.
     ("-m batch.size=8,abc", ["batch.size=abc", "a whole number"]),

@@ -20,7 +20,7 @@ import kfuse.cli.run
 from kfuse.cli.check import prepare, validate
 from kfuse.cli.first import FirstWorker
 from kfuse.settings import instantiate
-from kfuse.settings.tree import AT_SHELL, ConfigError
+from kfuse.settings.tree import AT_SHELL, ConfigError, show
 from kfuse.train.build import _optimizer
 
 USER_MODULE = """
@@ -245,7 +245,12 @@ def test_every_example_of_the_help_runs(
     with pytest.raises(SystemExit, match="0"):
         command("--help")
     out = capsys.readouterr().out
-    assert all(re.search(rf"^  {re.escape(key)}=\S+  +\S", out, re.MULTILINE) for key in AT_SHELL)
+    chosen = compose()
+    first = {key: value for key, value in re.findall(r"^  ([\w.]+)=(\S+)  +", out, re.MULTILINE) if key in AT_SHELL}
+    assert len(first) == 6 and first == {key: show(OmegaConf.select(chosen, key)) for key in first}
+    status, every, _ = command("--help-all")
+    assert status == 0
+    assert all(re.search(rf"^  {re.escape(key)}=\S+  +\S", every, re.MULTILINE) for key in AT_SHELL)
     examples = re.findall(r"^  kfuse(?: (\S+(?: \S+)*))?  +\S", out, re.MULTILINE)
     assert len(examples) == 6
     for number, example in enumerate(examples):

@@ -43,14 +43,16 @@ def test_plain_lines_come_at_most_every_two_seconds() -> None:
 def test_plain_line_says_what_is_known_and_nothing_else() -> None:
     display, out, clock = plain()
     interval = {"noise_scale_low": 251.0, "noise_scale_high": 393.0}
-    for number, more in enumerate([{"loss": None}, {"noise_scale": 312.4, **interval}, {"noise_scale_low": 251.0}]):
+    low, alone = {"noise_scale_low": 251.0}, {"micro_batches": 1}
+    for number, more in enumerate([{"loss": None}, {"noise_scale": 312.4, **interval}, low, alone]):
         clock.now = 2.0 * number
         display.metrics(metrics(100 * number, **more))
-    first, second, third = out.getvalue().splitlines()
+    first, second, third, fourth = out.getvalue().splitlines()
     assert first == "step 0  epoch 0  batch 32  lr 0.001  workers 2"
     assert "  noise scale 312 (251 to 393)  " in second
     assert second.endswith("  1,600 samples/s")  # 100 steps of 32 in 2 s
     assert "  noise scale above 251  " in third
+    assert "  noise scale unknown: one micro-batch a step  " in fourth
 
 
 def test_events_are_one_line_each_and_never_held_back() -> None:

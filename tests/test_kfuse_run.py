@@ -15,6 +15,7 @@ from distributed import run_workers
 from elastic_job import DEADLINE_S, Job, assert_exact, assert_none_left, wait_until
 
 from kfuse.cli import kfuse_run
+from kfuse.tools.report.recorded import _read
 from kfuse.train.evaluation import params_sha256
 
 
@@ -109,6 +110,22 @@ def test_a_module_is_run_and_its_prints_come_as_they_are_made(tmp_path: Path) ->
         assert process.stdout is not None and process.stdout.readline() == "['--workers']\n"
         (tmp_path / "go-on").touch()
     assert process.returncode == 0
+
+
+def test_a_run_has_its_settings_and_the_commit_of_its_script(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        me = ["-c", "user.name=me", "-c", "user.email=me@here"]
+        return subprocess.run(["git", "-C", tmp_path, *me, *words], check=True, capture_output=True, text=True).stdout
+
+    (tmp_path / "train.py").write_text(PRELUDE.replace("epochs=5", "steps=1") + "loop()")
+    for words in ("init", "add train.py", "commit -m first"):
+        git(*words.split())
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--run-dir", "run", "--max-workers", "2", "train.py"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=DEADLINE_S)
+    found = _read(tmp_path / "run", "run").settings
+    commit = git("rev-parse", "HEAD").strip()
+    given = {"batch.size": 16, "train.steps": 1, "workers.max": 2, "run.commit": commit}
+    assert given.items() <= found.items() and found["run.command"].endswith("--max-workers 2 train.py")
 
 
 def test_lists_are_written_as_at_the_shell(workplace: Path) -> None:

@@ -267,6 +267,10 @@ def test_an_agent_that_waits_for_its_supervisor_ends_in_order_at_sigterm(meeting
         (["--join", "127.0.0.1:1", "--token-file", "open"], "--token-file open: must be readable by its owner alone"),
         (["--workers", "3", "--max-workers", "2", "train.py"], "error: --max-workers 2: must be at least --workers 3"),
         (["--worker", "2", "train.py"], "error: --worker: no such option (did you mean --workers?)"),
+        (["--max_workers", "2", "train.py"], "error: --max_workers: no such option (did you mean --max-workers?)"),
+        (["workers.max=2", "train.py"], "error: workers.max=2: no such file (did you mean --max-workers?)"),
+        (["--slots", "2", "train.py"], "error: --slots and --token-file: must be used with --listen or --join"),
+        (["--join", "127.0.0.1:1", "--token-file", "good", "--workers", "2"], "--join: the supervisor has the script"),
         ([], "error: a script is needed: kfuse-run --workers 2 train.py"),
         (["absent.py"], "absent.py: no such file"),
         (["-m", "absent.train"], "-m absent.train: no such module"),
@@ -280,7 +284,7 @@ def test_wrong_arguments_end_in_one_line(
     Path("used").mkdir()
     Path("used/summary.json").write_text('{"exit_reason": "epochs"}')
     Path("used/.lock").touch()
-    for name, secret, mode in (("short", "secret", 0o600), ("open", TOKEN, 0o640)):
+    for name, secret, mode in (("short", "secret", 0o600), ("open", TOKEN, 0o640), ("good", TOKEN, 0o600)):
         Path(name).write_text(secret)
         Path(name).chmod(mode)
     before = sorted(workplace.rglob("*"))

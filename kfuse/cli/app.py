@@ -1,4 +1,4 @@
-"""The command line: `kfuse key=value ...`, a Hydra app. `kfuse --help` lists the keys."""
+"""The command line: `kfuse key=value ...`, a Hydra app. `kfuse --help` says what matters first."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kfuse.cli.output import leave, survive_closed_output
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.observe.earlier import choose_resume
 from kfuse.observe.lock import taken
-from kfuse.settings.shell import explain, explain_flags
+from kfuse.settings.shell import explain, explain_flags, settings_help
 from kfuse.settings.tree import ConfigError
 from kfuse.version import __version__
 
@@ -107,6 +107,9 @@ def _main(words: list[str], fixed: bool = False) -> int:
 def _command(words: list[str], fixed: bool, first: FirstWorker) -> int:
     if "--version" in words:  # Hydra's own prints Hydra's
         print(f"kfuse {__version__}")
+        return 0
+    if "--help-all" in words:
+        print(f"All settings (key=default):\n{settings_help()}")
         return 0
     args, sweep = _parse(words), 0
     if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):

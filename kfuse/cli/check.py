@@ -14,15 +14,7 @@ from kfuse.cli.first import FirstWorker
 from kfuse.observe.sinks import missing
 from kfuse.settings import rules, shell
 from kfuse.settings.instantiate import CLASS_GROUPS, LOADING
-from kfuse.settings.tree import (
-    AT_SHELL,
-    SECTIONS,
-    ConfigError,
-    by_key,
-    completed,
-    did_you_mean,
-    flat,
-)
+from kfuse.settings.tree import AT_SHELL, SECTIONS, ConfigError, by_key, completed, flat
 
 shell.register()
 
@@ -93,7 +85,7 @@ def _check_keys(config: Mapping[str, Any]) -> None:
         found |= {f"{section}.{name}" for name in names if name in config[section]}
     known = {*AT_SHELL, *CLASS_GROUPS} - {"data"}
     for key in sorted(found - known):
-        raise ConfigError(f"{key}: no such key{did_you_mean(key, known)}")
+        raise ConfigError(f"{key}: no such key{shell.meant(key)}")
     for key in sorted(known - found):
         raise ConfigError(f"{key}: missing, and needed")
 

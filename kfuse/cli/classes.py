@@ -20,6 +20,8 @@ from kfuse.settings.tree import ConfigError, completed, show
 from kfuse.train.learning_rate import LRSchedule
 
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
+_TOGETHER = "data=text and hf go with model=gpt and hf, data of images with mlp and convnet, csv with mlp"
+_ANY_NUMBER = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 _OF_TRANSPORT, _OF_LAUNCHER = ("plan", "launch", "wait"), ("open", "start", "close")
 
 
@@ -135,11 +137,16 @@ def _check_data(node: Any) -> tuple[Mapping[str, Any], int | None]:
 
 def _check_model(node: Any, spec: Mapping[str, Any]) -> torch.nn.Module:
     """Returns the model, made with the arguments that the data supply, and compared with the weights of model.init."""
-    path = None
+    path, known = None, instantiate.parameters(dict)
     with contextlib.suppress(ValueError):  # of a class that is not there: `_check_class` says so
         node, path = instantiate.initial_weights(node)
+        known = instantiate.parameters(instantiate.locate(node.get("_target_")))
     if not isinstance(path, str | None) or path == "":
         raise ConfigError(f"model.init={show(path)}: must be the path of model.pt or model.safetensors, or null")
+    needed = [each for each in known.values() if each.default is each.empty and each.kind not in _ANY_NUMBER]
+    if lacking := [each.name for each in needed if each.name not in {*node, *spec}]:
+        told = f"needs {', '.join(lacking)}, and these data tell {', '.join(spec) or 'nothing'}"
+        raise ConfigError(f"model: {node['_target_']} {told}: {_TOGETHER}")
     _check_class("model", node, supplied=spec)
     model = None
     with contextlib.suppress(Exception), torch.device("meta"):  # takes no memory; but not every model can be made so

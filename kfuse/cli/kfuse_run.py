@@ -33,19 +33,23 @@ from kfuse.settings import rules
 from kfuse.settings.tree import ConfigError, JobSettings, Leaf, by_key, completed, did_you_mean, leaves, show
 from kfuse.version import __version__
 
-_EPILOG = """\
+_ABOUT = """\
+Runs a training script that uses kf.fit or kf.DataLoader on workers that may come and go.
+
 on one machine:
   kfuse-run --workers 2 --max-workers 4 train.py --my-option
 on several, with the script at the same place and the same token file on each:
   kfuse-run --listen 10.0.0.1:29400 --token-file job.token --workers 8 train.py   on the first, at its address
   kfuse-run --join 10.0.0.1:29400 --token-file job.token                                on each of the others
-
+"""
+_EPILOG = """\
 Each worker's CPU threads: OMP_NUM_THREADS, where it is set; else a host's cores divided by the workers that may be
 on it (the smaller of --max-workers and, on several hosts, --slots).
 Exit status: 0 where all workers' scripts end with 0, also if they never train or leave the training loop early; 1 after
 a failure, also of a script whose training had ended; 2 for wrong arguments; 130 after Ctrl-C; 143 after SIGTERM.
 """
 _LEAST_TOKEN = 16
+_LEAVES = leaves(JobSettings)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
                 return _refuse(f"{where}: must be a new directory: the run in it {how}")
             shown = args.settings["observe_sinks"], args.settings["observe_ledger"]
             directory = RunDirectory(run_dir, *shown, settings=by_key(args.settings))
+            directory.code = Path() if args.module else args.script.parent
         except ConfigError as error:
             return _refuse(str(error))
         except OSError as error:
@@ -108,58 +113,69 @@ def _join(args: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors are one line, with settings as flags: `--max-workers 2` for workers.max=2."""
+    """Its errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        for leaf in leaves(JobSettings).values():
-            message = message.replace(f"{leaf.key}=", f"{_flag(leaf)} ")
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _as_flags(text: str) -> str:
+    """Returns the text with settings as flags: `--max-workers 2` for workers.max=2."""
+    for leaf in _LEAVES.values():
+        text = text.replace(f"{leaf.key}=", f"{_flag(leaf)} ").replace(leaf.key, _flag(leaf))
+    return text
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="kfuse-run",
+        usage="kfuse-run [--workers N] [--max-workers N] [OPTION ...] SCRIPT [ARGUMENT ...]",
         allow_abbrev=False,
-        description="Runs a training script that uses kf.fit or kf.DataLoader on workers that may come and go.",
+        description=_ABOUT,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for leaf in leaves(JobSettings).values():
-        about = f"{leaf.setting.help} ({leaf.allowed}; default {show(leaf.default)})".replace("%", "%%")
-        # --observe-sinks csv,wandb
-        kind: Callable[[str], Any] = _value if leaf.kind != list[str] else _list
-        parser.add_argument(_flag(leaf), dest=leaf.name, metavar="VALUE", type=kind, default=leaf.default, help=about)
-    directory = "for metrics and events: new, or that of a run that has not ended (default runs/DATE/TIME)"
-    parser.add_argument("--run-dir", type=_path, help=directory)
-    parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
-    parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
-    parser.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
-    gpus = devices.count()
-    slots = "workers that this host takes (default: its GPUs, or its cores where it has none; with --listen also 0)"
-    parser.add_argument("--slots", type=int, default=gpus or cores(), help=slots)
-    parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
-    parser.add_argument("-m", "--module", action="store_true", help="the script is named as a module, as for python -m")
     parser.add_argument("script", type=_path, nargs="?", help="a Python file, or a folder with __main__.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    hosts, rest = parser.add_argument_group("several hosts"), parser.add_argument_group("lost workers, records")
+    for leaf in _LEAVES.values():
+        about = _as_flags(f"{leaf.setting.help} ({leaf.allowed}; default {show(leaf.default)})").replace("%", "%%")
+        # --observe-sinks csv,wandb
+        kind: Callable[[str], Any] = _value if leaf.kind != list[str] else _list
+        group = parser if leaf.name in ("workers_count", "workers_max") else rest
+        group.add_argument(_flag(leaf), dest=leaf.name, metavar="VALUE", type=kind, default=leaf.default, help=about)
+    directory = "for metrics and events: new, or that of a run that has not ended (default runs/DATE/TIME)"
+    parser.add_argument("--run-dir", type=_path, help=directory)
+    parser.add_argument("-m", "--module", action="store_true", help="the script is named as a module, as for python -m")
+    parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
+    hosts.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
+    hosts.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
+    hosts.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
+    gpus = devices.count()
+    slots = "workers that this host takes (default: its GPUs, or its cores where it has none; with --listen also 0)"
+    hosts.add_argument("--slots", type=int, help=slots)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        word, known = unknown[0].partition("=")[0], [*map(_flag, leaves(JobSettings).values()), "--run-dir", "--slots"]
-        parser.error(f"{word}: no such option{did_you_mean(word, known)}")
+        parser.error(f"{unknown[0].partition('=')[0]}: no such option{_meant(unknown[0])}")
     try:
         args.settings = _settings(args)
     except ConfigError as error:
-        parser.error(str(error))
+        parser.error(_as_flags(str(error)))
+    several_hosts = args.listen is not None or args.join is not None
+    if not several_hosts and (args.slots is not None or args.token_file is not None):
+        parser.error("--slots and --token-file: must be used with --listen or --join")
+    args.slots = gpus or cores() if args.slots is None else args.slots
     least = 0 if args.listen is not None else 1
     if args.slots < least:
         parser.error(f"--slots {args.slots}: must be at least {least}")
-    several_hosts = args.listen is not None or args.join is not None
     option, here = ("--slots", args.slots) if several_hosts else ("--workers", args.settings["workers_count"])
     if 0 < gpus < here:
         parser.error(f"{option} {here}: must be at most {gpus}, the GPUs here, as each worker needs one of its own")
     if several_hosts:
         args.token = _token(parser, args.token_file)
     if args.join is not None:
-        if args.script is not None or args.listen is not None:
+        given = [getattr(args, name) != leaf.default for name, leaf in _LEAVES.items()]
+        if any(given) or (args.script, args.listen, args.run_dir) != (None, None, None):
             parser.error("--join: the supervisor has the script; must be used with --token-file and --slots only")
     elif args.script is None:
         parser.error("a script is needed: kfuse-run --workers 2 train.py, or a module: kfuse-run -m my.train")
@@ -168,8 +184,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if find_spec(str(args.script).partition(".")[0]) is None:
             parser.error(f"-m {args.script}: no such module")
     elif not (args.script.is_file() or (args.script / "__main__.py").is_file()):
-        parser.error(f"{args.script}: no such file; must be a Python script, or a folder with __main__.py")
+        absent = "" if args.script.exists() else f"no such file{_meant(str(args.script))}; "
+        parser.error(f"{args.script}: {absent}must be a Python script, or a folder with __main__.py")
     return args
+
+
+def _meant(word: str) -> str:
+    """Returns " (did you mean --max-workers?)" for workers.max=2, --workers-max and what is spelt alike."""
+    name = word.partition("=")[0].lstrip("-")
+    flags = {spelt: _flag(leaf) for leaf in _LEAVES.values() for spelt in (leaf.key, leaf.name.replace("_", "-"))}
+    return did_you_mean(flags.get(name, f"--{name}"), [*flags.values(), "--run-dir", "--slots"])
 
 
 def _value(text: str) -> Any:
@@ -195,7 +219,7 @@ def _flag(leaf: Leaf) -> str:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings that the flags give, by name. Raises ConfigError."""
-    given = {name: leaf.checked(getattr(args, name), shell=True) for name, leaf in leaves(JobSettings).items()}
+    given = {name: leaf.checked(getattr(args, name), shell=True) for name, leaf in _LEAVES.items()}
     settings = completed(given)
     rules.check(by_key(settings), shell=True)
     if why := missing(settings["observe_sinks"]):

@@ -151,6 +151,7 @@ class DataSplit:
     `block_size` for text. Classes' names: `classes`."""
     input: dict[str, Any] = field(default_factory=dict)
     """How a model's input is made of a file, in plain values: `model.json` has it, and `kfuse predict` follows it."""
+    remark: str | None = None  # what the user is told of the data as training begins
 
 
 class TensorData(Dataset):

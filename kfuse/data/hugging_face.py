@@ -44,7 +44,6 @@ def load_hf(
     end-of-text token in language modelling, where it has one. Raises DataError, in one line.
     """
     datasets = import_for("datasets", "hf", "datasets", _INSTALL)
-    import_for("transformers", "hf", "transformers", _INSTALL)
     if block_size < 1:
         raise DataError(f"block_size={block_size}: must be at least 1")
     tokens = load_tokenizer(tokenizer)
@@ -68,14 +67,13 @@ def load_hf(
 
 def load_tokenizer(name: str | None) -> Any:
     """Returns a tokenizer by its name on the hub, or its folder. Raises DataError, in one line."""
-    from transformers import AutoTokenizer
-
+    auto = import_for("transformers", "hf", "transformers", _INSTALL).AutoTokenizer
     if name is None:
         raise DataError("tokenizer=null: must be the name of a tokenizer, or its folder")
     if _is_path(name) and not Path(name).expanduser().is_dir():
         raise DataError(f"tokenizer={name}: no such folder")
     try:
-        return AutoTokenizer.from_pretrained(os.path.expanduser(name))
+        return auto.from_pretrained(os.path.expanduser(name))
     except Exception as error:  # many types, by what the file or the hub gave
         raise DataError(f"tokenizer={name}: {_short(error)}") from error
 

@@ -41,7 +41,10 @@ def load_csv(
     spec: dict[str, Any] = {"input_shape": (x.shape[1],), "num_classes": len(classes) if classes else 1}
     spec |= {"classes": classes} if classes else {}
     parts = (TensorData((x, y), chosen.tolist()) for chosen in (train, held))
-    return DataSplit(next(parts), next(parts), spec, about)
+    remark = f"{target}: one of {len(classes)} classes is predicted" if classes else f"{target}: a number is predicted"
+    if frame[target].dtype.kind in "iu":
+        remark += ", since it has whole numbers; write them with a decimal point, 3.0, to predict numbers"
+    return DataSplit(next(parts), next(parts), spec, about, remark)
 
 
 def read(path: str | os.PathLike[str]) -> Any:

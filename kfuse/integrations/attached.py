@@ -49,10 +49,10 @@ def monitor_of(who: str, model: nn.Module, scaler: torch.amp.GradScaler | None) 
     return monitor(model, scaler=scaler)
 
 
-def figures(of: Monitor | DistributedOptimizer) -> dict[str, float | None]:
-    """Returns those of LOGGED, None where unknown. Waits for the device."""
+def figures(of: Monitor | DistributedOptimizer, unit: str = "") -> dict[str, float | None]:
+    """Returns those of LOGGED, None where unknown. Waits for the device. unit: is added to the names; "": samples."""
     stats = of.stats
-    return {name: None if stats is None else getattr(stats, name) for name in LOGGED}
+    return {name + unit: None if stats is None else getattr(stats, name) for name in LOGGED}
 
 
 def known(values: dict[str, float | None]) -> dict[str, float]:

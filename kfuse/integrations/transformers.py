@@ -32,8 +32,8 @@ def attach(trainer: Trainer, *, tokens: bool | None = None, growth: Growth | Non
     noise_scale_low and noise_scale_high too, where they are known.
 
     tokens: the model, or `compute_loss`, divides the sum of a micro-batch's losses by the number of tokens that the
-    trainer counts in the whole step (`num_items_in_batch`). The noise scale is then in tokens, else in samples. Needed
-    where the trainer counts them.
+    trainer counts in the whole step (`num_items_in_batch`). The noise scale is then in tokens, and its names end in
+    _tokens; else it is in samples. Needed where the trainer counts them.
 
     growth: chooses the batch size, by gradient_accumulation_steps, and multiplies the learning rate. The training still
     ends where max_steps of the first batch size, or num_train_epochs, would have ended it.
@@ -81,13 +81,14 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         assert self.monitor is not None
         if self._growth is not None:
             self._growth.growth.micro_batch()
+        self._unit = "_tokens" if self._tokens and num_items_in_batch is not None else ""
         _weigh(self.monitor, self._trainer, inputs, num_items_in_batch, bool(self._tokens))
         loss: Tensor = self._training_step(model, inputs, num_items_in_batch)
         return loss
 
     def log(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
         if self.monitor is not None and "loss" in logs:
-            logs = {**logs, **known(figures(self.monitor))}
+            logs = {**logs, **known(figures(self.monitor, self._unit))}
             if self._growth is not None:
                 logs["batch_size"] = self._growth.growth.batch_size
         self._log(logs, *given, **named)

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+
+def flattened(record: Mapping[str, Any], between: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested mappings, with their keys joined by `between`."""
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, between, f"{prefix}{key}{between}")
+        else:
+            yield prefix + key, value
 
 
 def write_whole(path: Path, save: Callable[[Path], object]) -> None:

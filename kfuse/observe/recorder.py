@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.columns import Columns
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from kfuse.elastic.protocol import NOT_TRAINED
+from kfuse.observe import flattened
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.observe.sentences import sentence
 from kfuse.statistics.figures import display_text
@@ -107,7 +108,7 @@ class Display:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Ends the live part and prints the summary, a key and its value a line."""
         self.stop()
-        rows = [(_label(key), _value(key, value)) for key, value in _flat(summary)]
+        rows = [(_label(key), _value(key, value)) for key, value in flattened(summary, " ")]
         width = max((len(label) for label, _ in rows), default=0)
         if self._title:
             self.line(self._title)
@@ -135,6 +136,8 @@ class Display:
             noise = f"noise scale {figure(record['noise_scale'])}{interval}"
         elif low is not None:
             noise = f"noise scale above {figure(low)}"
+        elif record.get("micro_batches") == 1 and record.get("grad_variance") is None:
+            noise = "noise scale unknown: one micro-batch a step"
         if self._evaluation.get("accuracy") is not None:
             quality = f"held-out accuracy {self._evaluation['accuracy']:.1%}"
         elif self._evaluation.get("loss") is not None:
@@ -153,14 +156,6 @@ class Display:
 def figure(value: float) -> str:
     """Returns a number with at least three digits; no exponent from 100 to a million: "0.0123", "1,136", "2e+07"."""
     return f"{value:,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
-
-
-def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key} ")
-        else:
-            yield prefix + key, value
 
 
 def _label(key: str) -> str:
@@ -229,6 +224,7 @@ class Recorder:
         self._begun = True
         if self._begins is not None:
             self._begins()
+        self.directory.begin(data.get("settings", {}))
         self.directory.rewind(data["step"], data.get("ledger", False))
         self._display.start(data["samples"], data["steps"], f"kfuse  {self.directory.path}")
 

@@ -17,7 +17,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kfuse.elastic.protocol import Encoded, encode_record
-from kfuse.observe import write_whole
+from kfuse.observe import flattened, write_whole
+from kfuse.observe.origin import origin
 from kfuse.observe.sinks import Sink, Sinks
 from kfuse.observe.sinks.board import Board
 from kfuse.statistics.figures import METRICS
@@ -48,12 +49,13 @@ class RunDirectory:
         warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """sinks: of `kfuse.observe.sinks`. ledger: whether ledger.jsonl is kept. settings: the run's, for the sinks.
+        """sinks: of `kfuse.observe.sinks`. ledger: whether ledger.jsonl is kept. settings: the job's.
 
         Raises OSError where the directory or its files cannot be made.
         """
         self.path, self.warn = path, warn
         self._settings = settings
+        self.code = Path()  # the folder of the script
         path.mkdir(parents=True, exist_ok=True)
         self._metrics = _Lines(path / "metrics.jsonl")
         self._events = _Lines(path / "events.jsonl")
@@ -110,6 +112,12 @@ class RunDirectory:
         finally:
             self._batching = False
             self._write()
+
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Training begins: writes settings.json. settings: the training's, by key; the job's take their place."""
+        about = {"settings": {**settings, **dict(flattened(self._settings, "."))}, "run": origin(self.code)}
+        with contextlib.suppress(OSError):  # a full disk ends no training
+            write_whole(self.path / "settings.json", lambda to: to.write_text(json.dumps(about, indent=2) + "\n"))
 
     def metrics(self, record: Mapping[str, Any]) -> bool:
         """Takes one step's figures: the keys of `METRICS`, null where unknown, and `figures` and `signals` if any.

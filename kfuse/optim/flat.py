@@ -15,14 +15,7 @@ from torch.nn import Parameter
 from kfuse.comm.buckets import Bucket, flat_zeros
 from kfuse.comm.engine import Engine
 from kfuse.kernels import take_changed
-from kfuse.optim.layout import (
-    MASTER,
-    Entry,
-    Part,
-    fill,
-    refuse_overlaps,
-    with_own_storage,
-)
+from kfuse.optim.layout import MASTER, Entry, Part, fill, refuse_overlaps, with_own_storage
 from kfuse.optim.rules import BucketState, Rule
 from kfuse.optim.updates import Updates, named_parameters
 

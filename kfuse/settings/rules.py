@@ -115,7 +115,9 @@ class Rule:
         others = dict.fromkeys(_shown(key, facts, shell) for key in self.when)
         given = f" with {' and '.join(others)}" if others else ""
         why = f" ({self.why})" if self.why else ""
-        return f"{_shown(self.key, facts, shell)}: must be {self.must.words(facts, shell)}{given}{why}"
+        of_class = self.key.startswith(("policy.", "optimizer."))  # what the class declares is in no user's words
+        must = "another one" if of_class else self.must.words(facts, shell)
+        return f"{_shown(self.key, facts, shell)}: must be {must}{given}{why}"
 
 
 def _shown(key: str, facts: Facts, shell: bool) -> str:

@@ -1,4 +1,4 @@
-"""The settings at the shell: Hydra's structured configuration, the text of `kfuse --help`, and errors in one line.
+"""The settings at the shell: Hydra's structured configuration, `kfuse --help-all`, and errors in one line.
 
 The groups of classes (model, data, optimizer, policy, launcher) stay open: a dotted path, `_target_`, and arguments.
 """
@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from kfuse.settings.instantiate import CLASS_GROUPS, LOADING, one_line
-from kfuse.settings.tree import AT_SHELL, SECTIONS, Leaf, did_you_mean, show
+from kfuse.settings.tree import AT_SHELL, SECTIONS, SETTINGS, Leaf, did_you_mean, show
 
 _KNOWN = [*AT_SHELL, *CLASS_GROUPS]
 
@@ -70,9 +70,8 @@ def settings_help() -> str:
 
 
 def register() -> None:
-    """Makes the schema and the help's text known to Hydra: `configs/config.yaml` names them."""
+    """Makes the schema known to Hydra: `configs/config.yaml` names it."""
     ConfigStore.instance().store("schema", _schema())
-    OmegaConf.register_new_resolver("kfuse_settings", settings_help, replace=True)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -82,7 +81,7 @@ def explain(error: BaseException) -> str:
     """Returns one line for an error raised while a configuration is composed or read."""
     if isinstance(error, OverrideParseException):
         word = str(error.override)
-        return f"{word}: must be key=value, quoted where it holds spaces or ,[]{{}}{did_you_mean(word, _KNOWN)}"
+        return f"{word}: must be key=value, quoted where it holds spaces or ,[]{{}}{meant(word)}"
     if isinstance(error, MissingConfigException):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         options = error.options or []
@@ -102,7 +101,13 @@ def explain(error: BaseException) -> str:
 def explain_flags(flags: Sequence[str]) -> str:
     """Returns one line for `--epochs 5`, with the key that is spelt alike."""
     name = flags[0].lstrip("-").partition("=")[0].replace("-", "_")
-    return f"{flags[0]}: no such flag; must be key=value, without dashes{did_you_mean(name, _KNOWN)}"
+    return f"{flags[0]}: no such flag; must be key=value, without dashes{meant(name)}"
+
+
+def meant(name: str) -> str:
+    """Returns " (did you mean X?)": the key of the setting of that name in Python, a section's keys, or the likest."""
+    keys = [SETTINGS[name].key] if name in SETTINGS else [key for key in AT_SHELL if key.startswith(f"{name}.")]
+    return f" (did you mean {', '.join(keys)}?)" if keys else did_you_mean(name, _KNOWN)
 
 
 def _omegaconf(error: OmegaConfBaseException, override: str) -> str:
@@ -112,9 +117,9 @@ def _omegaconf(error: OmegaConfBaseException, override: str) -> str:
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         siblings = [str(k) for k in error.parent_node] if isinstance(error.parent_node, DictConfig | Mapping) else []
         parent, _, name = key.rpartition(".")
-        beside = [f"{parent}.{each}" if parent else each for each in siblings]
+        beside = [f"{parent}.{each}" for each in siblings]
         own = f"; an argument of your own class: ++{key}=VALUE" if parent in CLASS_GROUPS else ""
-        return f"{key}: no such key{did_you_mean(key, beside) or did_you_mean(name, _KNOWN)}{own}"
+        return f"{key}: no such key{(parent and did_you_mean(key, beside)) or meant(name)}{own}"
     if key in AT_SHELL and override:
         return f"{override}: must be {AT_SHELL[key].allowed}"
     below = [name for name in AT_SHELL if name.startswith(f"{key}.")]

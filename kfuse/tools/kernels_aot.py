@@ -34,13 +34,7 @@ from kfuse.kernels import triton_normalisation, triton_orthogonal, triton_reduct
 from kfuse.kernels.dispatch import Launch, options
 from kfuse.kernels.normalisation import NormBackwardArguments, NormForwardArguments
 from kfuse.kernels.orthogonal import OrthogonaliseArguments
-from kfuse.kernels.reduction import (
-    BlockSumsqArguments,
-    PackArguments,
-    ReduceArguments,
-    SumPartialsArguments,
-    balanced,
-)
+from kfuse.kernels.reduction import BlockSumsqArguments, PackArguments, ReduceArguments, SumPartialsArguments, balanced
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable
 from kfuse.kernels.updates import AdamOptions, AdamWArguments, LAMBArguments, SGDArguments, SGDOptions
 

@@ -28,6 +28,7 @@ Prints, as CSV, what the model that was trained in RUN_DIR says of files like th
   tables (data=csv)                          a line a row: its class and probability, or the predicted number
   texts of a language model (data=text, hf)  a line a file: mean loss of a token (nats), part of tokens it has right
 It is RUN_DIR/best.pt, where there is one, else RUN_DIR/model.pt; RUN_DIR/model.json says how it is used.
+Tables need pip install 'kfuse[csv]', images kfuse[vision], Hugging Face's texts and models kfuse[transformers].
 Exit status 0; 2 for what cannot be read."""
 
 _BATCH = 64

@@ -106,9 +106,9 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
     return [each for each in found if isinstance(each.get("kind"), str) and isinstance(each.get("step"), int)]
 
 
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """Returns the summary; an empty one where there is none: a run under way has none. Raises ConfigError."""
-    path = run_dir / "summary.json"
+def read_summary(run_dir: Path, name: str = "summary.json") -> dict[str, Any]:
+    """Returns the summary, or another such file; {} where there is none, as in a run under way. Raises ConfigError."""
+    path = run_dir / name
     try:
         return _object(path.read_bytes(), str(path))
     except FileNotFoundError:

@@ -62,6 +62,8 @@ def build_trainer(config: dict[str, Any], report: Report = ignore) -> Trainer:
     about |= {"classes": split.spec.get("classes"), "kfuse": __version__}
     saved_model = None if values["train_save_model"] is False else SavedModel(run_dir, session, report, about)
     log_remarks(given.remarks)
+    if split.remark is not None and session.worker == 0:
+        report("event", {"step": None, "kind": "note", "note": split.remark})
     arguments = TrainArguments(
         model,
         given.data,

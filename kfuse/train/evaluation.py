@@ -77,6 +77,7 @@ class Evaluations:
     def summary(self, lr: float, wall_s: float) -> dict[str, Any]:
         """Writes the model, if one is to be saved, and returns the content of summary.json. lr: the last step's."""
         at, model, saved = self.progress, self.given.model, self.given.saved_model
+        stats = self.given.opt.statistics.latest
         return {
             "steps": at.step,
             "epochs": at.epoch,
@@ -87,6 +88,8 @@ class Evaluations:
             "heldout_accuracy": at.evaluation.accuracy,
             "heldout_metrics": at.evaluation.metrics,
             "batch_size": at.batch_size,
+            "noise_scale": stats and stats.noise_scale,
+            "noise_scale_low": stats and stats.noise_scale_low,
             "lr": lr,
             "workers": self.session.group.size,
             "params_sha256": params_sha256(model),

@@ -70,7 +70,7 @@ def fit(
     heldout: data as above, but no stream. metrics: {name: function(output, target)}, evaluated on it in batches of 256
         samples: a tensor [B], a value for each sample, or a scalar, the batch's mean.
     collate_fn(samples): makes a batch. worker_init_fn(number): called first in each loader process.
-    settings: `steps=100`, `batch_size=64`, ...: docs/reference.md, and `kfuse --help`: there `batch.size`.
+    settings: `steps=100`, `batch_size=64`, ...: docs/reference.md, and `kfuse --help-all`: there `batch.size`.
 
     Raises TypeError for arguments of an unknown kind and unknown settings, ValueError for what is out of range, for
     settings that exclude each other, and for a model that cannot be trained so.

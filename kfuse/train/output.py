@@ -161,6 +161,7 @@ class Output:
             return _Shown(display)
         try:
             directory = RunDirectory(self._directory, *self._kept, settings=self._settings)
+            directory.code = Path(getattr(sys.modules["__main__"], "__file__", "")).parent
         except OSError as error:
             raise ValueError(f"run_dir={self._directory}: cannot be written: {error.strerror or error}") from error
         recorder = Recorder(directory, display)

@@ -12,7 +12,7 @@ from kfuse.elastic.link import Report, ignore
 from kfuse.elastic.protocol import View
 from kfuse.membership import Session
 from kfuse.policies.signals import Signals
-from kfuse.settings.tree import TrainSettings
+from kfuse.settings.tree import TrainSettings, by_key
 from kfuse.statistics.figures import METRICS, StepContext
 from kfuse.statistics.step_stats import StepStats
 
@@ -66,8 +66,8 @@ class Reporter:
         """
         epochs, steps = self._settings["epochs"], self._settings["steps"]
         total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
-        about = {"samples": total, "steps": steps, "step": step}
-        about["ledger"] = self._settings["observe_ledger"]
+        about: dict[str, Any] = {"samples": total, "steps": steps, "step": step}
+        about |= {"ledger": self._settings["observe_ledger"], "settings": by_key(self._settings)}
         self._send("start", {**about, "restarts": restarts})
 
     def view(self, step: int, view: View, regroup_s: float, transfer_s: float) -> None:

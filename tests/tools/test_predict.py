@@ -100,6 +100,7 @@ def test_a_table(target: str, tmp_path: Path) -> None:
     words = "data=csv", f"data.path={table}", f"data.target={target}", "data.heldout=0.5", "train.epochs=3"
     summary, about = trained(tmp_path / "run", *words, "model.hidden=[8]")
     split = load_csv(table, target, heldout=0.5)
+    assert json.dumps(split.remark) in (tmp_path / "run" / "events.jsonl").read_text()
     model = MLP(about["model"]["input_shape"], about["model"]["num_classes"], hidden=[8])
     model.load_state_dict(torch.load(tmp_path / "run" / "model.pt", weights_only=True))
     x, y = split.heldout.fetch(np.arange(len(split.heldout)))
@@ -128,3 +129,8 @@ def test_wrong_tables_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "no empty b" in said("a,b\n1,2\n1,\n", "b")
     assert "has no row" in said("a,b\n", "b")
     assert "1 class" in said("a,b\n1,x\n2,x\n", "b")
+
+
+def test_a_target_of_whole_numbers_is_said_to_be_classes(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b\n1,3\n2,4\n")
+    assert "2 classes is predicted, since it has whole numbers" in str(load_csv(tmp_path / "t.csv", "b").remark)

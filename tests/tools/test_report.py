@@ -28,8 +28,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     events = [{"step": 12, "moment": "after_step", "rank": 1, "how": "kill"}]
     policy = chaos(directory, events=events, phases=[{"step": 20, "workers": 3}])
     run_dir = run_job(directory / "run", [*TRAINING, *policy]).directory
-    (run_dir / ".hydra").mkdir()
-    (run_dir / ".hydra/config.yaml").write_text("batch: {micro: 4}\n")
+    (run_dir / "settings.json").write_text('{"settings": {"batch.micro": 4}, "run": {"commit": "abc"}}')
     return run_dir
 
 
@@ -54,7 +53,8 @@ def test_the_page_shows_what_was_recorded(run_dir: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == f"{run_dir / 'report.html'}\n"
     html = (run_dir / "report.html").read_text()
     assert not re.search(r"""<(script|link|img)[^>]*(src|href)=["'](?!data:)""", html), "it needs no network"
-    assert "was ended by SIGKILL: the others go on" in html and "batch.micro" in html
+    assert "was ended by SIGKILL: the others go on" in html and "batch.micro" in html and "run.commit" in html
+    assert run.summary["noise_scale_low"] == lines[-1]["noise_scale_low"]
 
 
 def test_a_long_run_is_a_small_page_with_its_extremes(run_dir: Path, tmp_path: Path) -> None:

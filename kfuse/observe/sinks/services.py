@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -12,12 +11,11 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from platform import python_version
 from typing import Any
 
 from kfuse.observe import write_whole
+from kfuse.observe.origin import versions
 from kfuse.observe.sinks import Groups, SinkError, flat, numbers
 
 _MOST_WAITING = 100_000  # rows
@@ -57,11 +55,7 @@ class About:
 
     @property
     def config(self) -> dict[str, Any]:
-        versions = {"python": python_version()}
-        for package in ("kfuse", "torch"):
-            with contextlib.suppress(PackageNotFoundError):
-                versions[package] = version(package)
-        return {**self.settings, "versions": versions}
+        return {**self.settings, "versions": versions()}
 
 
 class Sender:

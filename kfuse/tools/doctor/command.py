@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +72,19 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
     yield from gpu_lines(devices, problem)
     yield shared_memory(config["data"]["num_workers"])
     yield _transport(options)
-    yield from _self_test(options.named(), gpus)
+    yield from _self_test(options, gpus)
 
 
 def _transport(options: CommOptions) -> Line:
     chosen = options.transport()
-    if options.schedule == "auto" and not (options.reproducible or options.dtype == "bf16" or options.sharded):
+    if options.leaves_choice:
         chosen = "allreduce; on CPUs perhaps all_to_all, by measured messages (see the line schedule)"
     return Line("transport", "ok", f"{chosen}, gradients in {options.dtype}")
 
 
-def _self_test(settings: dict[str, Any], gpus: int) -> Iterator[Line]:
+def _self_test(options: CommOptions, gpus: int) -> Iterator[Line]:
     """Two ranks that train, over NCCL where there are two GPUs, and at the same time a process for the kernels."""
-    arguments = {"settings": settings, "timeout_s": TIMEOUT_S}
+    arguments = {"settings": options.named(), "timeout_s": TIMEOUT_S}
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(ranks("training", arguments, 2, gpus))
         by_triton = gpus > 0 or version("triton") is not None
@@ -95,7 +95,7 @@ def _self_test(settings: dict[str, Any], gpus: int) -> Iterator[Line]:
         answers = [result() for result in processes]
         yield _reduction(answers, gpus)
         first = answers[0][0]
-        if first is not None:
+        if first is not None and replace(options, schedule="auto").leaves_choice:
             choice = first["choice"]
             text = f"2 processes over {first['backend']}, one bucket in fp32: "
             text += "auto takes allreduce on GPUs; by measured messages " if gpus > 1 else "auto would take "

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kfuse.observe import flattened
 from kfuse.observe.sentences import sentence
-from kfuse.tools.run_files import config_path, each_step, read_config, read_events, read_summary
+from kfuse.tools.run_files import each_step, read_events, read_summary
 
 _MOST_IN_A_NAME = 3  # settings
 MOST_PARTS = 1500
@@ -58,7 +59,7 @@ def read_runs(paths: Sequence[Path]) -> list[Recorded]:
     Raises ConfigError for what is none.
     """
     runs = [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
-    differ = [name for name in differing(runs) if not name.startswith("hydra")]
+    differ = [name for name in differing(runs) if not name.startswith("run.")]
     names = [
         " ".join(f"{_short(name)}={run.settings[name]}" for name in differ if name in run.settings) for run in runs
     ]
@@ -101,6 +102,7 @@ def _read(path: Path, name: str) -> Recorded:
     for figure in ("loss", "accuracy"):
         of_evaluations[figure] = np.array([_number(each.get(figure)) for each in evaluations])
     at = np.minimum(np.searchsorted(columns["step"], [each["step"] for each in events]), len(columns["step"]) - 1)
+    origin = read_summary(path, "settings.json")
     return Recorded(
         name=name,
         steps=columns,
@@ -111,7 +113,7 @@ def _read(path: Path, name: str) -> Recorded:
             for each, row in zip(events, at, strict=True)
         ],
         summary=read_summary(path),
-        settings=_flat(read_config(path, ())) if config_path(path).exists() else {},
+        settings=dict(flattened({**origin.get("settings", {}), "run": origin.get("run", {})}, ".")),
     )
 
 
@@ -156,14 +158,3 @@ def _number(value: Any) -> float:
 
 def _kind(event: Mapping[str, Any]) -> str:
     return "job failed" if event["kind"] == "failure" and "worker" not in event else str(event["kind"])
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the leaves of nested settings, by dotted name."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
