@@ -254,9 +254,9 @@ def _run_hydra(sweep: int, first: FirstWorker) -> int:
         print("kfuse: error: a job has failed; what it wrote is in hydra.sweep.dir, .submitit", file=sys.stderr)
         statuses += error.args
     if sweep and ended:
-        from kfuse.tools import sweep as sweeps
+        from kfuse.cli.sweep import show
 
-        sweeps.show(ended)
+        show(ended)
         print(f"report  kfuse report {ended[0][0].parent}")
     return max(statuses, default=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from kfuse.observe.recorder import figure
-from kfuse.settings.tree import ConfigError
-from kfuse.tools.run_files import read_summary
 
 _COLUMNS = {  # of summary.json, and what stands above them
     "steps": "steps",
@@ -33,8 +32,8 @@ def show(runs: Sequence[tuple[Path, Sequence[str], int]]) -> None:
         column.no_wrap = True
     for (folder, _, status), values in zip(runs, given, strict=True):
         try:
-            summary = read_summary(folder)
-        except ConfigError:
+            summary = json.loads((folder / "summary.json").read_bytes())
+        except (OSError, ValueError):
             summary = {}
         summary["exit_reason"] = summary.get("exit_reason") or f"status {status}"
         figures = (_text(name, summary.get(name)) for name in _COLUMNS)
