@@ -42,7 +42,7 @@ class Stopped:
             connection, _ = self.listener.accept()
             lines = connection.makefile("rwb")
             json.loads(lines.readline())
-            told = {"silence_s": SILENCE_S, "catch_up_s": 1.0, "notice_signals": []}
+            told = {"silence_s": SILENCE_S, "catch_up_s": 1.0, "notice_signals": [], "workers_bounds": [1, 2]}
             lines.write(protocol.encode({"type": "welcome", "job": {}, **told}))
             lines.flush()
             self.connections.append((connection, lines))

@@ -22,7 +22,13 @@ x = torch.randn(96, 4)
 y = x.sum(1, keepdim=True)
 net = torch.nn.Linear(4, 1)
 opt = kf.FusedSGD(net.parameters(), lr=0.1)
-for step in kf.DataLoader(net, (x, y), opt, batch_size=16, micro_batch=4, epochs=4, checkpoint_dir=sys.argv[1]):
+
+class Limits(kf.BasePolicy):
+    def decide(self, signals):
+        kf.log(most=signals.bounds.workers_max)
+
+given = dict(batch_size=16, micro_batch=4, epochs=4, checkpoint_dir=sys.argv[1])
+for step in kf.DataLoader(net, (x, y), opt, Limits(), **given):
     for a, b in step:
         F.mse_loss(net(a), b).backward()
     opt.step()
@@ -40,6 +46,7 @@ def test_each_step_is_recorded_once_through_the_loss_of_rank_0(tmp_path: Path) -
     job = script_job(tmp_path, LOOP, 2, str(tmp_path / "checkpoints"))
     assert job.error is None and len(job.of_kind("failure")) == 1
     assert [line["step"] for line in job.metrics] == [line["figures"]["number"] for line in job.metrics] == [*range(24)]
+    assert {line["figures"].get("most") for line in job.metrics[1:]} == {2}, "a script's policy knows the job's limits"
     evaluations = [(each["step"], each["loss"], each["accuracy"]) for each in job.of_kind("evaluation")]
     assert evaluations == [(6 * epoch + 5, 1 / (1 + epoch), epoch / 10) for epoch in range(4)]
     summary = json.loads((job.directory / "summary.json").read_text())

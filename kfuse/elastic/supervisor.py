@@ -219,7 +219,8 @@ class Supervisor:
             silence_s, signals = limits["elastic_heartbeat_timeout_s"], limits["elastic_notice_signals"]
             catch_up_s = _CATCH_UP * limits["elastic_grace_s"]
             told = {"silence_s": silence_s, "catch_up_s": catch_up_s, "notice_signals": signals}
-            worker.send("welcome", job=self._told, **told)
+            bounds = self.job.least, self.job.most
+            worker.send("welcome", job=self._told, workers_bounds=bounds, **told)
         rest = b""
         while more := await reader.read(protocol.MAX_LINE):  # of a batch many lines at once
             worker.last_message_at = asyncio.get_running_loop().time()

@@ -12,7 +12,7 @@ from kfuse.data import Dataset, Stream
 from kfuse.elastic.link import Report, ignore
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
-from kfuse.settings.tree import SETTINGS, WORKERS_MAX, TrainSettings
+from kfuse.settings.tree import SETTINGS, TrainSettings
 from kfuse.train.loss import Metric, Objective
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ class TrainArguments:
     # loop: see `Passes`.
     opts: tuple[DistributedOptimizer, ...]
     settings: TrainSettings  # completed; `lr_base`, where it is there, wins over a checkpoint's rate
-    workers_bounds: tuple[int, int] = (1, WORKERS_MAX)  # the supervisor applies the job's own limits
     worker_init_fn: Callable[[int], object] | None = None  # called first in each loader process
     policy: BasePolicy = field(default_factory=BasePolicy)
     objective: Objective = field(default_factory=Objective)  # how a batch becomes a loss

@@ -17,7 +17,7 @@ from kfuse.optim import DistributedOptimizer, Optimizer
 from kfuse.session import current
 from kfuse.settings import instantiate
 from kfuse.settings.instantiate import class_arguments
-from kfuse.settings.tree import WORKERS_MAX, completed, flat
+from kfuse.settings.tree import completed, flat
 from kfuse.train.arguments import TrainArguments
 from kfuse.train.assemble import assemble
 from kfuse.train.loss import cast_parameters
@@ -52,8 +52,6 @@ def build_trainer(config: dict[str, Any], report: Report = ignore) -> Trainer:
         cast_parameters(model)
     session = current()
     model.to(session.group.device)
-    # With a fixed number of workers the bounds are wide open: so a policy's request is seen, and refused by an event.
-    bounds = (values["workers_min"], values["workers_max"]) if session.elastic else (1, WORKERS_MAX)
     # The optimizer has the norm to clip to: see `_optimizer`.
     settings: Any = completed(values | {"clip_norm": None})
     checkpoints = {name: config["checkpoint"][name] for name in ("every_steps", "keep", "resume")}
@@ -69,7 +67,6 @@ def build_trainer(config: dict[str, Any], report: Report = ignore) -> Trainer:
         given.data,
         (_optimizer(config, model),),
         settings,
-        bounds,
         policy=instantiate.build(config["policy"]),
         checkpoints=Checkpoints(run_dir / "checkpoints", session, **checkpoints, report=report),
         saved_model=saved_model,
