@@ -58,7 +58,7 @@ test-newest: $(NEWEST_VENV)/.installed
 docs: $(DOCS_VENV)/.installed
 	rm -rf build/site
 	mkdir -p build/site/pages
-	cp -r --parents README.md CHANGELOG.md CONTRIBUTING.md docs examples benchmarks/*.md benchmarks/*.py benchmarks/elastic_systems benchmarks/results tests/gpu build/site/pages
+	cp -r --parents README.md CHANGELOG.md CONTRIBUTING.md docs examples benchmarks/*.md benchmarks/*.py benchmarks/elastic_systems benchmarks/results deploy tests/gpu build/site/pages
 	cp site/api.md build/site/pages
 	cp site/zensical.toml build/site
 	cd build/site && $(CURDIR)/$(DOCS_VENV)/bin/zensical build --clean
@@ -90,7 +90,7 @@ $(FRAMEWORKS_VENV)/.installed: pyproject.toml constraints.txt | python
 	$(PYTHON) -m venv --clear $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) setuptools
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation '.[transformers,lightning,slurm,wandb,mlflow,trackio]' \
-		peft pytest pytest-timeout pytest-xdist hypothesis
+		peft kubernetes-validate pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
 # No constraints. torch's metadata ask for an older Triton than pip brings where torch is there already: hence the last.

@@ -155,5 +155,5 @@ def test_a_sample_that_cannot_be_had_ends_the_job_and_says_why(settings: list[st
     with command_line(tmp_path / "run", broken) as (process, job):
         assert process.wait() == 1
     assert said in job.lines[-1], job.lines[-5:]
-    in_the_data_set = any(line.strip().startswith("File") and "__getitem__" in line for line in job.lines)
+    in_the_data_set = any('File "' in line and "__getitem__" in line for line in job.lines)
     assert in_the_data_set == ("damaged" in said)

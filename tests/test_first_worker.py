@@ -34,6 +34,8 @@ class Net(torch.nn.Linear):
         if made and stage == "build":
             raise RuntimeError("the check has left something behind")
         made += 1
+        if stage == "build":
+            print("is built")
         super().__init__(64, num_classes)
 
     def forward(self, x):
@@ -97,7 +99,8 @@ def wait_until(done: Callable[[], object], process: subprocess.Popen[str]) -> No
 
 
 def test_a_run_of_one_worker_needs_torch_in_the_worker_alone(place: Path) -> None:
-    assert run(place, OWN)[0::2] == (0, "False\n")
+    assert run(place, OWN, "observe.log_dir=logs")[0::2] == (0, "False\n")
+    assert (place / "logs" / "worker-0.log").read_text() == "is built\n"
 
 
 @pytest.mark.full

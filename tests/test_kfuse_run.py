@@ -105,11 +105,12 @@ def test_a_module_is_run_and_its_prints_come_as_they_are_made(tmp_path: Path) ->
     text = "import pathlib, sys, time\nprint(sys.argv[1:])\n"
     text += "while not pathlib.Path('go-on').exists():\n    time.sleep(0.01)"
     (tmp_path / "mine" / "train.py").write_text(text)
-    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--observe-sinks", "[]", "-m", "mine.train", "--workers"]
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--observe-sinks", "[]", "--log-dir", "logs"]
+    command += ["-m", "mine.train", "--workers"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "['--workers']\n"
         (tmp_path / "go-on").touch()
-    assert process.returncode == 0
+    assert process.returncode == 0 and (tmp_path / "logs" / "worker-0.log").read_text() == "['--workers']\n"
 
 
 def test_a_run_has_its_settings_and_the_commit_of_its_script(tmp_path: Path) -> None:
@@ -242,8 +243,9 @@ print(number, loop(hook=notice), len(own))
     ended = run_script(tmp_path, text, *settings, "--observe-progress=false")
     assert ended.steps == list(range(20)) and ended.of_kind("failure") == []
     assert [event["worker"] for event in ended.of_kind("notice")] == [1, 0]
-    assert f"child {int(signal.SIGUSR1)}" in ended.lines and any(line.startswith("2 20 0") for line in ended.lines)
-    [left] = [line.split() for line in ended.lines if line.startswith("0 ")]
+    printed = [line.partition("] ")[2] for line in ended.lines if line.startswith("[")]
+    assert f"child {int(signal.SIGUSR1)}" in printed and any(line.startswith("2 20 0") for line in printed)
+    [left] = [line.split() for line in printed if line.startswith("0 ")]
     assert int(left[1]) < 20 and left[2] == "1", "its own handler was called, and its loop has ended"
     [alone] = run_workers(1, trained_alone, str(tmp_path / "marker"))
     assert alone == (20, ended.summary["params_sha256"])

@@ -17,7 +17,7 @@ from kfuse.cores import cores
 from kfuse.elastic.launchers import HostsLauncher, LocalLauncher
 from kfuse.elastic.launchers.agent import offer
 from kfuse.elastic.launchers.local import LocalProcess
-from kfuse.elastic.protocol import ENV_WORKER
+from kfuse.elastic.protocol import ENV_LOG, ENV_WORKER
 from kfuse.train.build import set_threads
 
 
@@ -25,7 +25,7 @@ def python(script: str, share: int | None = None) -> LocalLauncher:
     return LocalLauncher([sys.executable, "-c", script], share=share)
 
 
-def ran(script: str, share: int | None = None) -> tuple[int, list[str]]:
+def ran(script: str, share: int | None = None, log: str | None = None) -> tuple[int, list[str]]:
     """A process's exit status, and the lines that it had printed a second after its end."""
     lines: list[str] = []
 
@@ -34,7 +34,7 @@ def ran(script: str, share: int | None = None) -> tuple[int, list[str]]:
             lines.append(line)
 
     async def act() -> tuple[int, list[str]]:
-        process = await python(script, share).start({})
+        process = await python(script, share).start({} if log is None else {ENV_LOG: log})
         reading = asyncio.create_task(read(process))
         status = await process.wait()
         await asyncio.wait([reading], timeout=1)
@@ -102,6 +102,16 @@ def test_a_child_that_holds_the_pipe_hides_no_death_and_ends_too(apart: bool, tm
         if apart:
             os.kill(pid, signal.SIGKILL)
     assert_none_left([pid])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_what_a_worker_prints_is_in_its_log(full: bool, tmp_path: Path) -> None:
+    """Its file's folder is made. Where the disk is full one line says so, and the worker goes on."""
+    log = "/dev/full" if full else str(tmp_path / "logs" / "worker-0.log")
+    status, lines = ran("print('one'); print('two', end='')", log=log)
+    warning = ["kfuse: warning: /dev/full: can no longer be written: No space left on device"]
+    assert (status, lines) == (0, [*warning * full, "one", "two"])
+    assert full or Path(log).read_text() == "one\ntwo"
 
 
 def test_a_line_without_an_end_is_dropped_and_the_rest_is_heard() -> None:

@@ -40,7 +40,8 @@ def test_a_scripts_records_are_written_once_where_it_is_asked_to(own: bool, tmp_
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(command, cwd=tmp_path, **pipes, timeout=300)
     [line] = [line for line in done.stdout.splitlines() if "transport allreduce" in line]
-    assert line.startswith("OWN INFO ") if own else RECORD.match(line), "rank 0's only"
+    label, _, line = line.partition(" ")
+    assert label == "[0]" and (line.startswith("OWN INFO ") if own else RECORD.match(line)), "rank 0's only"
 
 
 @contextlib.contextmanager

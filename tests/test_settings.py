@@ -101,6 +101,7 @@ REFUSED: list[dict[str, Any]] = [
     {"comm.audit_every": 5},
     {"comm.audit_on_corruption": "stop"},
     {**AUDITS, "workers.max": 3, "job": "fixed"},
+    {"observe.log_dir": "logs", "job": "fixed"},
     {**AUDITS, "workers.max": 2},
     {"comm.state": "sharded", "optimizer": "SGD", "optimizer.shards_state": False},
     {"comm.state": "sharded", "policy": "CurvaturePolicy", "policy.fisher": True},

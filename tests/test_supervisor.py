@@ -38,6 +38,18 @@ def job(elasticity: dict[str, Any], error: str | None = None, **events: int) -> 
     return decorate
 
 
+@job(TWO)
+async def test_a_worker_whose_joining_is_heard_after_the_summary_is_told_of_the_end(stage: Stage) -> None:
+    """A training of a step or two: the messages of two workers have no common order."""
+    await stage.boot(0, 1)
+    await stage.join(0)
+    await stage.says(0, "record", kind="summary", data={})
+    await stage.join(1)
+    assert stage.workers[1].of_kind("over")
+    for worker in stage.workers:
+        worker.end(0)
+
+
 # -- silence, and stops -----------------------------------------------------------------------------------------------
 
 

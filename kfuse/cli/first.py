@@ -18,7 +18,7 @@ import sys
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess
+from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess, open_log
 from kfuse.settings.tree import ConfigError
 
 ENV_FIRST = "KFUSE_FIRST"  # the two file descriptors of the process: it reads from the first, and answers on the second
@@ -97,7 +97,7 @@ class FirstWorker(LocalLauncher):
     async def start(self, env: Mapping[str, str]) -> LocalProcess:
         if self.process is None or self._taken:
             return await super().start(env)
-        self._taken = True
+        self._taken, self.process.log = True, open_log(env)
         self._send(env)
         self._requests.close()
         return self.process

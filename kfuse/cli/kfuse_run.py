@@ -243,7 +243,9 @@ def _token(parser: argparse.ArgumentParser, file: Path | None) -> str:
     if file is None:
         parser.error(f"--token-file: needed with --listen and --join; any secret of at least {_LEAST_TOKEN} characters")
     try:
-        if file.stat().st_mode & 0o077:
+        status = file.stat()
+        # A file of another user, as a Secret of Kubernetes, can be read by this one only through its group.
+        if status.st_mode & (0o077 if status.st_uid == os.getuid() else 0o007):
             parser.error(f"--token-file {file}: must be readable by its owner alone (chmod 600)")
         token = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

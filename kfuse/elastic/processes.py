@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from kfuse.elastic import protocol
@@ -158,6 +159,8 @@ class Processes:
         """Starts one worker, with a GPU of its own, by LOCAL_RANK, where they are counted. Raises LaunchError."""
         number, gpu = len(self.workers), next(iter(self.free_gpus()), None)
         own = {protocol.ENV_WORKER: str(number), **({} if gpu is None else {"LOCAL_RANK": str(gpu)})}
+        if (folder := self._job.settings["log_dir"]) is not None:
+            own[protocol.ENV_LOG] = str(Path(folder).expanduser().absolute() / f"worker-{number}.log")
         try:
             process = await self._launcher.start({**self.environment, **own})
         except Exception as error:  # a launcher may be the user's own
@@ -205,9 +208,10 @@ class Processes:
         return status
 
     async def _pass_on(self, worker: Worker) -> None:
+        label = f"[{worker.number}] " if self._job.most > 1 else ""
         async for line in worker.process.lines():
             worker.lines.append(line)
-            self._records.line(line)
+            self._records.line(label + line)
 
     def end(self, worker: Worker, why: str) -> None:
         """Kills a worker, once. Its end is then handled like any other. why: what it did."""

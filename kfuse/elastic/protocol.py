@@ -35,6 +35,7 @@ HEARTBEAT_S = 0.5  # between two heartbeats
 ENV_CONTROL = "KFUSE_CONTROL"  # host:port of the supervisor
 ENV_TOKEN = "KFUSE_TOKEN"  # the job's secret
 ENV_WORKER = "KFUSE_WORKER"  # this worker's number, never reused
+ENV_LOG = "KFUSE_LOG"  # the file to which what it prints is added, on its own host; not set: none
 
 
 class ControlError(RuntimeError):

@@ -243,6 +243,9 @@ class Supervisor:
             return
         match message["type"]:
             case "record":
+                if message["kind"] == "summary" and worker.state is State.MEMBER:
+                    for member in self.processes.members():  # all have joined its view, whoever's word is still to come
+                        member.joined = True
                 self._take_record(message["kind"], message["data"])
             case "ready":
                 if self.job.view.generation:

@@ -101,6 +101,8 @@ _SENTENCES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "notice": lambda e: f"worker {e['worker']}{_on(e)} was given notice, and leaves",
     "quit": lambda e: f"worker {e['worker']} {e['how']}: the others go on without it",
     "went_back": lambda e: f"{e['steps']} steps are made again: {e['why']}",
+    "host_joined": lambda e: f"host {e['host']} offers {e['slots']} slot{'s' if e['slots'] > 1 else ''}",
+    "host_left": lambda e: f"host {e['host']} has left after its notice",
     "host_lost": lambda e: f"host {e['host']} is gone, with {_workers(e['workers'])}",
     "records_lost": lambda e: f"lines of steps {e['steps'][0]} to {e['steps'][1]} are missing: {e['why']}",
     "loader_lost": lambda e: f"a loader process of worker {e['worker']} {e['how']}; another one takes its place",

@@ -153,6 +153,7 @@ RULES = (
     Rule("comm.reproducible", Is(True), {"comm.audit_every": _GIVEN}, "gradients are compared bit for bit"),
     Rule("comm.audit_on_corruption", Is("report"), {"comm.audit_every": Is(None)}, "without audits nothing is found"),
     Rule("comm.audit_on_corruption", IsNot("replace"), {"job": Is("fixed")}, "it needs a supervisor: kfuse, kfuse-run"),
+    Rule("observe.log_dir", Is(None), {"job": Is("fixed")}, "torchrun has --log-dir"),
     Rule("workers.max", AtLeast(3), {"comm.audit_on_corruption": Is("replace")}, "two others must contradict a worker"),
     Rule("comm.state", Is("replicated"), {"optimizer.shards_state": Is(False)}, "it cannot keep a part"),
     Rule("comm.state", Is("replicated"), {"policy.fisher": Is(True)}, "it needs all second moments"),

@@ -84,6 +84,10 @@ class JobSettings(ShownSettings, total=False):
     observe_log_level: Annotated[
         str, Setting("warning", "lowest level of log lines", choices=("debug", "info", "warning", "error", "off"))
     ]
+    log_dir: Annotated[
+        str | os.PathLike[str] | None,
+        Setting(None, "folder for worker-N.log, what worker N prints, on its host; null: none", key="observe.log_dir"),
+    ]
 
 
 class LoopSettings(ShownSettings, total=False):

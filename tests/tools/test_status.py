@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from elastic_job import read_lines, wait_until
 
+from kfuse.observe.lock import taken
 from kfuse.tools.status import State, main, state_of
 
 RUN = "data=digits model=mlp policy=none observe.sinks=[] batch.size=32 batch.micro=8 workers.count=2 workers.max=2"
@@ -73,3 +74,5 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
         (tmp_path / "summary.json").write_text(json.dumps({"exit_reason": reason}))
         assert main([str(tmp_path)]) == status
     assert state_of(tmp_path).steps == 5
+    with taken(tmp_path, "a test"):  # by a command that goes on
+        assert state_of(tmp_path).phase == "trains"

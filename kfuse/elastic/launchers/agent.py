@@ -78,6 +78,8 @@ async def offer(
     if job["type"] == "over":
         writer.close()
         return True
+    if takes_notice:
+        _say(f"connected to {place(host, port)}: offers {slots} slot{'s' if slots > 1 else ''}")
     folder = job["folder"] if os.path.isdir(job["folder"]) else None
     end_signal = signal.SIGKILL if kill_with_agent else signal.SIGTERM
     launcher = LocalLauncher(job["command"], parent_end_signal=end_signal, share=job["share"], folder=folder)
@@ -88,8 +90,11 @@ async def offer(
         with _calls(agent.take_notice, job["notice_signals"] if takes_notice else []):
             await asyncio.wait([serving, leaving], return_when=asyncio.FIRST_COMPLETED)
             if leaving.done():
+                _say("has left after its notice")
                 return leaving.result()
             if (why := serving.result()) is None:
+                if takes_notice:
+                    _say("the job is over")
                 return True
             if agent.watching:
                 await asyncio.wait(agent.watching, timeout=job["grace_s"])

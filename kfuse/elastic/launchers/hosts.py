@@ -157,6 +157,8 @@ class HostsLauncher:
         send(writer, "welcome", command=self._command, folder=os.getcwd(), share=share, **limits)
         beating = asyncio.create_task(send_heartbeats(writer))
         self._hosts.append(host)
+        if host.only is None:
+            self.event("host_joined", host=host.name, slots=host.slots)
         self._place()
         try:
             while line := await reader.readline():
@@ -175,7 +177,10 @@ class HostsLauncher:
         finally:
             beating.cancel()
             self._hosts.remove(host)
-            if host.only is None and not (host.noticed or self._over):
-                self.event("host_lost", host=host.name, workers=[*host.processes])
+            if host.only is None and not self._over:
+                if host.noticed:
+                    self.event("host_left", host=host.name)
+                else:
+                    self.event("host_lost", host=host.name, workers=[*host.processes])
             for process in host.processes.values():
                 process.end(-signal.SIGKILL, f"was lost with its host {host.name}: the agent there is gone")

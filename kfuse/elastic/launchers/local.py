@@ -10,8 +10,11 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from itertools import count
+from pathlib import Path
+from typing import BinaryIO
 
 from kfuse.cores import cores
+from kfuse.elastic.protocol import ENV_LOG
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_LINE = 2**20  # bytes
@@ -25,10 +28,10 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
 
     running = True
 
-    def __init__(self, slot: int) -> None:
-        """slot: its number among those that run on this machine."""
+    def __init__(self, slot: int, log: BinaryIO | None = None) -> None:
+        """slot: its number among those that run on this machine. log: what it prints is written there too."""
         super().__init__(_LONGEST_LINE, asyncio.get_running_loop())
-        self.slot = slot
+        self.slot, self.log = slot, log
         self._exited = asyncio.Event()
 
     @property
@@ -56,8 +59,17 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
                     continue
                 if not line:
                     return
+                if self.log is not None:
+                    try:
+                        await asyncio.to_thread(self.log.write, line)  # a file system that hangs delays no heartbeat
+                    except OSError as error:
+                        yield f"kfuse: warning: {self.log.name}: can no longer be written: {error.strerror}"
+                        self.log.close()
+                        self.log = None
                 yield line.decode(errors="replace").rstrip("\n")
         finally:
+            if self.log is not None:
+                self.log.close()
             if self.ended:  # no more is read, though a child may still hold the pipe open
                 self._process.close()
 
@@ -126,7 +138,7 @@ class LocalLauncher:
         self._processes = [process for process in self._processes if not process.ended]
         taken = {process.slot for process in self._processes}
         slot = next(number for number in count() if number not in taken)
-        process = LocalProcess(slot)
+        process = LocalProcess(slot, open_log(env))
         await asyncio.get_running_loop().subprocess_exec(
             lambda: process,
             *self._command,
@@ -152,6 +164,14 @@ class LocalLauncher:
 
     async def close(self) -> None:
         """Does nothing: the processes have ended."""
+
+
+def open_log(env: Mapping[str, str]) -> BinaryIO | None:
+    """Opens the file to which a worker with this environment is to be logged; None: to none. Raises OSError."""
+    if ENV_LOG not in env:
+        return None
+    Path(env[ENV_LOG]).parent.mkdir(parents=True, exist_ok=True)
+    return open(env[ENV_LOG], "ab", buffering=0)
 
 
 def signal_at_parent_end(number: signal.Signals | None) -> Callable[[], None] | None:
