@@ -7,6 +7,7 @@ that is started again, after its supervisor was killed, waits until no worker of
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +33,6 @@ def taken(run_dir: Path, where: str, say: Callable[[str], object] = _tell, wait_
     Waits for the processes of a run before, and says so. Raises ConfigError where these have not ended after `wait_s`;
     OSError if the directory cannot be written.
     """
-    import fcntl
-
     with (run_dir / _LOCK).open("a") as file:
         started, said = time.monotonic(), False
         while not (_lock(file, fcntl.LOCK_EX) and _lock(file, fcntl.LOCK_SH)):  # another may come in between
@@ -56,8 +55,6 @@ def share(run_dir: Path) -> TextIO | None:
 
     Raises ConfigError if another run has taken it: this worker's supervisor is gone.
     """
-    import fcntl
-
     try:
         file = (run_dir / _LOCK).open("a")
     except OSError:  # on another host
@@ -72,8 +69,6 @@ def share(run_dir: Path) -> TextIO | None:
 
 def in_use(run_dir: Path) -> bool:
     """Returns whether a process of a run is in this directory. True where that cannot be seen from here."""
-    import fcntl
-
     try:
         with (run_dir / _LOCK).open() as file:
             if not _lock(file, fcntl.LOCK_EX):
@@ -86,8 +81,6 @@ def in_use(run_dir: Path) -> bool:
 
 def _lock(file: TextIO, kind: int) -> bool:
     """Returns whether the file is locked so. A file system without locks keeps nobody out."""
-    import fcntl
-
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
