@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from kfuse.observe.recorder import figure
+from kfuse.observe.recorder import value_text
 
 _COLUMNS = {  # of summary.json, and what stands above them
     "steps": "steps",
-    "wall_s": "seconds",
+    "wall_s": "time",
     "loss": "loss",
     "heldout_loss": "heldout",
     "heldout_accuracy": "accuracy",
@@ -36,12 +35,6 @@ def show(runs: Sequence[tuple[Path, Sequence[str], int]]) -> None:
         except (OSError, ValueError):
             summary = {}
         summary["exit_reason"] = summary.get("exit_reason") or f"status {status}"
-        figures = (_text(name, summary.get(name)) for name in _COLUMNS)
+        figures = (value_text(name, summary.get(name)) for name in _COLUMNS)
         table.add_row(folder.name, *(values.get(key, "-") for key in differ), *figures)
     Console(highlight=False, markup=False).print(table)
-
-
-def _text(name: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1%}" if name.endswith("accuracy") else figure(value) if isinstance(value, float) else str(value)

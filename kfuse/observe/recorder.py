@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -108,7 +109,7 @@ class Display:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Ends the live part and prints the summary, a key and its value a line."""
         self.stop()
-        rows = [(_label(key), _value(key, value)) for key, value in flattened(summary, " ")]
+        rows = summary_rows(summary)
         width = max((len(label) for label, _ in rows), default=0)
         if self._title:
             self.line(self._title)
@@ -153,23 +154,28 @@ class Display:
         return Group(self._bar, Columns([Text(field) for field in self._fields()], padding=(0, 2)))
 
 
-def figure(value: float) -> str:
+def figure(value: float | None) -> str:
     """Returns a number with at least three digits; no exponent from 100 to a million: "0.0123", "1,136", "2e+07"."""
+    if value is None or math.isnan(value):
+        return "unknown"
     return f"{value:,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
-def _label(key: str) -> str:
-    return key.removesuffix("_s").replace("_", " ")
+def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the content of summary.json for people: labels and values."""
+    return [
+        (key.removesuffix("_s").replace("_", " "), value_text(key, value)) for key, value in flattened(summary, " ")
+    ]
 
 
-def _value(key: str, value: Any) -> str:
+def value_text(key: str, value: Any) -> str:
     """Returns a value as text: seconds for `..._s`, a change for a pair, a count for a list of mappings."""
     if value is None:
         return "unknown"
     if isinstance(value, list | tuple):
         if value and isinstance(value[0], Mapping):
             return str(len(value))
-        return (" -> " if len(value) == 2 else " ").join(_value(key, item) for item in value)
+        return (" -> " if len(value) == 2 else " ").join(value_text(key, item) for item in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

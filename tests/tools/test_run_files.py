@@ -90,7 +90,7 @@ def test_the_valid_run_is_taken(run: Path, tmp_path: Path, capsys: Capsys) -> No
         assert kfuse(*given[name]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "8 -> 16" in out and "GNSPolicy, predicted" in out, out
-    assert read_metrics(run) == read_lines(run / "metrics.jsonl")
+    assert [*read_metrics(run)] == read_lines(run / "metrics.jsonl")
 
 
 def test_a_ramp_has_the_batch_sizes_that_stayed(run: Path, capsys: Capsys) -> None:

@@ -159,7 +159,7 @@ def print_point(step: int, lr: float, found: CriticalBatch, console: Console) ->
                 cells += [f"{100 * mean:+.2f}", f"{100 * low:+.2f} to {100 * high:+.2f}"]
         table.add_row(*cells)
     console.print(table, soft_wrap=False)
-    interval = f"({figure(found.low)} to {'unknown' if found.high is None else figure(found.high)})"
+    interval = f"({figure(found.low)} to {figure(found.high)})"
     text = f"  B* is above {figure(found.low)} samples {interval}: try larger factors"
     if found.critical is not None:
         text = f"  B* = {figure(found.critical)} samples {interval}"

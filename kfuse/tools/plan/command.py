@@ -144,7 +144,7 @@ def _of_run(folder: str) -> dict[str, Any]:
     """Returns what a run directory tells of its job, by the keys of a job, and `times`. Raises ValueError."""
     path, done, times = Path(os.path.expanduser(folder)), None, dict[tuple[int, int], list[float]]()
     try:
-        config, lines = read_config(path, _OF_A_RUN), read_metrics(path)
+        config, lines = read_config(path, _OF_A_RUN), [*read_metrics(path)]
     except ConfigError as error:
         raise ValueError(f"run={folder}: must be a run directory of `kfuse`: {error}") from error
     batch, workers = config["batch"], config["workers"]

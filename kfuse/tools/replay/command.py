@@ -79,7 +79,7 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
 
 def _recorded(run_dir: Path) -> tuple[Recorded, dict[str, Any] | None]:
     """Returns the run, and its configuration, which a script's run does not have. Raises ConfigError."""
-    lines = read_metrics(run_dir)
+    lines = [*read_metrics(run_dir)]
     config = read_config(run_dir, _OF_A_RUN) if config_path(run_dir).exists() else None
     known = {} if config is None else {"scaling": config["lr"]["scaling"], "sync": config["comm"]["sync"]}
     try:
