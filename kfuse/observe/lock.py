@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -22,12 +22,8 @@ _SAY_S = 1.0
 _POLL_S = 0.05
 
 
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
-def taken(run_dir: Path, where: str, say: Callable[[str], object] = _tell, wait_s: float = _WAIT_S) -> Iterator[None]:
+def taken(run_dir: Path, where: str, wait_s: float = _WAIT_S) -> Iterator[None]:
     """Context of a run: no other one is in this directory, and none comes. Its workers may `share` it.
 
     Waits for the processes of a run before, and says so. Raises ConfigError where these have not ended after `wait_s`;
@@ -42,7 +38,7 @@ def taken(run_dir: Path, where: str, say: Callable[[str], object] = _tell, wait_
                 raise ConfigError(f"{where}: must be one that no run uses: {why}")
             if waited > _SAY_S and not said:
                 said = True
-                say(f"kfuse: {where}: waiting until the processes of the run in it have ended")
+                print(f"kfuse: {where}: waiting until the processes of the run in it have ended", file=sys.stderr)
             time.sleep(_POLL_S)
         try:
             yield
