@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.observe.lock import in_use
 from kfuse.observe.recorder import figure
 from kfuse.observe.sentences import sentence, since
@@ -27,7 +28,6 @@ As a probe of Kubernetes: command: [kfuse, status, /runs/a, "300"] (docs/operate
 _LATEST = 5  # events that are shown
 _LATEST_BYTES = 2**18  # that are read of the end of a file
 _RATE_STEPS = 50  # the rate is of so many steps
-_ENDED_BADLY = ("failed", "interrupted", "terminated")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def state_of(run_dir: Path) -> State:
     seconds = sum(step.get("step_time_s") or 0.0 for step in recent[1:])
     if summary:
         reason = summary.get("exit_reason")
-        phase = "failed" if reason == "failed" else "stopped" if reason in _ENDED_BADLY else "ended"
+        phase = "failed" if reason == "failed" else "stopped" if reason in STOP_STATUS else "ended"
     elif not in_use(run_dir):
         phase = "gone"
     else:

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from kfuse import session
-from kfuse.checkpoint.format import one_line
 from kfuse.comm.cost import choose_program, probe
 from kfuse.comm.settings import CommOptions
+from kfuse.observe import one_line
 from kfuse.tools.doctor.kernel_checks import CHECKS, check
 
 BUCKET_MB = 0.005  # makes several buckets of the model
