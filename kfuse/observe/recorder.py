@@ -12,6 +12,7 @@ from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from kfuse.elastic.protocol import NOT_TRAINED
@@ -161,6 +162,14 @@ def figure(value: float | None) -> str:
     return f"{value:,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
+def table(*columns: str, texts: int = 1) -> Table:
+    """Returns an empty table: its first `texts` columns are of texts, the others of numbers. No cell is wrapped."""
+    made = Table(box=None, padding=(0, 1))
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="left" if number < texts else "right", no_wrap=True)
+    return made
+
+
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns the content of summary.json for people: labels and values."""
     return [
@@ -169,15 +178,9 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def value_text(key: str, value: Any) -> str:
-    """Returns a value as text: seconds for `..._s`, a change for a pair, a count for a list of mappings."""
+    """Returns a value of summary.json as text: a percentage for accuracies, seconds for `..._s`."""
     if value is None:
         return "unknown"
-    if isinstance(value, list | tuple):
-        if value and isinstance(value[0], Mapping):
-            return str(len(value))
-        return (" -> " if len(value) == 2 else " ").join(value_text(key, item) for item in value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, float):
         text = f"{value:.1%}" if key.endswith("accuracy") else f"{value:.4g}"
         return text + (" s" if key.endswith("_s") else "")
