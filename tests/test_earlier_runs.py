@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from elastic_job import DEADLINE_S, environment, read_lines, wait_until
@@ -157,7 +157,9 @@ def test_a_run_whose_training_is_over_has_ended(tmp_path: Path) -> None:
     assert again.returncode == 2 and "has ended (steps)" in again.stderr, again.stderr
 
 
-def test_a_directory_is_taken_once_and_by_nobody_before_all_that_share_it_have_ended(tmp_path: Path) -> None:
+def test_a_directory_is_taken_once_and_by_nobody_before_all_that_share_it_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     with taken(tmp_path, "run"):
         own = share(tmp_path)
@@ -172,11 +174,12 @@ def test_a_directory_is_taken_once_and_by_nobody_before_all_that_share_it_have_e
         worker.stdout.readline()
         own.close()
 
-        def say(text: str) -> None:
+        def say(text: str, file: TextIO) -> None:
             said.append(text)
             os.kill(worker.pid, signal.SIGKILL)
 
-        with taken(tmp_path, "run", say):
+        monkeypatch.setattr("kfuse.observe.lock.print", say, raising=False)
+        with taken(tmp_path, "run"):
             wait_until("the worker's end", lambda: worker.poll() is not None)
     assert said == ["kfuse: run: waiting until the processes of the run in it have ended"]
 

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import torch
 
 from kfuse.checkpoint import HostCopy, Snapshots
-from kfuse.observe import fsync_directory
+from kfuse.observe import fsync_directory, one_line
 from kfuse.version import __version__
 
 FORMAT = 5  # version of the layout above
@@ -102,9 +102,11 @@ class Checkpointer:
             if not self._directory.is_dir():
                 self._directory.mkdir(parents=True, exist_ok=True)
                 fsync_directory(self._directory.parent)
+            own = str(os.getpid())  # this process's only writer is looking for leftovers
             for left in self._directory.iterdir():
                 match = _HIDDEN.fullmatch(left.name)
-                if match and match[1] == socket.gethostname() and not _writes(int(match[2])):
+                host, pid = match.groups() if match else ("", "")
+                if host == socket.gethostname() and (pid == own or not Path("/proc", pid).exists()):
                     shutil.rmtree(left, ignore_errors=True)
             # Later ones are of a run that this one went back from: resuming must not pick them. Not so once this one
             # has written: then they are of a process that writes here too.
@@ -275,19 +277,3 @@ def _encode(manifest: dict[str, Any]) -> bytes:
     """Returns JSON that contains its own SHA-256. The same manifest gives the same bytes."""
     sha256 = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     return json.dumps(manifest | {"sha256": sha256}, indent=1, sort_keys=True).encode() + b"\n"
-
-
-def _writes(pid: int) -> bool:
-    """Returns whether that process may be writing. This one is not: its only writer is looking for leftovers."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's process
-        return True
-    return pid != os.getpid()
-
-
-def one_line(error: Exception) -> str:
-    """Returns the first line of an exception's message, or its type."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

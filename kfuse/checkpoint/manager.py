@@ -10,7 +10,6 @@ read the model's files, model.pt, best.pt and model.safetensors:
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import textwrap
 import threading
@@ -23,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from kfuse.checkpoint import snapshot
-from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest, load_plain, one_line, steps_in
+from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest, load_plain, steps_in
 from kfuse.elastic.link import Report, ignore
 from kfuse.membership import Session
-from kfuse.observe import write_whole
+from kfuse.observe import one_line, write_json, write_whole
 from kfuse.optim.refuse import uncompiled
 
 _log = logging.getLogger("kfuse")
@@ -126,7 +125,8 @@ class Checkpoints:
         over: training has come to its end; else it ends before that, and the next process is to go on. alone: workers
         or the supervisor are lost; whether this worker writes it. None: all of them call it.
         """
-        if self._directory is None or not (self._every_steps or self._each_epoch or self._goes_on(over)):
+        goes_on = self._resume == "auto" and not over
+        if self._directory is None or not (self._every_steps or self._each_epoch or goes_on):
             return
         writes = self._session.group.rank == 0 if alone is None else alone
         if not writes and (alone is not None or not self._session.comm.sharded):
@@ -142,9 +142,6 @@ class Checkpoints:
         elif writes and not saved:
             why = f"the one before was still being written after {_LAST_TIMEOUT_S:.0f} s"
             self._report({"kind": "checkpoint_failed", "step": step, "why": why})
-
-    def _goes_on(self, over: bool) -> bool:
-        return self._resume == "auto" and not over
 
     def close(self) -> None:
         """Waits for the write under way, however long it takes."""
@@ -223,7 +220,7 @@ class SavedModel:
         if (weights := self._attempt(paths["model"], model_weights, model)) is not None:
             found = {key: str(path) for key, path in paths.items() if self._attempt(path, _write, path, weights)}
             if self._about is not None:
-                self._attempt(directory / ABOUT, _write_json, directory / ABOUT, self._about)
+                self._attempt(directory / ABOUT, write_json, directory / ABOUT, self._about)
         if has_best and (directory / _BEST).exists():
             found["best_model"] = str(directory / _BEST)
         return found
@@ -303,10 +300,6 @@ def _save_safetensors(weights: Mapping[str, Any], path: Path) -> None:
     tensors = {name: weights[name].contiguous() for name in first.values()}
     shared = {name: first[id(value)] for name, value in weights.items() if id(value) in first and name not in tensors}
     save_file(tensors, path, {"format": "pt", **shared})
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_whole(path, lambda to: to.write_text(json.dumps(content, indent=2) + "\n"))
 
 
 def _write(path: Path, weights: Mapping[str, Any]) -> bool:

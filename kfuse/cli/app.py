@@ -65,9 +65,6 @@ def main() -> int:
     0: trained. 2: the command line or configuration is wrong; one line is printed, no file is written. Any other: the
     status of the run, the largest of a sweep's. Under torchrun rank 0 does this; the others wait for its configuration.
     """
-    # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     survive_closed_output()
     words = [_HOME.sub(os.path.expanduser("~"), word) for word in sys.argv[1:]]
     if words and words[0] in _TOOLS:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from kfuse.observe.recorder import figure
+from kfuse.observe.recorder import table, value_text
 
 _COLUMNS = {  # of summary.json, and what stands above them
     "steps": "steps",
-    "wall_s": "seconds",
+    "wall_s": "time",
     "loss": "loss",
     "heldout_loss": "heldout",
     "heldout_accuracy": "accuracy",
@@ -27,21 +25,13 @@ def show(runs: Sequence[tuple[Path, Sequence[str], int]]) -> None:
     common = set.intersection(*(set(words) for _, words, _ in runs))
     given = [dict(word.split("=", 1) for word in words if word not in common and "=" in word) for _, words, _ in runs]
     differ = list(dict.fromkeys(key for each in given for key in each))
-    table = Table("run", *differ, *_COLUMNS.values(), box=None, pad_edge=False)
-    for column in table.columns:
-        column.no_wrap = True
+    shown = table("run", *differ, *_COLUMNS.values(), texts=1 + len(differ))
     for (folder, _, status), values in zip(runs, given, strict=True):
         try:
             summary = json.loads((folder / "summary.json").read_bytes())
         except (OSError, ValueError):
             summary = {}
         summary["exit_reason"] = summary.get("exit_reason") or f"status {status}"
-        figures = (_text(name, summary.get(name)) for name in _COLUMNS)
-        table.add_row(folder.name, *(values.get(key, "-") for key in differ), *figures)
-    Console(highlight=False, markup=False).print(table)
-
-
-def _text(name: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1%}" if name.endswith("accuracy") else figure(value) if isinstance(value, float) else str(value)
+        figures = (value_text(name, summary.get(name)) for name in _COLUMNS)
+        shown.add_row(folder.name, *(values.get(key, "-") for key in differ), *figures)
+    Console(highlight=False, markup=False).print(shown)

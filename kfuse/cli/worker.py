@@ -39,9 +39,6 @@ _FAILURES = (CommError, ConsistencyError, DeviceError)
 
 def main() -> int:
     """Returns the exit status; 0: trained, or left as planned. The supervisor shows other errors' traceback."""
-    # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     if ENV_FIRST in os.environ:
         become_worker()
     client = ControlClient()

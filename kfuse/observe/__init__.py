@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,12 @@ def write_whole(path: Path, save: Callable[[Path], object]) -> None:
         raise
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a JSON file by `write_whole`; its directory is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda to: to.write_text(json.dumps(content, indent=2) + "\n"))
+
+
 def fsync_directory(path: Path) -> None:
     """Sees a directory's names to the disk, so that a file renamed there keeps its name."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -49,3 +56,8 @@ def fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the first line of an exception's message, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

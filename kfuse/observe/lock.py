@@ -7,9 +7,10 @@ that is started again, after its supervisor was killed, waits until no worker of
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -21,19 +22,13 @@ _SAY_S = 1.0
 _POLL_S = 0.05
 
 
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
-def taken(run_dir: Path, where: str, say: Callable[[str], object] = _tell, wait_s: float = _WAIT_S) -> Iterator[None]:
+def taken(run_dir: Path, where: str, wait_s: float = _WAIT_S) -> Iterator[None]:
     """Context of a run: no other one is in this directory, and none comes. Its workers may `share` it.
 
     Waits for the processes of a run before, and says so. Raises ConfigError where these have not ended after `wait_s`;
     OSError if the directory cannot be written.
     """
-    import fcntl
-
     with (run_dir / _LOCK).open("a") as file:
         started, said = time.monotonic(), False
         while not (_lock(file, fcntl.LOCK_EX) and _lock(file, fcntl.LOCK_SH)):  # another may come in between
@@ -43,7 +38,7 @@ def taken(run_dir: Path, where: str, say: Callable[[str], object] = _tell, wait_
                 raise ConfigError(f"{where}: must be one that no run uses: {why}")
             if waited > _SAY_S and not said:
                 said = True
-                say(f"kfuse: {where}: waiting until the processes of the run in it have ended")
+                print(f"kfuse: {where}: waiting until the processes of the run in it have ended", file=sys.stderr)
             time.sleep(_POLL_S)
         try:
             yield
@@ -56,8 +51,6 @@ def share(run_dir: Path) -> TextIO | None:
 
     Raises ConfigError if another run has taken it: this worker's supervisor is gone.
     """
-    import fcntl
-
     try:
         file = (run_dir / _LOCK).open("a")
     except OSError:  # on another host
@@ -72,8 +65,6 @@ def share(run_dir: Path) -> TextIO | None:
 
 def in_use(run_dir: Path) -> bool:
     """Returns whether a process of a run is in this directory. True where that cannot be seen from here."""
-    import fcntl
-
     try:
         with (run_dir / _LOCK).open() as file:
             if not _lock(file, fcntl.LOCK_EX):
@@ -86,8 +77,6 @@ def in_use(run_dir: Path) -> bool:
 
 def _lock(file: TextIO, kind: int) -> bool:
     """Returns whether the file is locked so. A file system without locks keeps nobody out."""
-    import fcntl
-
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

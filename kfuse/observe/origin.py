@@ -21,8 +21,9 @@ def origin(folder: Path) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
+    """Returns the versions of Python, kfuse, torch and Triton, of those that are installed."""
     found = {"python": python_version()}
-    for package in ("kfuse", "torch"):
+    for package in ("kfuse", "torch", "triton"):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from kfuse.elastic.protocol import NOT_TRAINED
@@ -108,7 +110,7 @@ class Display:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Ends the live part and prints the summary, a key and its value a line."""
         self.stop()
-        rows = [(_label(key), _value(key, value)) for key, value in flattened(summary, " ")]
+        rows = summary_rows(summary)
         width = max((len(label) for label, _ in rows), default=0)
         if self._title:
             self.line(self._title)
@@ -153,25 +155,32 @@ class Display:
         return Group(self._bar, Columns([Text(field) for field in self._fields()], padding=(0, 2)))
 
 
-def figure(value: float) -> str:
+def figure(value: float | None) -> str:
     """Returns a number with at least three digits; no exponent from 100 to a million: "0.0123", "1,136", "2e+07"."""
+    if value is None or math.isnan(value):
+        return "unknown"
     return f"{value:,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
-def _label(key: str) -> str:
-    return key.removesuffix("_s").replace("_", " ")
+def table(*columns: str, texts: int = 1) -> Table:
+    """Returns an empty table: its first `texts` columns are of texts, the others of numbers. No cell is wrapped."""
+    made = Table(box=None, padding=(0, 1))
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="left" if number < texts else "right", no_wrap=True)
+    return made
 
 
-def _value(key: str, value: Any) -> str:
-    """Returns a value as text: seconds for `..._s`, a change for a pair, a count for a list of mappings."""
+def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the content of summary.json for people: labels and values."""
+    return [
+        (key.removesuffix("_s").replace("_", " "), value_text(key, value)) for key, value in flattened(summary, " ")
+    ]
+
+
+def value_text(key: str, value: Any) -> str:
+    """Returns a value of summary.json as text: a percentage for accuracies, seconds for `..._s`."""
     if value is None:
         return "unknown"
-    if isinstance(value, list | tuple):
-        if value and isinstance(value[0], Mapping):
-            return str(len(value))
-        return (" -> " if len(value) == 2 else " ").join(_value(key, item) for item in value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, float):
         text = f"{value:.1%}" if key.endswith("accuracy") else f"{value:.4g}"
         return text + (" s" if key.endswith("_s") else "")

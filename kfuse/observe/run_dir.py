@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kfuse.elastic.protocol import Encoded, encode_record
-from kfuse.observe import flattened, write_whole
+from kfuse.observe import flattened, write_json
 from kfuse.observe.origin import origin
 from kfuse.observe.sinks import Sink, Sinks
 from kfuse.observe.sinks.board import Board
@@ -117,7 +117,7 @@ class RunDirectory:
         """Training begins: writes settings.json. settings: the training's, by key; the job's take their place."""
         about = {"settings": {**settings, **dict(flattened(self._settings, "."))}, "run": origin(self.code)}
         with contextlib.suppress(OSError):  # a full disk ends no training
-            write_whole(self.path / "settings.json", lambda to: to.write_text(json.dumps(about, indent=2) + "\n"))
+            write_json(self.path / "settings.json", about)
 
     def metrics(self, record: Mapping[str, Any]) -> bool:
         """Takes one step's figures: the keys of `METRICS`, null where unknown, and `figures` and `signals` if any.
@@ -199,8 +199,7 @@ class RunDirectory:
     def summary(self, record: Mapping[str, Any]) -> None:
         """Writes summary.json, whole or not at all. Raises OSError where it cannot be written."""
         self._summary = _finite(dict(record))
-        text = json.dumps(self._summary, indent=2, allow_nan=False) + "\n"
-        write_whole(self.path / "summary.json", lambda to: to.write_text(text))
+        write_json(self.path / "summary.json", self._summary)
 
     def close(self) -> None:
         """Closes every file, also in the middle of a batch. Closing twice does no harm."""

@@ -31,12 +31,12 @@ def sentence(event: Mapping[str, Any]) -> str | None:
         return _plainly(event)
 
 
-def since(moment: float, now: float | None = None) -> str:
+def since(moment: float) -> str:
     """Returns how long ago a moment (Unix time) was: "5 s", "12 min", "3 h", "2 days"."""
-    seconds = max(0.0, (time.time() if now is None else now) - moment)
-    for size, unit in ((172_800, "days"), (7_200, "h"), (120, "min")):
-        if seconds >= size:
-            return f"{seconds / {'days': 86_400, 'h': 3_600, 'min': 60}[unit]:.0f} {unit}"
+    seconds = max(0.0, time.time() - moment)
+    for size, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 
@@ -60,8 +60,7 @@ def _decision(event: Mapping[str, Any]) -> str:
 def _failure(event: Mapping[str, Any]) -> str:
     if "how" not in event:
         return f"the job has failed: {event.get('why')}"
-    host = f" on {event['host']}" if event.get("host") else ""
-    return f"worker {event['worker']}{host} {event['how']}: the others go on"
+    return f"worker {event['worker']}{_on(event)} {event['how']}: the others go on"
 
 
 def _corruption(event: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 import types
 import typing
@@ -31,9 +32,14 @@ def class_arguments(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def locate(path: object) -> Callable[..., Any]:
-    """Returns the class or function at a dotted path. Raises ValueError, in one line, if there is none."""
+    """Returns the class or function at a dotted path, also in the working directory.
+
+    Raises ValueError, in one line, if there is none.
+    """
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")) or "." not in path:
         raise ValueError(f"_target_={path}: must be a dotted path, package.module.Class")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     name, *parts, last = path.split(".")
     try:
         found: Any = importlib.import_module(name)
@@ -64,11 +70,9 @@ def build(node: Mapping[str, Any], /, *first: Any, **supplied: Any) -> Any:
     name is in both the node's value is used. An argument that is a node is built first.
     Raises ValueError if `_target_` names nothing that can be called, and whatever the call raises.
     """
-    factory = locate(node.get("_target_"))
-    known = parameters(factory)
-    fitting = {name: value for name, value in supplied.items() if name in known}
-    own = {name: build(value) if is_node(value) else value for name, value in arguments(node).items()}
-    return factory(*first, **(fitting | own))
+    given = arguments(supplied_node(node, **supplied))
+    own = {name: build(value) if is_node(value) else value for name, value in given.items()}
+    return locate(node.get("_target_"))(*first, **own)
 
 
 def supplied_node(node: Mapping[str, Any], /, **supplied: Any) -> dict[str, Any]:
@@ -121,14 +125,12 @@ def parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 def _signature(factory: Callable[..., Any]) -> inspect.Signature | None:
     """Returns its signature, annotations evaluated where that is possible; None where it has none."""
-    for evaluate in (True, False):
-        try:
-            return inspect.signature(factory, eval_str=evaluate)
-        except (TypeError, ValueError):  # some built-ins have none
-            return None
-        except Exception:  # annotations may name what exists for type checkers only
-            continue
-    return None
+    try:
+        return inspect.signature(factory, eval_str=True)
+    except (TypeError, ValueError):  # some built-ins have none
+        return None
+    except Exception:  # annotations may name what exists for type checkers only
+        return inspect.signature(factory)
 
 
 def is_finite(value: Any) -> bool:

@@ -62,8 +62,6 @@ def main(words: Sequence[str]) -> int:
 
 def load_model(folder: Path, about: Mapping[str, Any]) -> nn.Module:
     """Returns the trained model in eval mode. about: model.json's content. Raises ValueError."""
-    if str(Path.cwd()) not in sys.path:  # a class of the user's own
-        sys.path.append(str(Path.cwd()))
     model: nn.Module = instantiate.build(about["model"])
     best = folder / "best.pt"
     load_weights(model, str(best if best.exists() else folder / "model.pt"))

@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
             "kfuse ramp: must be given a run's directory, and tokens per sample as a whole number above 0 or none"
         )
     run_dir = Path(words[0])
-    lines = read_metrics(run_dir)
+    lines = [*read_metrics(run_dir)]
     if lines[0]["step"] != 0:
         raise ConfigError(f"{run_dir}: its first step is {lines[0]['step']}: must be a run from step 0 on")
     known = config_path(run_dir).exists()

@@ -1,7 +1,7 @@
 """Reads a recorded run directory back, for all tools that take one.
 
-Its files may be cut off, or those of another version. What is missing, or a setting that may not have its value, raises
-ConfigError, in one line: the file, where in it, the name. Values that this version has written are not checked again.
+Its files may be cut off, or those of another version. What is missing raises ConfigError, in one line: the file, where
+in it, the name. Values are not checked again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from kfuse.settings.instantiate import one_line
-from kfuse.settings.tree import AT_SHELL, ConfigError, show
+from kfuse.settings.tree import ConfigError
 from kfuse.statistics.figures import METRICS
 
 _MISSING = "missing: another version of kfuse, or another program, has written it"
@@ -37,8 +37,7 @@ def config_path(run_dir: Path) -> Path:
 def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
     """Returns the configuration that the command line has recorded, as plain values.
 
-    needed: the keys (`batch.size`, `policy._target_`) that must be there, settings with a value that they may have.
-    Raises ConfigError.
+    needed: the keys (`batch.size`, `policy._target_`) that must be there. Raises ConfigError.
     """
     path = config_path(run_dir)
     config: dict[str, Any] = read_yaml(path)
@@ -50,59 +49,43 @@ def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
             if not isinstance(value, dict) or name not in value:
                 raise ConfigError(f"{path}: {key}: {_MISSING}")
             value = value[name]
-        if key in AT_SHELL and not AT_SHELL[key].allows(value):
-            raise ConfigError(f"{path}: {key}={show(value)}: must be {AT_SHELL[key].allowed}")
     return config
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl, one at least, each with all columns. Raises ConfigError."""
-    return list(each_step(run_dir))
+def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of metrics.jsonl, one at least, each with all columns. Raises ConfigError."""
+    path, number = run_dir / "metrics.jsonl", 0
+    for number, record in enumerate(read_lines(path), 1):
+        if missing := [name for name in METRICS if name not in record]:
+            raise ConfigError(f"{path}: line {number}: {missing[0]}: {_MISSING}")
+        yield record
+    if not number:
+        raise ConfigError(f"{path}: has no step yet: must be a run's, with one at least")
 
 
-def each_step(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yields what `read_metrics` returns, a line at a time."""
-    path, found = run_dir / "metrics.jsonl", False
-    try:
-        for number, record in _records(path):
-            if missing := [name for name in METRICS if name not in record]:
-                raise ConfigError(f"{path}: line {number}: {missing[0]}: {_MISSING}")
-            if wrong := [name for name in METRICS if not isinstance(record[name], int | float | None)]:
-                raise ConfigError(f"{path}: line {number}: {wrong[0]}={record[wrong[0]]!r}: must be a number or null")
-            found = True
-            yield record
-    except OSError as error:
-        raise ConfigError(f"{run_dir}: must be the directory of a run: {path.name}: {error.strerror}") from error
-    if not found:
-        raise ConfigError(f"{path}: has no step yet")
+def read_lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yields the objects of the file's lines, or of the last ones, within `most` bytes; none where there is no file.
 
-
-def latest_lines(path: Path, most: int = 2**18) -> list[dict[str, Any]] | None:
-    """Returns the objects of the file's last lines, within `most` bytes; None where there is no file.
-
-    Raises ConfigError where it cannot be read, and for a damaged line.
+    A last line that is being written is left out. Raises ConfigError where it cannot be read, and for a damaged line.
     """
     try:
         with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - most)
+            start = 0 if most is None else max(0, file.seek(0, os.SEEK_END) - most)
             file.seek(start)
             lines = file.read().splitlines(keepends=True)[bool(start) :]
     except FileNotFoundError:
-        return None
+        return
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    return [_object(line, f"{path}: one of its last lines") for line in lines if line.endswith(b"\n")]
+    place = "line, of the last ones," if start else "line"
+    for number, line in enumerate(lines, 1):
+        if line.endswith(b"\n"):
+            yield _object(line, f"{path}: {place} {number}")
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the events of a step; none where events.jsonl is missing. Raises ConfigError."""
-    path = run_dir / "events.jsonl"
-    try:
-        found = [record for _, record in _records(path)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    found = read_lines(run_dir / "events.jsonl")
     return [each for each in found if isinstance(each.get("kind"), str) and isinstance(each.get("step"), int)]
 
 
@@ -115,14 +98,6 @@ def read_summary(run_dir: Path, name: str = "summary.json") -> dict[str, Any]:
         return {}
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number and the object of each line. Raises OSError, and ConfigError for a damaged line."""
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):  # a run under way is writing it
-            break
-        yield number, _object(line, f"{path}: line {number}")
 
 
 def _object(text: bytes, where: str) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.observe.lock import in_use
 from kfuse.observe.recorder import figure
 from kfuse.observe.sentences import sentence, since
 from kfuse.settings.tree import ConfigError
-from kfuse.tools.run_files import latest_lines, read_summary
+from kfuse.tools.run_files import read_lines, read_summary
 
 USAGE = """\
 kfuse status RUN_DIR [SECONDS]
@@ -25,8 +26,8 @@ gone, or, where SECONDS is given, it has recorded nothing for longer than that. 
 As a probe of Kubernetes: command: [kfuse, status, /runs/a, "300"] (docs/operate.md)."""
 
 _LATEST = 5  # events that are shown
+_LATEST_BYTES = 2**18  # that are read of the end of a file
 _RATE_STEPS = 50  # the rate is of so many steps
-_ENDED_BADLY = ("failed", "interrupted", "terminated")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def main(words: Sequence[str]) -> int:
     rows = {
         "phase": state.phase + (f" ({state.summary['exit_reason']})" if state.summary.get("exit_reason") else ""),
         "steps": f"{state.steps:,}",
-        "rate": "unknown" if state.rate is None else f"{figure(state.rate)} samples/s",
+        "rate": f"{figure(state.rate)} samples/s",
         "workers": "unknown" if state.workers is None else str(state.workers),
         "hosts": ", ".join(f"{host} {count}" for host, count in state.hosts.items()) or "unknown",
         "last record": "none" if state.written is None else f"{since(state.written)} ago",
@@ -73,19 +74,18 @@ def main(words: Sequence[str]) -> int:
 def state_of(run_dir: Path) -> State:
     """Returns the state of the run recorded in this directory. Raises ConfigError if there is none."""
     files = [run_dir / "metrics.jsonl", run_dir / "events.jsonl"]
-    found = [latest_lines(path) for path in files]
-    if found == [None, None]:
+    if not files[0].exists():
         raise ConfigError(f"{run_dir}: must be the directory of a run: it has no metrics.jsonl")
-    (steps, events), summary = ([] if lines is None else lines for lines in found), read_summary(run_dir)
+    (steps, events), summary = ([*read_lines(path, _LATEST_BYTES)] for path in files), read_summary(run_dir)
     views = [event for event in events if event.get("kind") == "view"]
-    times = [path.stat().st_mtime for path, lines in zip(files, found, strict=True) if lines]
+    times = [path.stat().st_mtime for path, lines in zip(files, (steps, events), strict=True) if lines]
     recent = steps[-_RATE_STEPS:]
     seconds = sum(step.get("step_time_s") or 0.0 for step in recent[1:])
     if summary.get("exit_reason") in _ENDED_BADLY and in_use(run_dir):  # another command goes on with the run
         summary = {}
     if summary:
         reason = summary.get("exit_reason")
-        phase = "failed" if reason == "failed" else "stopped" if reason in _ENDED_BADLY else "ended"
+        phase = "failed" if reason == "failed" else "stopped" if reason in STOP_STATUS else "ended"
     elif not in_use(run_dir):
         phase = "gone"
     else:

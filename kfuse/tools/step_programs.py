@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import plan_parameters
@@ -22,6 +20,7 @@ from kfuse.comm.settings import CommOptions
 from kfuse.comm.transports import make_programs
 from kfuse.cores import cores
 from kfuse.elastic.launchers import TorchrunLauncher
+from kfuse.observe.recorder import table
 from kfuse.settings import instantiate
 from kfuse.settings.instantiate import class_arguments
 from kfuse.settings.tree import flat
@@ -94,13 +93,11 @@ def _prices(
 
 
 def _print_operations(price: Price) -> None:
-    table = Table(box=SIMPLE, padding=0)
-    for k, column in enumerate(("operation", "place", "stream", "messages", "MB sent", "MB of memory", "ms")):
-        table.add_column(column, justify="left" if k < 3 else "right", no_wrap=True)
+    shown = table("operation", "place", "stream", "messages", "MB sent", "MB of memory", "ms", texts=3)
     for line in price.lines:
         op = line.op
         figures = (line.messages, line.wire_bytes / 1e6, line.memory_bytes / 1e6, 1e3 * line.seconds)
         cells = [f"{value:.{3 if k else 0}f}" if value else "" for k, value in enumerate(figures)]
-        table.add_row(f"{op.kind} {op.what}".rstrip(), op.place, op.stream, *cells)
-    table.add_row("all", "", "", "", f"{price.wire_bytes / 1e6:.3f}", "", f"{1e3 * price.seconds:.3f}", style="bold")
-    Console().print(table)
+        shown.add_row(f"{op.kind} {op.what}".rstrip(), op.place, op.stream, *cells)
+    shown.add_row("all", "", "", "", f"{price.wire_bytes / 1e6:.3f}", "", f"{1e3 * price.seconds:.3f}", style="bold")
+    Console().print(shown)

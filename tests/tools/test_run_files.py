@@ -90,7 +90,7 @@ def test_the_valid_run_is_taken(run: Path, tmp_path: Path, capsys: Capsys) -> No
         assert kfuse(*given[name]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "8 -> 16" in out and "GNSPolicy, predicted" in out, out
-    assert read_metrics(run) == read_lines(run / "metrics.jsonl")
+    assert [*read_metrics(run)] == read_lines(run / "metrics.jsonl")
 
 
 def test_a_ramp_has_the_batch_sizes_that_stayed(run: Path, capsys: Capsys) -> None:
@@ -132,12 +132,6 @@ def test_damaged_configurations_are_refused(run: Path, tmp_path: Path, capsys: C
     file = run / ".hydra" / "config.yaml"
     text, given = file.read_text(), commands(run, tmp_path)
     for old, new, said, names in (
-        (
-            "  scaling: linear",
-            "  scaling: abc",
-            "lr.scaling=abc: must be one of none, linear, sqrt",
-            ("replay", "cbs", "ramp"),
-        ),
         ("policy:", "policy: null\nwas:", "policy._target_: missing: another version of kfuse", ("replay", "cbs")),
         ("batch:", "batch: 3\nwas:", "batch.size: missing: another version", ("plan",)),
         ("seed: 0", "seed: 0\nseed: 1", "cannot be read: ", given),

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kfuse.observe import write_whole
+from kfuse.elastic.protocol import STOP_STATUS
+from kfuse.observe import flattened, one_line, write_whole
 from kfuse.observe.origin import versions
 from kfuse.observe.sinks import Groups, SinkError, flat, numbers
 
 _MOST_WAITING = 100_000  # rows
 _CLOSES_WITHIN_S = 60.0
-_FAILED, _STOPPED = ("failed",), ("interrupted", "terminated")  # exit reasons
 Row = tuple[int, dict[str, float]]
 
 
@@ -91,7 +91,7 @@ class Sender:
 
     def write(self) -> None:
         if self._error is not None:
-            raise SinkError(_one_line(self._error))
+            raise SinkError(one_line(self._error))
         if self._rows:
             with self._changed:
                 self._due += self._rows
@@ -163,7 +163,7 @@ class Wandb:
     def finish(self, summary: Mapping[str, Any]) -> None:
         if self._own:
             self._run.summary.update(summary)
-            self._run.finish(exit_code=int(summary.get("exit_reason") in _FAILED))
+            self._run.finish(exit_code=int(summary.get("exit_reason") == "failed"))
 
 
 class Mlflow:
@@ -221,7 +221,7 @@ class Mlflow:
         tags = [RunTag(f"summary.{key}", value) for key, value in _leaves(summary)]
         self._client.log_batch(self._id, tags=tags)
         reason = summary.get("exit_reason")
-        status = "FAILED" if reason in _FAILED else "KILLED" if reason in _STOPPED else "FINISHED"
+        status = "FAILED" if reason == "failed" else "KILLED" if reason in STOP_STATUS else "FINISHED"
         self._client.set_terminated(self._id, status)
 
 
@@ -258,21 +258,13 @@ class Trackio:
 SERVICES: dict[str, Any] = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The values of nested mappings as text, by the path to each; those that are not known are left out."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield _mlflow_name(f"{prefix}{key}"), str(value)
+    return ((_mlflow_name(key), str(value)) for key, value in flattened(tree, ".") if value is not None)
 
 
 def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
-
-
-def _one_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def current_run(name: str) -> Any:

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from omegaconf import OmegaConf
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from kfuse import session
 from kfuse.checkpoint.format import CheckpointError, load, steps_in
-from kfuse.observe import write_whole
-from kfuse.observe.recorder import figure
+from kfuse.observe import write_json
+from kfuse.observe.recorder import figure, table
 from kfuse.settings.declared import CommSettings
 from kfuse.settings.instantiate import CLASS_GROUPS, describe, fits, one_line
 from kfuse.settings.rules import RULES
@@ -88,7 +86,7 @@ def main(words: Sequence[str]) -> int:
     checkpoints = [{"step": step, "lr": lr} | each.as_dict() for step, lr, each in points]
     result = {"run": str(run.path), "lr_scaling": run.lr_scaling, "c": c, "checkpoints": checkpoints}
     if leads:
-        _write(run.path / "cbs" / "cbs.json", result, indent=1)
+        write_json(run.path / "cbs" / "cbs.json", result)
     if c is None:
         console.print("c is unknown: at no checkpoint are both B* and the noise scale known")
     else:
@@ -100,9 +98,6 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     hints, values = {**_OF_RUN, **_OF_PLAN}, dict[str, Any]()
     for word in words:
         name, _, text = word.partition("=")
-        if name == "workers":
-            by_torchrun = f"torchrun --nproc-per-node={text or 'N'} -m kfuse cbs ..."
-            raise ConfigError(f"kfuse cbs {word}: several workers are started by torchrun: {by_torchrun}")
         if name not in hints or name in values:
             allowed = ", ".join(f"{each}=" for each in hints)
             raise ConfigError(f"kfuse cbs {word}: must be one of {allowed}, each once{did_you_mean(name, hints)}")
@@ -148,18 +143,16 @@ def print_point(step: int, lr: float, found: CriticalBatch, console: Console) ->
         f"step {step}: batch size {plan.batch_size}, learning rate {lr:.4g}, branches of "
         f"{plan.branch_samples} samples, {plan.repetitions} repetitions; tolerated: {100 * plan.tolerance:g} %"
     )
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("k", "batch", "loss", "excess %", "95 % interval"):
-        table.add_column(column, justify="right", no_wrap=True)
+    shown = table("k", "batch", "loss", "excess %", "95 % interval", texts=0)
     for k, losses, (mean, low, high) in zip(found.factors, found.losses, found.excess(), strict=True):
         cells = [f"{k:g}", str(plan.batch(k)), "diverged"]
         if all(map(math.isfinite, losses)):
             cells[2:] = [f"{sum(losses) / len(losses):.4g}"]
             if math.isfinite(mean):  # else the reference's loss is 0
                 cells += [f"{100 * mean:+.2f}", f"{100 * low:+.2f} to {100 * high:+.2f}"]
-        table.add_row(*cells)
-    console.print(table, soft_wrap=False)
-    interval = f"({figure(found.low)} to {'unknown' if found.high is None else figure(found.high)})"
+        shown.add_row(*cells)
+    console.print(shown, soft_wrap=False)
+    interval = f"({figure(found.low)} to {figure(found.high)})"
     text = f"  B* is above {figure(found.low)} samples {interval}: try larger factors"
     if found.critical is not None:
         text = f"  B* = {figure(found.critical)} samples {interval}"
@@ -293,14 +286,7 @@ class Start:
                 if found.get("branch") != asked:
                     found = {"branch": asked, "steps": train(k, repetition)}
                     if trainer.session.group.rank == 0:
-                        _write(done, found)
+                        write_json(done, found)
                 return [(samples, loss, s, g) for samples, loss, s, g in found["steps"]]
 
             yield branch
-
-
-def _write(path: Path, content: dict[str, Any], indent: int | None = None) -> None:
-    """Writes a file as a whole: a measurement that is killed leaves no part of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=indent, allow_nan=False) + "\n"
-    write_whole(path, lambda to: to.write_text(text))

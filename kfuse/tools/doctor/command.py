@@ -7,12 +7,11 @@ between processes) is tried in processes of their own (`self_test`), which have 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from kfuse.comm import devices as comm_devices
 from kfuse.comm.settings import CommOptions
 from kfuse.cores import cores
 from kfuse.kernels.private_names import TESTED
+from kfuse.observe.origin import versions
 from kfuse.settings.tree import flat
 from kfuse.tools.doctor.processes import TIMEOUT_S, ranks, started
-from kfuse.version import __version__
 
 LEAST_SHM_GIB = 1.0
 
@@ -65,7 +64,7 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
     """The report, line by line, as each is known. Raises ValueError for communication options that do not fit."""
     options = CommOptions.of(flat(config))
     yield size()
-    yield versions()
+    yield Line("versions", "ok", ", ".join(map(" ".join, versions().items())))
     with started("devices", {}) as result:
         devices, problem = result()
     gpus = len(devices["gpus"]) if devices else 0
@@ -78,7 +77,7 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
 def _transport(options: CommOptions) -> Line:
     chosen = options.transport()
     if options.leaves_choice:
-        chosen = "allreduce; on CPUs perhaps all_to_all, by measured messages (see the line schedule)"
+        chosen = "allreduce; on CPUs perhaps all_to_all, by measured messages: kfuse schedule measures them"
     return Line("transport", "ok", f"{chosen}, gradients in {options.dtype}")
 
 
@@ -87,20 +86,12 @@ def _self_test(options: CommOptions, gpus: int) -> Iterator[Line]:
     arguments = {"settings": options.named(), "timeout_s": TIMEOUT_S}
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(ranks("training", arguments, 2, gpus))
-        by_triton = gpus > 0 or version("triton") is not None
+        by_triton = gpus > 0 or "triton" in versions()
         if by_triton:
             environment = {} if gpus else {"TRITON_INTERPRET": "1"}
             where = {"device": "cuda:0" if gpus else "cpu"}
             kernels = stack.enter_context(started("kernels", where, **environment))
-        answers = [result() for result in processes]
-        yield _reduction(answers, gpus)
-        first = answers[0][0]
-        if first is not None and replace(options, schedule="auto").leaves_choice:
-            choice = first["choice"]
-            text = f"2 processes over {first['backend']}, one bucket in fp32: "
-            text += "auto takes allreduce on GPUs; by measured messages " if gpus > 1 else "auto would take "
-            text += f"{choice['schedule']}: {choice['reason']}; measured in {choice['probe_s']:.2f} s"
-            yield Line("schedule", "ok", text)
+        yield _reduction([result() for result in processes], gpus)
         if by_triton:
             yield _kernels(*kernels(), gpus)
         else:
@@ -148,20 +139,6 @@ def size() -> Line:
     return Line("machine", "ok", f"{cores()} cores, {memory:.1f} GiB of memory, {platform.platform()}")
 
 
-def versions() -> Line:
-    found = f"kfuse {__version__}, Python {platform.python_version()}, torch {torch.__version__}, triton "
-    found += version("triton") or "not installed"
-    return Line("versions", "ok", found)
-
-
-def version(package: str) -> str | None:
-    """Returns the installed version of a package; None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def gpu_lines(devices: Mapping[str, Any] | None, problem: str | None) -> Iterator[Line]:
     """Yields the lines of GPUs and NCCL from what `self_test.devices` returned; problem: why it returned nothing."""
     if devices is None:
@@ -177,7 +154,7 @@ def gpu_lines(devices: Mapping[str, Any] | None, problem: str | None) -> Iterato
     found += "; free GiB: " + ", ".join(f"{gpu['free_gib']:g}" for gpu in gpus)
     if too_old := comm_devices.problem():
         yield Line("GPUs", "fail", f"{found}; {too_old}", "pip install --upgrade torch")
-    elif version("triton") is None and torch.version.hip is None:
+    elif "triton" not in versions() and torch.version.hip is None:
         yield Line("GPUs", "fail", found, "pip install triton: the kernels need it.")
     elif min(float(gpu["capability"]) for gpu in gpus) < 8.0 and torch.version.hip is None:
         yield Line("GPUs", "warn", found, "The kernels are compiled and tested for compute capability 8.0 and later.")

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from kfuse import session
-from kfuse.checkpoint.format import one_line
-from kfuse.comm.cost import choose_program, probe
+from kfuse.comm.cost import probe
 from kfuse.comm.settings import CommOptions
+from kfuse.observe import one_line
 from kfuse.tools.doctor.kernel_checks import CHECKS, check
 
 BUCKET_MB = 0.005  # makes several buckets of the model
@@ -36,8 +36,6 @@ _BUDGET_S = 1.0
 def main() -> int:
     """Runs one process's part, as the command line says. Exit status 0 where it printed what it found."""
     what, arguments = sys.argv[1], json.loads(sys.argv[2])
-    if os.getcwd() not in sys.path:  # of a transport of the user's own
-        sys.path.append(os.getcwd())
     parts: tuple[Callable[..., Any], ...] = (devices, training, costs, kernels)
     try:
         _say(found={part.__name__: part for part in parts}[what](**arguments))
@@ -112,8 +110,7 @@ def training(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """One rank's part. Trains digits by the configured transport, all-reduce and the reproducible sum, and alone.
 
     settings: of `kf.init`, by name. Returns {"backend", "trained": {transport: (digest of the parameters, loss, how far
-    the loss may be from that of one worker; 0: the bits must be the same)}, "alone": (digest, loss) of one worker,
-    "choice": the fields of `kfuse.comm.cost.Choice`, for one bucket of the configured size}.
+    the loss may be from that of one worker; 0: the bits must be the same)}, "alone": (digest, loss) of one worker}.
     Raises CommError where the other rank does not come, or is lost.
     """
     _say(at="training digits with one worker")
@@ -133,11 +130,8 @@ def training(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
             joined.comm = replace(CommOptions(), schedule=transport, dtype=options.dtype, tree=options.tree)
             joined.comm = replace(joined.comm, reproducible=options.reproducible, bucket_mb=BUCKET_MB)
             trained[name] = (*_train(), 0.0 if options.reproducible else TOLERANCE[options.dtype])
-    _say(at="measuring messages")
-    elements = configured.bucket_elements
-    choice = choose_program(probe(joined.group, elements, _BUDGET_S), joined.group.size, [elements])
     backend = "NCCL" if joined.group.device.type == "cuda" else "gloo"
-    return {"backend": backend, "trained": trained, "alone": alone, "choice": asdict(choice)}
+    return {"backend": backend, "trained": trained, "alone": alone}
 
 
 def _train() -> tuple[str, float]:

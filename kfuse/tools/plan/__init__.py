@@ -1,1 +1,1 @@
-"""Plans a few jobs on one cluster: who gets how many workers and which batch size. No I/O, and numpy alone."""
+"""Plans a few jobs on one cluster: who gets how many workers and which batch size."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from kfuse.observe.recorder import table
 from kfuse.settings.instantiate import describe, fits
 from kfuse.settings.tree import ConfigError, did_you_mean, show
 from kfuse.tools.plan.jobs import Job, LinearStepTime, Option, fit, forecast, plan, service, share
@@ -144,7 +144,7 @@ def _of_run(folder: str) -> dict[str, Any]:
     """Returns what a run directory tells of its job, by the keys of a job, and `times`. Raises ValueError."""
     path, done, times = Path(os.path.expanduser(folder)), None, dict[tuple[int, int], list[float]]()
     try:
-        config, lines = read_config(path, _OF_A_RUN), read_metrics(path)
+        config, lines = read_config(path, _OF_A_RUN), [*read_metrics(path)]
     except ConfigError as error:
         raise ValueError(f"run={folder}: must be a run directory of `kfuse`: {error}") from error
     batch, workers = config["batch"], config["workers"]
@@ -171,13 +171,11 @@ def _of_run(folder: str) -> dict[str, Any]:
 def _print(jobs: Sequence[Job], options: Sequence[Sequence[Option]], workers: int) -> None:
     left = [job.samples_left for job in jobs]
     given, (ends, busy_s) = plan(options, left, workers), forecast(options, left, workers)
-    table = Table("job", box=None, padding=(0, 1))
-    for column in ("workers", "batch", "hours left", "low to high", "worker-hours", "done in"):
-        table.add_column(column, justify="right", no_wrap=True)
+    shown = table("job", "workers", "batch", "hours left", "low to high", "worker-hours", "done in")
     for j in sorted(range(len(jobs)), key=lambda j: (given[j] is None, service(options[j], left[j]))):
         option = given[j] or options[j][0]
         hours, low, high = (left[j] / goodput / 3600 for goodput in (option.goodput, option.high, option.low))
-        table.add_row(
+        shown.add_row(
             Text(jobs[j].name),
             f"{'' if given[j] else 'waits for '}{option.workers}",
             str(option.batch),
@@ -186,7 +184,7 @@ def _print(jobs: Sequence[Job], options: Sequence[Sequence[Option]], workers: in
             f"{hours * option.workers:.3g}",
             f"{ends[j] / 3600:.3g} h",
         )
-    Console().print(table)
+    Console().print(shown)
     used, hours, busy = sum(option.workers for option in given if option), max(ends) / 3600, busy_s / 3600
     print(f"{used} of {workers} workers have a job, {workers - used} are released. If each end brings a new plan, all")
     saved = abs(round(workers * hours - busy, 9))  # no -0

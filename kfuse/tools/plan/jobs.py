@@ -1,4 +1,4 @@
-"""Plans a few jobs on one cluster: who gets how many workers and which batch size. No I/O, and numpy alone."""
+"""Plans a few jobs on one cluster: who gets how many workers and which batch size. No I/O."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from sklearn.linear_model import LinearRegression
 
 from kfuse.policies.goodput import efficiency
 
@@ -41,20 +42,14 @@ class LinearStepTime:
 def fit(measured: Mapping[tuple[int, int], float], micro: int) -> LinearStepTime | None:
     """Fits seconds by (workers, batch) by the least squares of relative errors, constants not below 0.
 
-    None where they leave a constant open.
+    None where they leave a constant open, or a measured step would take no time.
     """
     rows = np.array([[1, share(n, batch, micro), n - 1] for n, batch in measured], dtype=float)
     if len(rows) < 3 or np.linalg.matrix_rank(rows / np.abs(rows).max(axis=0).clip(1e-300)) < 3:
         return None
     rows /= np.array([*measured.values()])[:, None]
-    # The best without negative constants is the best of one of the seven models with these constants only.
-    found: list[tuple[float, list[float]]] = []
-    for kept in ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]):
-        constants = np.zeros(3)
-        constants[kept] = np.linalg.lstsq(rows[:, kept], np.ones(len(rows)), rcond=None)[0]
-        if (constants >= 0).all() and (rows @ constants > 0).all():  # no measured step takes no time
-            found.append((float(np.square(rows @ constants - 1).sum()), constants.tolist()))
-    return LinearStepTime(*min(found, key=lambda each: each[0])[1])
+    constants = LinearRegression(fit_intercept=False, positive=True).fit(rows, np.ones(len(rows))).coef_
+    return LinearStepTime(*constants.tolist()) if (rows @ constants > 0).all() else None
 
 
 @dataclass(frozen=True)
@@ -138,29 +133,21 @@ def service(options: Sequence[Option], samples_left: float) -> float:
     return options[0].workers * samples_left / options[0].goodput
 
 
-def plan(
-    options: Sequence[Sequence[Option]],
-    samples_left: Sequence[float],
-    workers: int,
-    least_gain: float = LEAST_GAIN,
-    pause_s: Sequence[Sequence[float]] = (),
-) -> list[Option | None]:
+def plan(options: Sequence[Sequence[Option]], samples_left: Sequence[float], workers: int) -> list[Option | None]:
     """Returns what each job does with its part of the workers; None: it waits.
 
     The sum over the jobs of their effective workers is the largest possible. A job that waits adds 0, and one on n
-    workers, whose fewest are m: goodput(n) / (goodput(m) / m) - least_gain * n. Saxena et al. (2020) maximise this sum
+    workers, whose fewest are m: goodput(n) / (goodput(m) / m) - LEAST_GAIN * n. Saxena et al. (2020) maximise this sum
     with throughput for Pollux's goodput. Of equal sums the one is taken that runs the job of the shortest `service`.
 
-    options: each job's, of `Job.options`, at least one. pause_s: seconds until the job goes on with each option, whose
-    part of the time left counts as lost goodput; none: at once.
+    options: each job's, of `Job.options`, at least one.
     """
     order, choices = sorted(range(len(options)), key=lambda j: service(options[j], samples_left[j])), []
     for j in order:
         first, values = options[j][0].goodput / options[j][0].workers, []
-        for option, pause in zip(options[j], pause_s[j] if pause_s else [0.0] * len(options[j]), strict=True):
-            lost = pause / (samples_left[j] / option.goodput + pause) if pause else 0.0
-            efficiency = option.goodput / option.workers / first * (1 - lost)
-            values.append((option.workers, round(1e6 * option.workers * (efficiency - least_gain))))
+        for option in options[j]:
+            efficiency = option.goodput / option.workers / first
+            values.append((option.workers, round(1e6 * option.workers * (efficiency - LEAST_GAIN))))
         choices.append(values)
     taken = dict(zip(order, allocate(choices, workers), strict=True))
     return [next((option for option in each if option.workers == taken[j]), None) for j, each in enumerate(options)]

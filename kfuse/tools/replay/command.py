@@ -13,13 +13,13 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kfuse.cli.check import prepare
 from kfuse.cli.classes import make_policy
+from kfuse.observe.recorder import table
 from kfuse.policies.signals import BasePolicy, Bounds, Signals
 from kfuse.settings.shell import explain
 from kfuse.settings.tree import AT_SHELL, ConfigError
@@ -79,7 +79,7 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
 
 def _recorded(run_dir: Path) -> tuple[Recorded, dict[str, Any] | None]:
     """Returns the run, and its configuration, which a script's run does not have. Raises ConfigError."""
-    lines = read_metrics(run_dir)
+    lines = [*read_metrics(run_dir)]
     config = read_config(run_dir, _OF_A_RUN) if config_path(run_dir).exists() else None
     known = {} if config is None else {"scaling": config["lr"]["scaling"], "sync": config["comm"]["sync"]}
     try:
@@ -105,8 +105,8 @@ def _check_override(override: Override) -> None:
         why = "key=value, with one value; a list needs [brackets]"
     elif key == "policy" and not isinstance(override.value(), str):
         why = "the name of a policy; its arguments are policy.NAME=VALUE"
-    elif key in _BOUNDS and not AT_SHELL[key].allows(override.value()):
-        why = AT_SHELL[key].allowed
+    elif key in _BOUNDS:
+        AT_SHELL[key].checked(override.value(), shell=True)
     if why:
         raise ConfigError(f"{override.input_line}: must be {why}")
 
@@ -159,12 +159,12 @@ def _report(console: Console, recorded: Recorded, result: Replay, predicted: str
     else:
         console.print("It decides nothing.")
     trade_off, (steps, samples) = recorded.trade_off(), recorded.totals()
-    table = _table("", "steps", "vs recorded", "samples", "vs recorded")
-    table.add_row("recorded", str(steps), "1.00", str(samples), "1.00")
+    totals = table("", "steps", "vs recorded", "samples", "vs recorded")
+    totals.add_row("recorded", str(steps), "1.00", str(samples), "1.00")
     if predicted and not result.cut_off and (trade_off is not None or result.steps == steps):
         ratios = f"{result.steps / steps:.2f}", f"{result.samples / samples:.2f}"
-        table.add_row(f"{predicted}, predicted", str(result.steps), ratios[0], str(result.samples), ratios[1])
-    console.print(table, soft_wrap=False)
+        totals.add_row(f"{predicted}, predicted", str(result.steps), ratios[0], str(result.samples), ratios[1])
+    console.print(totals, soft_wrap=False)
     if trade_off is None:
         console.print("The noise scale was never known: steps and samples of another policy cannot be predicted.")
     else:
@@ -177,16 +177,10 @@ def _report(console: Console, recorded: Recorded, result: Replay, predicted: str
         console.print(f"Cut off after {result.steps} steps: the recorded run's end would take many more.")
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE, padding=(0, 1))
-    for column in columns:
-        table.add_column(column, justify="left" if column == "also" else "right", no_wrap=column != "also")
-    return table
-
-
 def _changes(changes: Sequence[Change]) -> Table:
     """Returns a line for each decision: when it applies, what it changes, and what the policy saw."""
-    table = _table("step", "samples", "batch size", "workers", "lr factor", "noise scale then", "also")
+    shown = table("step", "samples", "batch size", "workers", "lr factor", "noise scale then", texts=0)
+    shown.add_column("also")
     for each in changes:
         now, then = each.before, each.after
         rates = [f"{factor:.4g}" for factor in each.rates]
@@ -196,11 +190,11 @@ def _changes(changes: Sequence[Change]) -> Table:
             noise = f"at least {seen.noise_scale_low:.3g}"
             if seen.noise_scale is not None and seen.noise_scale_high is not None:
                 noise = f"{seen.noise_scale:.3g} ({seen.noise_scale_low:.3g} to {seen.noise_scale_high:.3g})"
-        table.add_row(
+        shown.add_row(
             str(each.step),
             str(each.samples),
             *("" if before == after else f"{before} -> {after}" for before, after in pairs),
             noise,
             Text("; ".join([*(f"{name} {value}" for name, value in each.others.items()), *each.notes])),
         )
-    return table
+    return shown

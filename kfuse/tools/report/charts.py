@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, NumeralTickFormatter
 from bokeh.models.annotations import Legend, LegendItem
-from bokeh.plotting import figure
+from bokeh.plotting import figure as new_figure
 from numpy.typing import NDArray
 
+from kfuse.observe.recorder import figure
 from kfuse.tools.report.recorded import Column, Recorded
 
 # After Wong's palette (2011), which the colour-blind tell apart; all are seen on white and on black.
@@ -38,58 +38,21 @@ def charts(runs: Sequence[Recorded]) -> list[Chart]:
     held_out = [(run.name, run.evaluations, np.arange(len(run.evaluations["step"]))) for run in runs]
     time = "seconds of training"
     made = [
-        _lines("Training loss over samples", steps, "samples", "loss", "samples", "loss", _fell),
+        _lines("Training loss over samples", steps, "samples", "loss", "samples", "loss"),
         _noise(steps),
-        _lines("Held-out accuracy over samples", held_out, "samples", "accuracy", "samples", "accuracy", _rose),
+        _lines("Held-out accuracy over samples", held_out, "samples", "accuracy", "samples", "accuracy"),
         _workers(runs),
-        _lines("Held-out loss over samples", held_out, "samples", "loss", "samples", "loss", _fell),
-        _lines("Learning rate over time", steps, "seconds", "lr", time, "learning rate", _went),
-        _lines("Training loss over time", steps, "seconds", "loss", time, "loss", _fell),
-        _lines("Held-out accuracy over time", held_out, "seconds", "accuracy", time, "accuracy", _rose),
-        _lines("Samples a second", steps, "seconds", "throughput", time, "samples a second", _went),
+        _lines("Held-out loss over samples", held_out, "samples", "loss", "samples", "loss"),
+        _lines("Learning rate over time", steps, "seconds", "lr", time, "learning rate"),
+        _lines("Training loss over time", steps, "seconds", "loss", time, "loss"),
+        _lines("Held-out accuracy over time", held_out, "seconds", "accuracy", time, "accuracy"),
+        _lines("Samples a second", steps, "seconds", "throughput", time, "samples a second"),
         *(_step_time(run) for run in runs),
     ]
     return [chart for chart in made if chart is not None]
 
 
-# -- words -----------------------------------------------------------------------------------------------------------
-
-
-def number(value: float) -> str:
-    """Returns a number for people: three digits, with commas; "unknown" for NaN."""
-    if math.isnan(value):
-        return "unknown"
-    return f"{value:,.0f}" if 100 <= abs(value) < 1e9 else f"{value:.3g}"
-
-
-def _course(values: Column, extreme: str) -> str:
-    first, last = number(values[0]), number(values[-1])
-    if values.min() == values.max():
-        return f"{first} throughout"
-    return f"from {first} to {last}, {extreme}"
-
-
-def _fell(values: Column) -> str:
-    return _course(values, f"lowest {number(values.min())}")
-
-
-def _rose(values: Column) -> str:
-    return _course(values, f"highest {number(values.max())}")
-
-
-def _went(values: Column) -> str:
-    low, high = values.min(), values.max()
-    if {low, high} == {values[0], values[-1]} and low < high:
-        return f"from {number(values[0])} to {number(values[-1])}"
-    return _course(values, f"between {number(low)} and {number(high)}")
-
-
-# -- charts ----------------------------------------------------------------------------------------------------------
-
-
-def _lines(
-    title: str, series: Sequence[Series], x: str, y: str, x_label: str, y_label: str, words: Callable[[Column], str]
-) -> Chart | None:
+def _lines(title: str, series: Sequence[Series], x: str, y: str, x_label: str, y_label: str) -> Chart | None:
     """A line a run; None where no run has a number of it."""
     plot = _figure(title, x_label, y_label)
     texts, items = list[str](), list[LegendItem]()
@@ -102,7 +65,7 @@ def _lines(
         line = plot.line(x, y, source=source, color=colour, line_width=1.5)
         items.append(LegendItem(label=name, renderers=[line]))
         plot.add_tools(_hover(line, name, {"step": "step", x_label: x, y_label: y}))
-        texts.append(f"{name}: {words(columns[y][known])}.")
+        texts.append(f"{name}: {_course(columns[y][known])}.")
     if not items:
         return None
     if len(series) > 1:
@@ -128,10 +91,10 @@ def _noise(series: Sequence[Series]) -> Chart:
         tips = {"step": "step", "batch size": "batch_size", "noise scale": "noise_scale", "low": "noise_scale_low"}
         plot.add_tools(_hover(batch, name, tips))
         sizes, low = columns["batch_size"], columns["noise_scale_low"]
-        text = f"{name}: batch size {_went(sizes[np.isfinite(sizes)]) if np.isfinite(sizes).any() else 'unknown'}"
+        text = f"{name}: batch size {_course(sizes[np.isfinite(sizes)]) if np.isfinite(sizes).any() else 'unknown'}"
         if np.isfinite(low).any():
-            now = f"{number(columns['noise_scale'][-1])}, with the low end {number(low[-1])}"
-            text += f"; the noise scale's low end {_went(low[np.isfinite(low)])}; at the end the noise scale is {now}"
+            now = f"{figure(columns['noise_scale'][-1])}, with the low end {figure(low[-1])}"
+            text += f"; the noise scale's low end {_course(low[np.isfinite(low)])}; at the end the noise scale is {now}"
         texts.append(text + ".")
     _legend(plot, items)
     return Chart("Batch size and noise scale", " ".join(texts), plot)
@@ -156,21 +119,20 @@ def _workers(runs: Sequence[Recorded]) -> Chart:
         source = ColumnDataSource({name: run.steps[name][run.drawn] for name in ("step", "seconds", "workers")})
         line = plot.step("seconds", "workers", source=source, color=colour, line_width=2.5, mode="after")
         items.append(LegendItem(label=run.name, renderers=[line]))
-        counts, steps = run.steps["workers"], np.array([event.step for event in run.events], np.float64)
-        at = np.minimum(np.searchsorted(run.steps["step"], steps), len(counts) - 1)
+        rows, counts = [event.row for event in run.events], run.steps["workers"]
         events = ColumnDataSource(
             {
-                "seconds": np.array([event.seconds for event in run.events]),
-                "workers": counts[at],
-                "step": steps,
+                "seconds": run.steps["seconds"][rows],
+                "workers": counts[rows],
+                "step": [event.step for event in run.events],
                 "text": [event.text for event in run.events],
             }
         )
         marks = plot.scatter("seconds", "workers", source=events, color=colour, size=9, marker="triangle")
         plot.add_tools(HoverTool(renderers=[marks], tooltips=[(run.name, "@text"), ("step", "@step{0}")]))
-        lost = sum(event.kind == "failure" for event in run.events)
+        lost = sum(event.is_loss for event in run.events)
         known = counts[np.isfinite(counts)]
-        texts.append(f"{run.name}: {_went(known) if len(known) else 'unknown'}{f', {lost} lost' if lost else ''}.")
+        texts.append(f"{run.name}: {_course(known) if len(known) else 'unknown'}{f', {lost} lost' if lost else ''}.")
     plot.y_range.start, plot.yaxis.ticker = 0, BasicTicker(min_interval=1)
     _legend(plot, items)
     return Chart("Workers and events over time", " ".join(texts), plot)
@@ -196,10 +158,19 @@ def _step_time(run: Recorded) -> Chart | None:
     plot.y_range.start = 0
     share = waited[known].sum() / max(float(total[known].sum()), 1e-9)
     text = (
-        f"{run.name}: a step takes {number(1e3 * float(np.median(total[known])))} ms in the median; {share:.1%} of the "
+        f"{run.name}: a step takes {figure(1e3 * float(np.median(total[known])))} ms in the median; {share:.1%} of the "
         "time is spent waiting for data."
     )
     return Chart(title, text, plot)
+
+
+def _course(values: Column) -> str:
+    """Returns how a figure went: its first and last value, and the least and the largest."""
+    first, last, low, high = map(figure, (values[0], values[-1], values.min(), values.max()))
+    if low == high:
+        return f"{first} throughout"
+    between = "" if {low, high} == {first, last} else f", between {low} and {high}"
+    return f"from {first} to {last}{between}"
 
 
 def _speed(columns: dict[str, Column]) -> Column:
@@ -221,7 +192,7 @@ def _colours(items: Sequence[Any]) -> list[str]:
 
 
 def _figure(title: str, x_label: str, y_label: str, **given: Any) -> Any:
-    plot = figure(
+    plot = new_figure(
         height=320, sizing_mode="stretch_width", tools="xpan,xwheel_zoom,box_zoom,reset,save", toolbar_location="above",
         x_axis_label=x_label, y_axis_label=y_label, background_fill_alpha=0, border_fill_alpha=0, outline_line_alpha=0,
         name=title, **given,

@@ -25,29 +25,24 @@ def main(words: Sequence[str]) -> int:
     if not words:
         raise ConfigError("kfuse report: must be given the directories of one run or more")
     given = [Path(word) for word in words]
-    runs = runs_of_sweep(given[0]) if len(given) == 1 else []
-    print(write_report(runs, given[0] / "report.html") if runs else write_report(given))
-    return 0
-
-
-def runs_of_sweep(folder: Path) -> list[Path]:
-    """Returns the directories of a sweep's runs, in order; none for a run's own directory."""
-    if (folder / "metrics.jsonl").exists() or not folder.is_dir():
-        return []
-    found = [path.parent for path in folder.glob("*/metrics.jsonl")]
-    return sorted(found, key=lambda path: (len(path.name), path.name))  # 0, 1, ..., 10
-
-
-def write_report(run_dirs: Sequence[Path], path: Path | None = None) -> Path:
-    """Writes the page about these runs. path: None: in the first one's directory. Returns it. Raises ConfigError."""
+    runs = given if len(given) > 1 else _of_sweep(given[0]) or given
+    path = given[0] / ("report.html" if len(given) == 1 else "comparison.html")
     try:
         from kfuse.tools.report.page import page
     except ImportError as error:
         raise ConfigError(f"kfuse report needs bokeh: pip install 'kfuse[report]' ({error})") from error
-    html = page(read_runs(run_dirs))
-    path = path or run_dirs[0] / ("report.html" if len(run_dirs) == 1 else "comparison.html")
+    html = page(read_runs(runs))
     try:
         write_whole(path, lambda to: to.write_text(html, encoding="utf-8", errors="backslashreplace"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
-    return path
+    print(path)
+    return 0
+
+
+def _of_sweep(folder: Path) -> list[Path]:
+    """Returns the directories of a sweep's runs, in order; none for a run's own directory."""
+    if (folder / "metrics.jsonl").exists():
+        return []
+    found = [path.parent for path in folder.glob("*/metrics.jsonl")]
+    return sorted(found, key=lambda path: (len(path.name), path.name))  # 0, 1, ..., 10

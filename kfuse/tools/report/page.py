@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
+from itertools import chain
 from typing import Any
 
 from bokeh.embed import components
 from bokeh.resources import Resources
 
-from kfuse.tools.report.charts import Chart, charts, number
+from kfuse.observe.recorder import figure, summary_rows
+from kfuse.tools.report.charts import Chart, charts
 from kfuse.tools.report.recorded import Recorded, differing
 
 _HEAD = """\
@@ -41,9 +43,8 @@ section h2 {{ margin-top: 0; }}
 table {{ border-collapse: collapse; font-size: 0.85rem; }}
 th, td {{ border-bottom: 1px solid var(--line); padding: 0.15rem 0.7rem 0.15rem 0; text-align: left; }}
 th {{ color: var(--soft); font-weight: 600; }}
-td {{ overflow-wrap: anywhere; max-width: 24rem; }}
+td {{ overflow-wrap: anywhere; max-width: 24rem; font-variant-numeric: tabular-nums; }}
 td:first-child {{ overflow-wrap: normal; }}
-td {{ font-variant-numeric: tabular-nums; }}
 :focus-visible {{ outline: 2px solid var(--link); outline-offset: 2px; }}
 </style>
 """
@@ -80,19 +81,20 @@ def page(runs: Sequence[Recorded]) -> str:
     """Returns the HTML page about these runs, at least one."""
     made = charts(runs)
     script, places = components({f"chart{index}": chart.figure for index, chart in enumerate(made)})
+    names = dict.fromkeys(name for run in runs for name in run.settings)
     title = "kfuse: " + ", ".join(run.name for run in runs)
     parts = [
         _HEAD.format(title=escape(title)),
         *(f"<script>{code}</script>\n" for code in Resources(mode="inline", components=["bokeh"]).js_raw),
         "</head>\n<body>\n<main>\n",
         f"<h1>{escape(title)}</h1>\n",
-        _differences(runs),
+        _settings("<h2>Settings that differ</h2>", runs, differing(runs)),
         _summaries(runs),
         '<div class="charts">\n',
         *(_section(chart, places[f"chart{index}"]) for index, chart in enumerate(made)),
         "</div>\n",
         _events(runs),
-        _settings(runs),
+        f"<details><summary>All settings</summary>\n{_settings('', runs, names)}</details>\n",
         f"</main>\n{script}\n{_COLOURS}</body>\n</html>\n",
     ]
     return "".join(parts)
@@ -107,34 +109,25 @@ def _section(chart: Chart, place: str) -> str:
 
 
 def _events(runs: Sequence[Recorded]) -> str:
-    rows = [[run.name, str(each.step), number(each.seconds), each.text] for run in runs for each in run.events]
+    rows = [
+        [run.name, str(each.step), figure(run.steps["seconds"][each.row]), each.text]
+        for run in runs
+        for each in run.events
+    ]
     table = _table(["run", "step", "seconds of training", "what happened"], rows)
     return f"<details><summary>Events</summary>\n{table}</details>\n"
 
 
 def _summaries(runs: Sequence[Recorded]) -> str:
-    names = list(dict.fromkeys(name for run in runs for name in run.summary))
-    rows = [["steps recorded", *(str(len(run.steps["step"])) for run in runs)]]
-    rows += [[name.replace("_", " "), *(_text(run.summary, name) for run in runs)] for name in names]
-    return _table(["", *(run.name for run in runs)], rows)
+    steps = [str(len(run.steps["step"])) for run in runs]
+    found = [dict(summary_rows(run.summary)) for run in runs]
+    rows = [[name, *(each.get(name, "-") for each in found)] for name in dict.fromkeys(chain(*found))]
+    return _table(["", *(run.name for run in runs)], [["steps recorded", *steps], *rows])
 
 
-def _differences(runs: Sequence[Recorded]) -> str:
-    rows = [[name, *(_exact(run.settings, name) for run in runs)] for name in differing(runs)]
-    header = ["setting", *(run.name for run in runs)]
-    return f"<h2>Settings that differ</h2>\n{_table(header, rows)}" if rows else ""
-
-
-def _settings(runs: Sequence[Recorded]) -> str:
-    names = list(dict.fromkeys(name for run in runs for name in run.settings))
+def _settings(heading: str, runs: Sequence[Recorded], names: Collection[str]) -> str:
     rows = [[name, *(_exact(run.settings, name) for run in runs)] for name in names]
-    table = _table(["setting", *(run.name for run in runs)], rows)
-    return f"<details><summary>All settings</summary>\n{table}</details>\n" if rows else ""
-
-
-def _text(values: Mapping[str, Any], name: str) -> str:
-    value = values.get(name)
-    return "-" if value is None else number(value) if isinstance(value, float) else str(value)
+    return f"{heading}\n{_table(['setting', *(run.name for run in runs)], rows)}" if rows else ""
 
 
 def _exact(values: Mapping[str, Any], name: str) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kfuse.observe import flattened
 from kfuse.observe.sentences import sentence
-from kfuse.tools.run_files import each_step, read_events, read_summary
+from kfuse.tools.run_files import read_events, read_metrics, read_summary
 
 _MOST_IN_A_NAME = 3  # settings
 MOST_PARTS = 1500
@@ -28,11 +28,11 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened. seconds: as of `Recorded`."""
+    """Something that happened."""
 
     step: int
-    seconds: float
-    kind: str
+    row: int  # of the step in the columns; the last one for what came after it
+    is_loss: bool  # of a worker
     text: str  # a sentence
 
 
@@ -61,7 +61,8 @@ def read_runs(paths: Sequence[Path]) -> list[Recorded]:
     runs = [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
     differ = [name for name in differing(runs) if not name.startswith("run.")]
     names = [
-        " ".join(f"{_short(name)}={run.settings[name]}" for name in differ if name in run.settings) for run in runs
+        " ".join(f"{name.removesuffix('._target_')}={run.settings[name]}" for name in differ if name in run.settings)
+        for run in runs
     ]
     if 0 < len(differ) <= _MOST_IN_A_NAME and len({*names}) == len(names):
         return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
@@ -74,14 +75,9 @@ def differing(runs: Sequence[Recorded]) -> list[str]:
     return [name for name in names if len({str(run.settings.get(name, "")) for run in runs}) > 1]
 
 
-def _short(name: str) -> str:
-    """Returns a setting's name in a run's name: policy=gns for policy._target_=kfuse.policies.GNSPolicy is long."""
-    return name.removesuffix("._target_")
-
-
 def _read(path: Path, name: str) -> Recorded:
     kept = {name: array("d") for name in _COLUMNS}
-    for record in each_step(path):
+    for record in read_metrics(path):
         for column, values in kept.items():
             values.append(_number(record[column]))
     columns = {name: np.array(values) for name, values in kept.items()}
@@ -94,14 +90,14 @@ def _read(path: Path, name: str) -> Recorded:
             evaluations.append(event)
         elif sentence(event) is not None:
             events.append(event)
-    # The last evaluation comes after the last step, and events may too.
-    rows = np.minimum(
-        np.searchsorted(columns["step"], [each["step"] for each in evaluations]), len(columns["step"]) - 1
-    )
-    of_evaluations = {name: columns[name][rows] for name in ("step", "samples", "seconds")}
+
+    def rows(found: Sequence[Mapping[str, Any]]) -> NDArray[np.intp]:
+        """The last evaluation comes after the last step, and events may too."""
+        return np.searchsorted(columns["step"], [each["step"] for each in found]).clip(max=len(columns["step"]) - 1)
+
+    of_evaluations = {name: columns[name][rows(evaluations)] for name in ("step", "samples", "seconds")}
     for figure in ("loss", "accuracy"):
         of_evaluations[figure] = np.array([_number(each.get(figure)) for each in evaluations])
-    at = np.minimum(np.searchsorted(columns["step"], [each["step"] for each in events]), len(columns["step"]) - 1)
     origin = read_summary(path, "settings.json")
     return Recorded(
         name=name,
@@ -109,8 +105,8 @@ def _read(path: Path, name: str) -> Recorded:
         drawn=_drawn(columns),
         evaluations=of_evaluations,
         events=[
-            Event(each["step"], float(columns["seconds"][row]), _kind(each), sentence(each) or "")
-            for each, row in zip(events, at, strict=True)
+            Event(each["step"], int(row), each["kind"] == "failure" and "worker" in each, sentence(each) or "")
+            for each, row in zip(events, rows(events), strict=True)
         ],
         summary=read_summary(path),
         settings=dict(flattened({**origin.get("settings", {}), "run": origin.get("run", {})}, ".")),
@@ -150,11 +146,4 @@ def _drawn(columns: Mapping[str, Column]) -> NDArray[np.intp]:
 
 def _number(value: Any) -> float:
     """Returns a number as recorded, NaN for what is none."""
-    try:
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else np.nan
-    except OverflowError:
-        return np.nan
-
-
-def _kind(event: Mapping[str, Any]) -> str:
-    return "job failed" if event["kind"] == "failure" and "worker" not in event else str(event["kind"])
+    return float(value) if isinstance(value, int | float) else np.nan
