@@ -19,6 +19,7 @@ from kfuse.settings.tree import (
     CommandSettings,
     ConfigError,
     JobSettings,
+    Leaf,
     TrainSettings,
     resolved,
     spell,
@@ -29,15 +30,15 @@ DEFAULTS = {leaf.key: leaf.default for leaf in SETTINGS.values()}
 
 @given(st.integers(), st.none() | st.integers(), st.none() | st.integers())
 def test_bounds_include_least_and_most(value: int, least: int | None, most: int | None) -> None:
-    setting = Setting(0, "", at_least=least, at_most=most)
+    leaf = Leaf("x", int, False, Setting(0, "", at_least=least, at_most=most))
     low, high = -math.inf if least is None else least, math.inf if most is None else most
-    assert setting.is_in_range(value) == (low <= value <= high)
+    assert leaf.allows(value) == (low <= value <= high)
 
 
 @given(st.floats())
 def test_above_and_below_are_strict_and_numbers_are_finite(value: float) -> None:
-    assert Setting(1.0, "", above=0.5).is_in_range(value) == (0.5 < value < math.inf)
-    assert Setting(1.0, "", below=0.5).is_in_range(value) == (-math.inf < value < 0.5)
+    assert Leaf("x", float, False, Setting(1.0, "", above=0.5)).allows(value) == (0.5 < value < math.inf)
+    assert Leaf("x", float, False, Setting(1.0, "", below=0.5)).allows(value) == (-math.inf < value < 0.5)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_a_value_is_taken_in_the_settings_type(name: str, value: Any, becomes: A
 
 
 def test_every_default_is_allowed_and_every_setting_has_one_key() -> None:
-    assert all(leaf.checked(leaf.default) == leaf.default for leaf in SETTINGS.values())
+    assert all(leaf.allows(leaf.default) for leaf in SETTINGS.values())
     assert len(AT_SHELL) + len(SCRIPTS_ONLY) == len(SETTINGS)
     assert all(spell(leaf.key, shell=False) == leaf.name for leaf in SETTINGS.values())
     groups = (CommSettings, JobSettings, CommandSettings, TrainSettings)

@@ -298,6 +298,13 @@ class Leaf:
         kind = kind or (None if self.setting.range else "text")
         return ", ".join(filter(None, [kind, self.setting.range])) + (", or null" if self.optional else "")
 
+    def allows(self, value: Any) -> bool:
+        try:
+            self.checked(value)
+        except ConfigError:
+            return False
+        return True
+
     def checked(self, value: Any, shell: bool = False) -> Any:
         """Returns the value in the setting's type (1e3 as 1000, a path as text). Raises ConfigError if it is not
         allowed. shell: how the message spells it.

@@ -1,7 +1,7 @@
 """Reads a recorded run directory back, for all tools that take one.
 
-Its files may be cut off, or those of another version. What is missing raises ConfigError, in one line: the file, where
-in it, the name. Values are not checked again.
+Its files may be cut off, or those of another version. What is missing, or a setting that may not have its value, raises
+ConfigError, in one line: the file, where in it, the name. Values that this version has written are not checked again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from kfuse.settings.instantiate import one_line
-from kfuse.settings.tree import ConfigError
+from kfuse.settings.tree import AT_SHELL, ConfigError, show
 from kfuse.statistics.figures import METRICS
 
 _MISSING = "missing: another version of kfuse, or another program, has written it"
@@ -37,7 +37,8 @@ def config_path(run_dir: Path) -> Path:
 def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
     """Returns the configuration that the command line has recorded, as plain values.
 
-    needed: the keys (`batch.size`, `policy._target_`) that must be there. Raises ConfigError.
+    needed: the keys (`batch.size`, `policy._target_`) that must be there, settings with a value that they may have.
+    Raises ConfigError.
     """
     path = config_path(run_dir)
     config: dict[str, Any] = read_yaml(path)
@@ -49,6 +50,8 @@ def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
             if not isinstance(value, dict) or name not in value:
                 raise ConfigError(f"{path}: {key}: {_MISSING}")
             value = value[name]
+        if key in AT_SHELL and not AT_SHELL[key].allows(value):
+            raise ConfigError(f"{path}: {key}={show(value)}: must be {AT_SHELL[key].allowed}")
     return config
 
 

@@ -132,6 +132,12 @@ def test_damaged_configurations_are_refused(run: Path, tmp_path: Path, capsys: C
     file = run / ".hydra" / "config.yaml"
     text, given = file.read_text(), commands(run, tmp_path)
     for old, new, said, names in (
+        (
+            "  scaling: linear",
+            "  scaling: abc",
+            "lr.scaling=abc: must be one of none, linear, sqrt",
+            ("replay", "cbs", "ramp"),
+        ),
         ("policy:", "policy: null\nwas:", "policy._target_: missing: another version of kfuse", ("replay", "cbs")),
         ("batch:", "batch: 3\nwas:", "batch.size: missing: another version", ("plan",)),
         ("seed: 0", "seed: 0\nseed: 1", "cannot be read: ", given),
