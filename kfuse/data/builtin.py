@@ -272,22 +272,31 @@ STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"
 
 
 class TextBlocks(Dataset):
-    """Contiguous, non-overlapping blocks of a byte string, each with the same block shifted by one.
+    """Contiguous, non-overlapping blocks of tokens, each with the same block shifted by one.
 
-    Sample i is `x = tokens[i*b : (i+1)*b]`, `y = tokens[i*b+1 : (i+1)*b+1]` with b = block_size; the bytes
-    after the last whole block are not used. `tokens` is uint8 `[N]`; batches are int64 `[B, b]`.
+    Sample i is `x = tokens[i*b : (i+1)*b]`, `y = tokens[i*b+1 : (i+1)*b+1]` with b = block_size; the tokens
+    after the last whole block are not used. Batches are int64 `[B, b]`.
     """
 
-    def __init__(self, tokens: np.ndarray, block_size: int) -> None:
-        self.tokens, self.block_size = tokens, block_size
+    def __init__(self, pieces: Sequence[np.ndarray], block_size: int) -> None:
+        """pieces: the tokens, in arrays of integers that may lie in files."""
+        self.pieces, self.block_size = pieces, block_size
+        self.starts = np.cumsum([0, *map(len, pieces)])
 
     def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.block_size
+        return max(0, (int(self.starts[-1]) - 1) // self.block_size)
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        positions = np.asarray(indices)[:, None] * self.block_size + np.arange(self.block_size + 1)
-        windows = torch.from_numpy(self.tokens[positions].astype(np.int64))
+        found = np.stack([self._window(i * self.block_size) for i in indices.tolist()])
+        windows = torch.from_numpy(found.astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def _window(self, start: int) -> np.ndarray:
+        """Returns block_size + 1 tokens."""
+        stop = start + self.block_size + 1
+        first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
+        pieces = range(first, last + 1)
+        return np.concatenate([self.pieces[p][max(start - self.starts[p], 0) : stop - self.starts[p]] for p in pieces])
 
 
 def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, heldout: float = 0.1) -> DataSplit:
@@ -310,7 +319,7 @@ def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, 
         )
     spec = {"vocab_size": 256, "block_size": block_size}
     about = {"format": "bytes", "block_size": block_size}
-    return DataSplit(TextBlocks(train, block_size), TextBlocks(held, block_size), spec, about)
+    return DataSplit(TextBlocks([train], block_size), TextBlocks([held], block_size), spec, about)
 
 
 def _read_utf8(path: Path) -> bytes:
