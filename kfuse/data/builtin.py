@@ -297,8 +297,8 @@ def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, 
     """Returns the bytes of a UTF-8 file as tokens, the last fraction `heldout` of them held out.
 
     The file is held in memory, a byte a token. With no path: Python's standard library (`stdlib_source`).
-    Raises OSError or UnicodeDecodeError for a file that cannot be read, or is not UTF-8, DataError for one too short for
-    a block in each part.
+    Raises OSError or UnicodeDecodeError for a file that cannot be read, DataError for one that is too short for a block
+    in each part.
     """
     if block_size < 1 or not 0 < heldout < 1:
         raise DataError(f"block_size={block_size}, heldout={heldout}: must be at least 1, and above 0 and below 1")
