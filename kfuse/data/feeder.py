@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection as connections
-from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -52,7 +51,6 @@ _SAY_S = 60.0  # without a batch, after which a line says so
 # By loader processes: these are sent to a whole job (`elastic.notice_signals`).
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
-_PARENT_CHECK_S = 5.0  # where the kernel does not end a loader process with its parent
 
 
 @dataclass(eq=False)
@@ -287,14 +285,12 @@ def serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loadin
     """Fetches the tasks that come, in their order, until None comes. Sends each one's batch, or why there is none."""
     # The kernel ends this process with the thread that has forked it. The training worker's connections are open here
     # too: other workers notice that it is lost once this process has ended as well.
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         os._exit(0)
     sys.excepthook = _silent_without_parent
-    if util.abstract_sockets_supported:  # by them tensors are handed over: files may have too long a path, and stay
-        connections.arbitrary_address = _without_file  # type: ignore[attr-defined]
+    # By sockets tensors are handed over: files may have too long a path, and stay.
+    connections.arbitrary_address = _without_file  # type: ignore[attr-defined]
     gc.freeze()  # objects of the training worker, such as its process groups, must not be destroyed here
     for number_of_signal in _IGNORED:
         signal.signal(number_of_signal, signal.SIG_IGN)
@@ -310,13 +306,9 @@ def serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loadin
     while True:
         try:
             while not waiting or connection.poll():
-                if not connection.poll(_PARENT_CHECK_S):
-                    if os.getppid() != parent:
-                        os._exit(0)
-                elif (task := connection.recv()) is None:
+                if (task := connection.recv()) is None:
                     os._exit(0)
-                else:
-                    waiting.append(task)
+                waiting.append(task)
             connection.send_bytes(_reply(fetcher, waiting.popleft(), number, None if begun else loading.init))
             begun = True
         except (OSError, EOFError):  # the training worker is gone

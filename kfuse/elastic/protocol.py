@@ -149,12 +149,11 @@ def place(host: str, port: int) -> str:
 
 
 def set_acknowledgement_timeout(connection: socket.socket, silence_s: float) -> None:
-    """Ends the connection if what we send (at least heartbeats) is not acknowledged for `silence_s`. Linux only.
+    """Ends the connection if what we send (at least heartbeats) is not acknowledged for `silence_s`.
 
     Without it, TCP would notice a host that is cut off only after a quarter of an hour.
     """
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))
 
 
 def record_of_step(line: bytes) -> tuple[str, Encoded] | None:
