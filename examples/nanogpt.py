@@ -13,7 +13,7 @@ from kfuse.models import GPT
 BATCH, BLOCK, ACC, CLIP, STEPS, EVAL_EVERY, EVALS = 8, 64, 8, 1.0, 61, 20, 10
 device = kf.init().group.device
 dtype = torch.bfloat16 if device.type == "cpu" or torch.cuda.is_bf16_supported() else torch.float16
-tokens = np.memmap(sys.argv[1], np.uint8, "r") if sys.argv[1:] else load_text().train.tokens  # a token is a byte
+tokens = np.memmap(sys.argv[1], np.uint8, "r") if sys.argv[1:] else load_text().train.pieces[0]  # a token is a byte
 data = {"train": tokens[: -len(tokens) // 10], "val": tokens[-len(tokens) // 10 :]}
 
 

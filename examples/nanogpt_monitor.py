@@ -16,7 +16,7 @@ BATCH, BLOCK, ACC, CLIP, STEPS, EVAL_EVERY, EVALS = 8, 64, 8, 1.0, 61, 20, 10
 ddp, rank, workers = "RANK" in os.environ, int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
 dtype = torch.bfloat16 if device.type == "cpu" or torch.cuda.is_bf16_supported() else torch.float16
-tokens = np.memmap(sys.argv[1], np.uint8, "r") if sys.argv[1:] else load_text().train.tokens  # a token is a byte
+tokens = np.memmap(sys.argv[1], np.uint8, "r") if sys.argv[1:] else load_text().train.pieces[0]  # a token is a byte
 data = {"train": tokens[: -len(tokens) // 10], "val": tokens[-len(tokens) // 10 :]}
 
 

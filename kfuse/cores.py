@@ -8,12 +8,11 @@ from pathlib import Path
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Returns those of the process's affinity (Linux), or what the CPU quota of its cgroups allows, if that is less.
+    """Returns those of the process's affinity, or what the CPU quota of its cgroups allows, if that is less.
 
     root: where the system's files are.
     """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([allowed, *map(int, _quotas(root))]))
+    return max(1, min([len(os.sched_getaffinity(0)), *map(int, _quotas(root))]))
 
 
 def _quotas(root: Path) -> Iterator[float]:

@@ -53,14 +53,13 @@ def make_deterministic() -> None:
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
     cudnn: Any = torch.backends.cudnn
-    for operation in (torch.backends.cuda.matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
-        if hasattr(operation, "fp32_precision"):  # torch 2.9: else the user's torch.backends.fp32_precision decides
-            setattr(operation, "fp32_precision", "ieee")  # noqa: B010
+    for operation in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
+        operation.fp32_precision = "ieee"  # else the user's torch.backends.fp32_precision decides
     # torch.compile must choose no kernel by its time: workers would choose otherwise, with other bits. It pads matrix
     # products where that was measured to be faster, and cuts reductions so, also with deterministic algorithms (torch
-    # 2.13, _inductor/fx_passes/pad_mm.py and _inductor/runtime/triton_heuristics.py). Before 2.9 there is no setting.
+    # 2.13, _inductor/fx_passes/pad_mm.py and _inductor/runtime/triton_heuristics.py).
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read as torch._inductor is imported
     config: Any = sys.modules.get("torch._inductor.config")
-    if config is not None and hasattr(config, "deterministic"):
+    if config is not None:
         config.deterministic = True
     _LOG.info("deterministic algorithms on the GPU: %s=%s, no TF32", _WORKSPACE, os.environ[_WORKSPACE])

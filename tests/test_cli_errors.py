@@ -47,7 +47,7 @@ WRONG = [
         "model=gpt data=digits",
         ["GPT needs vocab_size, block_size, and these data tell input_shape", "with model=gpt"],
     ),
-    ("data=text data.path=nope.txt", ["nope.txt", "cannot be read"]),
+    ("data=text data.path=nope.txt", ["nope.txt", "No such file"]),
     ("data=cifar10", ["data.path", "a value is needed"]),
     ("model._target_=mistaken.Nett", ["model._target_=mistaken.Nett", "no attribute 'Nett'"]),
     ("model._target_=broken.Net", ["model._target_=broken.Net", "SyntaxError"]),

@@ -26,13 +26,12 @@ from kfuse.data.feeder import Feeder
 from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan
 
 SEED, LENGTH = 3, 40
-CPU = torch.device("cpu")
 
 
 def feeder(data: Any = None, workers: int = 1, prefetch: int = 2, **more: Any) -> Feeder:
     data = data if isinstance(data, Dataset) else MapData(data or Noise())
     loading = Loading(workers, prefetch, init=more.pop("init", None))
-    return Feeder(data, EpochSampler(len(data), SEED), loading, CPU, **more)
+    return Feeder(data, EpochSampler(len(data), SEED), loading, **more)
 
 
 def plan(epoch: int, cursor: int, batch: int = 8, micro: int = 4, workers: int = 1, rank: int = 0) -> TaskPlan:

@@ -30,7 +30,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_each_file_has_its_records(tmp_path: Path) -> None:
     """Read before anything is closed: a line is on disk once it is written."""
     directory = RunDirectory(tmp_path / "run", sinks=(), ledger=True)
-    directory.metrics({**STEP, "noise_scale": math.nan, "grad_sq": -math.inf, "figures": {"a": [math.inf, 1.5]}})
+    directory.metrics(
+        {
+            **dict.fromkeys(METRICS),
+            **STEP,
+            "noise_scale": math.nan,
+            "grad_sq": -math.inf,
+            "figures": {"a": [math.inf, 1.5]},
+        }
+    )
     (line,) = lines(tmp_path / "run" / "metrics.jsonl")
     assert line.pop("figures") == {"a": [None, 1.5]}
     assert tuple(line) == METRICS

@@ -126,8 +126,8 @@ def crop_and_flip(images: Tensor, generator: torch.Generator, padding: int = 4) 
 def load_cifar10(path: str | os.PathLike[str] | None = None, augment: bool = True) -> DataSplit:
     """Returns CIFAR-10, held out: its test batch. `path` is the folder of the published binary version's files.
 
-    Those are data_batch_1.bin to data_batch_5.bin and test_batch.bin. Nothing is downloaded. Raises DataError for files
-    that are missing, cut short or not in the format.
+    Those are data_batch_1.bin to data_batch_5.bin and test_batch.bin. Nothing is downloaded. Raises OSError for files
+    that are missing, DataError for those that are cut short or not in the format.
     """
     if path is None:
         raise DataError("data=cifar10 needs data.path=FOLDER: of the published binary version")
@@ -142,10 +142,7 @@ def load_cifar10(path: str | os.PathLike[str] | None = None, augment: bool = Tru
 
 def _read_batch(file: Path) -> tuple[Tensor, Tensor]:
     """Reads records of one label byte and 3072 pixel bytes: images uint8 `[N, 3, 32, 32]` and labels int64 `[N]`."""
-    try:
-        data = np.fromfile(file, dtype=np.uint8)
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}; data.path must be CIFAR-10's folder") from error
+    data = np.fromfile(file, dtype=np.uint8)
     if len(data) == 0 or len(data) % 3073 != 0 or data[::3073].max() > 9:
         raise DataError(f"{file} is no batch of CIFAR-10: it must be records of 3073 bytes, the first one 0 to 9")
     records = torch.from_numpy(data).view(-1, 3073)
@@ -210,8 +207,8 @@ def load_image_folder(
     """Returns the images under `path`: a folder for each class, or `train` and `val`, each with one for each class.
 
     Classes are numbered in order of their folders' names. Without `train` and `val`, the fraction `heldout`
-    is held out, chosen by a shuffle with `split_seed`. Needs Pillow (the extra `vision`). Raises DataError
-    where Pillow or the folder is missing, for fewer than two classes, and for a class without images.
+    is held out, chosen by a shuffle with `split_seed`. Needs Pillow (the extra `vision`). Raises OSError where the
+    folder is missing, DataError where Pillow is, for fewer than two classes, and for a class without images.
     """
     if path is None:
         raise DataError("data=image_folder needs data.path=FOLDER, with a folder of images for each class")
@@ -239,10 +236,7 @@ def _image_input(size: int, pixels: tuple[Sequence[float], Sequence[float]]) -> 
 
 def _class_names(folder: Path) -> list[str]:
     """Returns the names of a folder's folders, sorted. Raises DataError for fewer than two."""
-    try:
-        names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    except OSError as error:
-        raise DataError(f"{folder} cannot be read: {error.strerror}") from error
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if len(names) < 2:
         raise DataError(f"{folder} has {len(names)} class folders: at least 2 are needed")
     return names
@@ -272,33 +266,44 @@ STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"
 
 
 class TextBlocks(Dataset):
-    """Contiguous, non-overlapping blocks of a byte string, each with the same block shifted by one.
+    """Contiguous, non-overlapping blocks of tokens, each with the same block shifted by one.
 
-    Sample i is `x = tokens[i*b : (i+1)*b]`, `y = tokens[i*b+1 : (i+1)*b+1]` with b = block_size; the bytes
-    after the last whole block are not used. `tokens` is uint8 `[N]`; batches are int64 `[B, b]`.
+    Sample i is `x = tokens[i*b : (i+1)*b]`, `y = tokens[i*b+1 : (i+1)*b+1]` with b = block_size; the tokens
+    after the last whole block are not used. Batches are int64 `[B, b]`.
     """
 
-    def __init__(self, tokens: np.ndarray, block_size: int) -> None:
-        self.tokens, self.block_size = tokens, block_size
+    def __init__(self, pieces: Sequence[np.ndarray], block_size: int) -> None:
+        """pieces: the tokens, in arrays of integers that may lie in files."""
+        self.pieces, self.block_size = pieces, block_size
+        self.starts = np.cumsum([0, *map(len, pieces)])
 
     def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.block_size
+        return max(0, (int(self.starts[-1]) - 1) // self.block_size)
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        positions = np.asarray(indices)[:, None] * self.block_size + np.arange(self.block_size + 1)
-        windows = torch.from_numpy(self.tokens[positions].astype(np.int64))
+        found = np.stack([self._window(i * self.block_size) for i in indices.tolist()])
+        windows = torch.from_numpy(found.astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def _window(self, start: int) -> np.ndarray:
+        """Returns block_size + 1 tokens."""
+        stop = start + self.block_size + 1
+        first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
+        pieces = range(first, last + 1)
+        return np.concatenate([self.pieces[p][max(start - self.starts[p], 0) : stop - self.starts[p]] for p in pieces])
 
 
 def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, heldout: float = 0.1) -> DataSplit:
     """Returns the bytes of a UTF-8 file as tokens, the last fraction `heldout` of them held out.
 
     The file is held in memory, a byte a token. With no path: Python's standard library (`stdlib_source`).
-    Raises DataError for a file that cannot be read, one that is not UTF-8, and one too short for a block in each part.
+    Raises OSError or UnicodeDecodeError for a file that cannot be read, DataError for one that is too short for a block
+    in each part.
     """
     if block_size < 1 or not 0 < heldout < 1:
         raise DataError(f"block_size={block_size}, heldout={heldout}: must be at least 1, and above 0 and below 1")
-    data = stdlib_source() if path is None else _read_utf8(Path(path).expanduser())
+    data = stdlib_source() if path is None else Path(path).expanduser().read_bytes()
+    data.decode()  # raises UnicodeDecodeError
     name = "the standard library" if path is None else str(path)
     tokens = np.frombuffer(data, dtype=np.uint8)
     cut = len(tokens) - round(len(tokens) * heldout)
@@ -310,18 +315,7 @@ def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, 
         )
     spec = {"vocab_size": 256, "block_size": block_size}
     about = {"format": "bytes", "block_size": block_size}
-    return DataSplit(TextBlocks(train, block_size), TextBlocks(held, block_size), spec, about)
-
-
-def _read_utf8(path: Path) -> bytes:
-    try:
-        data = path.read_bytes()
-        data.decode("utf-8")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error}") from None
-    return data
+    return DataSplit(TextBlocks([train], block_size), TextBlocks([held], block_size), spec, about)
 
 
 def stdlib_source(limit: int = STDLIB_BYTES) -> bytes:

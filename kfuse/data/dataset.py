@@ -93,7 +93,7 @@ def copy_to(device: Device, tensor: Tensor) -> Tensor:
     faster than the bus. torch keeps it until it is read.
     """
     from_host = device.asynchronous and tensor.device.type == "cpu" and not device.holds(tensor)
-    if from_host and is_plain(tensor) and tensor.is_contiguous() and not tensor.is_pinned():
+    if from_host and is_plain(tensor) and not tensor.is_pinned():
         tensor = pinned_copy(device, tensor)
     return tensor.to(device.name, non_blocking=True)
 

@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection as connections
-from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -39,9 +38,7 @@ import torch
 import torch.multiprocessing  # for tensors in messages
 from torch.utils.data._utils import worker as torch_worker
 
-from kfuse.comm import devices
-from kfuse.comm.devices import Event
-from kfuse.data.dataset import Dataset, MapData, is_plain, map_leaves, pinned_copy, tensors
+from kfuse.data.dataset import Dataset, MapData
 from kfuse.data.fetching import EpochSampler, Fetcher, LoaderError, Loading, StreamSampler, Task, TaskPlan
 from kfuse.data.sources import Stream
 
@@ -52,7 +49,6 @@ _SAY_S = 60.0  # without a batch, after which a line says so
 # By loader processes: these are sent to a whole job (`elastic.notice_signals`).
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
-_PARENT_CHECK_S = 5.0  # where the kernel does not end a loader process with its parent
 
 
 @dataclass(eq=False)
@@ -84,21 +80,16 @@ class Feeder(Fetcher):
         data: Dataset | Stream,
         sampler: EpochSampler | StreamSampler,
         loading: Loading,
-        device: torch.device,
         on_loss: Callable[[int, str], None] = lambda pid, how: None,
     ) -> None:
         """on_loss(pid, how): called when a loader process has ended unexpectedly, and another takes its place."""
         super().__init__(data, sampler)
         self._loading, self._on_loss = loading, on_loss
-        self._device = devices.of(device)
-        self._side_stream = self._device.new_stream() if self._device.asynchronous else None  # of copies to it
         self._loaders: list[_Loader] = []
         self._plan: TaskPlan | None = None
         self._order: deque[Task] = deque()  # the next tasks, in order: each is ready, or requested from a loader
         self._coming: Iterator[Task] = iter(())  # the tasks after those of `_order`
-        # Batches, or failures, that have arrived and are not used yet; on CUDA each with its copy on the way there.
-        self._ready: dict[Task, tuple[Any, tuple[Any, Event] | None]] = {}
-        self._copy: tuple[Any, Event] | None = None  # of the batch that was fetched last
+        self._ready: dict[Task, Any] = {}  # batches, or failures, that have arrived and are not used yet
         self._lost = 0  # loader processes that ended unexpectedly since a batch was last used
 
     @contextlib.contextmanager
@@ -141,7 +132,7 @@ class Feeder(Fetcher):
         """Waits for the batch of a task that was requested, and takes it. Raises as `fetch`."""
         while task not in self._ready:
             self._receive(task)
-        batch, self._copy = self._ready.pop(task)
+        batch = self._ready.pop(task)
         if isinstance(batch, Failure):
             batch.error.add_note(batch.text)
             raise batch.error
@@ -225,7 +216,7 @@ class Feeder(Fetcher):
                 continue
             loader.tasks.remove(task)
             if task == wanted or task in self._order:
-                self._ready[task] = batch, self._start_copy(batch)
+                self._ready[task] = batch
 
     def _replace(self, loader: _Loader, error: Exception) -> None:
         """A loader process has ended: another takes its place. A second one before a batch is used: LoaderError."""
@@ -244,36 +235,6 @@ class Feeder(Fetcher):
         for task in loader.tasks:
             other.request(task)
 
-    def to_device(self, batch: Any, device: torch.device) -> Any:
-        """Returns the batch that was fetched last, with its tensors on `device`.
-
-        The present stream waits for the copy, and the copy's memory is kept until that stream has used it.
-        """
-        if self._copy is None:
-            return super().to_device(batch, device)
-        copied, event = self._copy
-        event.wait()
-        there = [each for each in tensors(copied) if is_plain(each) and self._device.holds(each)]
-        self._device.keep(there, self._device.current_stream())
-        return super().to_device(copied, device)  # what is no plain tensor
-
-    def _start_copy(self, batch: Any) -> tuple[Any, Event] | None:
-        """Begins to copy a batch to the device, beside what the device does meanwhile: (copy, event after it)."""
-        stream = self._side_stream
-        if stream is None or isinstance(batch, Failure):
-            return None
-
-        def copy(leaf: Any) -> Any:
-            if not is_plain(leaf):
-                return leaf
-            return pinned_copy(self._device, leaf).to(self._device.name, non_blocking=True)  # it lies on the host
-
-        event = self._device.event()
-        with self._device.on(stream):
-            copied = map_leaves(copy, batch, movable=True)
-            event.record()
-        return copied, event
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -287,14 +248,12 @@ def serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loadin
     """Fetches the tasks that come, in their order, until None comes. Sends each one's batch, or why there is none."""
     # The kernel ends this process with the thread that has forked it. The training worker's connections are open here
     # too: other workers notice that it is lost once this process has ended as well.
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         os._exit(0)
     sys.excepthook = _silent_without_parent
-    if util.abstract_sockets_supported:  # by them tensors are handed over: files may have too long a path, and stay
-        connections.arbitrary_address = _without_file  # type: ignore[attr-defined]
+    # By sockets tensors are handed over: files may have too long a path, and stay.
+    connections.arbitrary_address = _without_file  # type: ignore[attr-defined]
     gc.freeze()  # objects of the training worker, such as its process groups, must not be destroyed here
     for number_of_signal in _IGNORED:
         signal.signal(number_of_signal, signal.SIG_IGN)
@@ -310,13 +269,9 @@ def serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loadin
     while True:
         try:
             while not waiting or connection.poll():
-                if not connection.poll(_PARENT_CHECK_S):
-                    if os.getppid() != parent:
-                        os._exit(0)
-                elif (task := connection.recv()) is None:
+                if (task := connection.recv()) is None:
                     os._exit(0)
-                else:
-                    waiting.append(task)
+                waiting.append(task)
             connection.send_bytes(_reply(fetcher, waiting.popleft(), number, None if begun else loading.init))
             begun = True
         except (OSError, EOFError):  # the training worker is gone

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kfuse.data.builtin import import_for, split_indices
+from kfuse.data.builtin import TextBlocks, import_for, split_indices
 from kfuse.data.dataset import DataError, Dataset, DataSplit
 
 _INSTALL = "'kfuse[transformers]'"
@@ -37,7 +37,7 @@ def load_hf(
     label: str | None = None,
     block_size: int = 128,
 ) -> DataSplit:
-    """Returns the rows of a data set, tokenised: `TokenBlocks`, or with a `label` `LabelledTexts`.
+    """Returns the rows of a data set, tokenised: `TextBlocks`, or with a `label` `LabelledTexts`.
 
     name: on the hub; or a file or folder that `load_dataset` or `load_from_disk` reads. Without `heldout_split` the
     fraction `heldout` of the rows is held out, chosen by a shuffle with `split_seed`. A text ends with the tokenizer's
@@ -112,36 +112,10 @@ def _short(error: BaseException) -> str:
 # -- language modelling ------------------------------------------------------------------------------------------------
 
 
-class TokenBlocks(Dataset):
-    """Blocks of the tokens of all texts, joined, each with the same block shifted by one: see `TextBlocks`.
-
-    Batches are int64 `[B, block_size]`. The tokens are in pieces, arrays that may lie in files.
-    """
-
-    def __init__(self, pieces: Sequence[np.ndarray], block_size: int) -> None:
-        self.pieces, self.block_size = pieces, block_size
-        self.starts = np.cumsum([0, *map(len, pieces)])
-
-    def __len__(self) -> int:
-        return max(0, (int(self.starts[-1]) - 1) // self.block_size)
-
-    def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        found = np.stack([self._window(i * self.block_size) for i in indices.tolist()])
-        windows = torch.from_numpy(found.astype(np.int64))
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-    def _window(self, start: int) -> np.ndarray:
-        """Returns block_size + 1 tokens."""
-        stop = start + self.block_size + 1
-        first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
-        pieces = range(first, last + 1)
-        return np.concatenate([self.pieces[p][max(start - self.starts[p], 0) : stop - self.starts[p]] for p in pieces])
-
-
-def _blocks(rows: Any, text: str, tokenizer: Any, block_size: int) -> TokenBlocks:
+def _blocks(rows: Any, text: str, tokenizer: Any, block_size: int) -> TextBlocks:
     made = _tokenised(rows, partial(_tokens_of, text=text, tokenizer=tokenizer))
     pieces = [piece.flatten().to_numpy() for piece in made.data.column("input_ids").chunks]
-    return TokenBlocks(pieces, block_size)
+    return TextBlocks(pieces, block_size)
 
 
 def _tokens_of(batch: Mapping[str, list[Any]], text: str, tokenizer: Any) -> dict[str, list[list[int]]]:

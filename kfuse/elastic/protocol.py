@@ -10,7 +10,6 @@ what the other side's full buffers keep here. The types of messages: `Supervisor
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -107,28 +106,10 @@ class DroppedRecords:
         return {"step": last, "kind": "records_lost", "steps": [first, last], "lines": lines, "why": self._why}
 
 
-# What a message with a record of a step begins with; then come the record, as it is stored, and the closing brace.
-_HEADS = {kind: f'{{"type":"record","kind":"{kind}","data":'.encode() for kind in OF_STEPS}
-
-
-class Encoded(dict[str, Any]):
-    """A record of a step that came as JSON. `line` is its text, which can be stored as it is."""
-
-    def __init__(self, line: bytes) -> None:
-        """Raises ValueError or TypeError if `line` is not one JSON object."""
-        super().__init__(orjson.loads(line))
-        self.line = line
-
-
-def encode_record(record: Mapping[str, Any]) -> bytes:
-    """A step's record of plain numbers and texts as a line of JSON. A number that is not finite becomes null."""
-    return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
-
-
 def encode(message: Mapping[str, Any]) -> bytes:
-    if message["type"] == "record" and message["kind"] in OF_STEPS:
-        return _HEADS[message["kind"]] + encode_record(message["data"])[:-1] + b"}\n"
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    """A message, or a step's record, as a line of JSON. A number that is not finite becomes null."""
+    options = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    return orjson.dumps(message, option=options)
 
 
 def send(writer: asyncio.StreamWriter, kind: str, **fields: Any) -> None:
@@ -150,28 +131,16 @@ def place(host: str, port: int) -> str:
 
 
 def set_acknowledgement_timeout(connection: socket.socket, silence_s: float) -> None:
-    """Ends the connection if what we send (at least heartbeats) is not acknowledged for `silence_s`. Linux only.
+    """Ends the connection if what we send (at least heartbeats) is not acknowledged for `silence_s`.
 
     Without it, TCP would notice a host that is cut off only after a quarter of an hour.
     """
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))
-
-
-def record_of_step(line: bytes) -> tuple[str, Encoded] | None:
-    """The kind and the record of a message with a record of a step; None for any other. Raises ValueError."""
-    for kind, head in _HEADS.items():
-        if line.startswith(head):
-            return kind, Encoded(line[len(head) : line.rindex(b"}")] + b"\n")
-    return None
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """A message that is no record of a step. Raises ValueError if it is not one JSON object with a "type"."""
-    try:
-        message = json.loads(line)
-    except RecursionError as error:
-        raise ValueError("not a control message") from error
+    """A message. Raises ValueError if it is not one JSON object with a "type"."""
+    message = orjson.loads(line)
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise ValueError("not a control message")
     return message

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import selectors
-import socket
-import time
+import asyncio
 from collections.abc import Mapping, Sequence
 
 
@@ -15,23 +12,17 @@ def unreached(addresses: Mapping[int, Sequence[str | int]], timeout_s: float) ->
     addresses: host and port of the socket on which each listens. The connections carry nothing: the kernel of a host
     makes them, also for a worker that is stopped.
     """
-    missing, deadline = dict.fromkeys(addresses), time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as attempts:
-        for number, (host, port) in addresses.items():
-            connection = socket.socket(socket.AF_INET6 if ":" in str(host) else socket.AF_INET)
-            connection.setblocking(False)
-            if connection.connect_ex((host, port)) not in (0, errno.EINPROGRESS):  # there is no way to it
-                connection.close()
-                continue
-            attempts.register(connection, selectors.EVENT_WRITE, number)
-        while attempts.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in attempts.select(left):
-                attempts.unregister(key.fileobj)
-                assert isinstance(key.fileobj, socket.socket)
-                with key.fileobj as connection:
-                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                        del missing[key.data]
-        for key in attempts.get_map().values():
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
-    return [*missing]
+
+    async def reaches(host: str, port: int) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, writer = await asyncio.open_connection(host, port)
+        except OSError:  # a timeout, too
+            return False
+        writer.close()
+        return True
+
+    async def all_of_them() -> list[bool]:
+        return await asyncio.gather(*(reaches(str(host), int(port)) for host, port in addresses.values()))
+
+    return [number for number, reached in zip(addresses, asyncio.run(all_of_them()), strict=True) if not reached]

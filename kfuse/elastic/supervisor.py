@@ -228,9 +228,6 @@ class Supervisor:
             if len(rest) > protocol.MAX_LINE:
                 return
             for line in lines:
-                if (record := protocol.record_of_step(line)) is not None:  # nearly all that comes
-                    self.records.add(*record)
-                    continue
                 message = protocol.decode(line)
                 try:
                     await self._receive(worker, message)

@@ -102,11 +102,10 @@ class _Sharded(BackwardWatch):
         super().on_gradient(index, grad)
         self._pending.add(index)
 
-    def begins(self) -> bool:
+    def begins(self) -> None:
         """torch._foreach functions, as clipping uses, leave the versions of DTensors: so squares are compared too."""
         if self.monitor.micro_batches and self.kept and self._left is not None:
             self._conditions.append(total_square(self.gradients()) == self._left)
-        return True
 
     def waits(self) -> bool:
         return bool(self._pending)

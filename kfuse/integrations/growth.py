@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import torch.distributed as dist
@@ -173,7 +173,7 @@ class Growth:
         self._monitor.drain()
         return {
             "progress": {name: getattr(self, name) for name in _PROGRESS},
-            "unread": [asdict(stats) for stats in self._unread],
+            "unread": [stats.plain() for stats in self._unread],
             "accumulates": list(self._accumulates),
             "policy": self.policy.state_dict(),
             "monitor": self._monitor.state_dict(),
@@ -199,7 +199,7 @@ class Growth:
             setattr(self, name, value)
         self.policy.load_state_dict(state["policy"])
         self._monitor.load_state_dict(state["monitor"])
-        self._unread.extend(_stats(each) for each in state["unread"])
+        self._unread.extend(StepStats.of_plain(each) for each in state["unread"])
         self._accumulates = deque((accumulate, lr) for accumulate, lr in state["accumulates"])
         self._loaded = None
 
@@ -258,12 +258,6 @@ def _of_rank_0(number: int) -> int:
     if dist.is_available() and dist.is_initialized():
         dist.broadcast_object_list(numbers)
     return numbers[0]
-
-
-def _stats(values: dict[str, Any]) -> StepStats:
-    """Returns what asdict made plain, also where lists have taken the place of tuples."""
-    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return StepStats(**made)
 
 
 def _scale_rates(optimizers: Sequence[Any], schedulers: Sequence[Any], factor: float) -> None:

@@ -16,12 +16,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from kfuse.elastic.protocol import Encoded, encode_record
+from kfuse.elastic.protocol import encode
 from kfuse.observe import flattened, write_json
 from kfuse.observe.origin import origin
 from kfuse.observe.sinks import Sink, Sinks
 from kfuse.observe.sinks.board import Board
-from kfuse.statistics.figures import METRICS
 
 if TYPE_CHECKING:
     from kfuse.observe.sinks.services import About
@@ -122,7 +121,6 @@ class RunDirectory:
     def metrics(self, record: Mapping[str, Any]) -> bool:
         """Takes one step's figures: the keys of `METRICS`, null where unknown, and `figures` and `signals` if any.
 
-        Those that a worker has sent are stored as they came.
         Steps come in order. Returns False, having left it out, for one that came already: it may be reported again
         after a loss. Where steps before it have not come, an event says so.
         """
@@ -134,10 +132,7 @@ class RunDirectory:
             lines = step - self._next_step
             self.event({"step": step, "kind": "records_lost", "steps": missing, "lines": lines, "why": why})
         self._last_step, self._next_step = step, step + 1
-        if not isinstance(record, Encoded):
-            more = {key: record[key] for key in ("figures", "signals") if record.get(key)}
-            record = {key: record.get(key) for key in METRICS} | more
-        self._metrics.add(_line(record))
+        self._metrics.add(encode(record))
         figures = record.get("figures")
         groups = {"train": record, "figures": figures} if figures else {"train": record}
         self._sinks.log(groups, step)
@@ -171,7 +166,7 @@ class RunDirectory:
         entry = (record["step"], record["micro_batch"])
         if self._ledger is not None and entry > self._last_entries.get(record.get("worker"), (-1, -1)):
             self._know_entry(record)
-            self._ledger.add(_line(record))
+            self._ledger.add(encode(record))
             self._write()
 
     def rewind(self, step: int, ledger: bool = False) -> None:
@@ -303,11 +298,6 @@ class _Lines:
         lost, self.dropped = len(self._waiting) + self.dropped, 0
         self._waiting.clear()
         return lost
-
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    """A step's record as it is stored."""
-    return record.line if isinstance(record, Encoded) else encode_record(record)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

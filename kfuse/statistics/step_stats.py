@@ -40,6 +40,13 @@ class StepStats(Measured):
     """What a step function returned beside the loss, by name: means over the samples. One that is not finite is left
     out; empty too on a worker that has run no micro-batch so far."""
 
+    def plain(self) -> dict[str, Any]:
+        return asdict(self) | {"seconds": list(self.seconds)}
+
+    @staticmethod
+    def of_plain(values: dict[str, Any]) -> StepStats:
+        return StepStats(**values | {"seconds": tuple(values["seconds"])})
+
 
 # Records that may be on their way to the host before it waits for the oldest: so many steps it may be ahead.
 _MOST_IN_FLIGHT = 8
@@ -172,8 +179,8 @@ class Statistics:
         return {
             "noise_scale": self.noise_scale.state_dict(),
             "in_flight": in_flight,
-            "unread": list(map(_plain, self._unread)),
-            "latest": None if latest is None else _plain(latest),
+            "unread": [stats.plain() for stats in self._unread],
+            "latest": None if latest is None else latest.plain(),
             "figure_names": names,
         }
 
@@ -183,12 +190,12 @@ class Statistics:
         self._in_flight = deque()
         for step, unit, record, *more in state["in_flight"]:
             self._in_flight.append(_Record(step, unit, torch.tensor(record, dtype=torch.float64), None, *more))
-        self._unread = list(map(_of_plain, state["unread"]))
+        self._unread = list(map(StepStats.of_plain, state["unread"]))
         names = state["figure_names"]
         self.figure_names = None if names is None else tuple(names)
         self._newest = self._latest = None
         if (latest := state.get("latest")) is not None:
-            now, stats = self.noise_scale.estimate(), _of_plain(latest)
+            now, stats = self.noise_scale.estimate(), StepStats.of_plain(latest)
             self._latest = replace(
                 stats, noise_scale=now.noise_scale, noise_scale_low=now.low, noise_scale_high=now.high
             )
@@ -249,14 +256,6 @@ class Statistics:
             seconds=tuple(values[t.RECORD_SLOTS :]),
             figures={name: value for name, value in figures.items() if math.isfinite(value)},
         )
-
-
-def _plain(stats: StepStats) -> dict[str, Any]:
-    return asdict(stats) | {"seconds": list(stats.seconds)}
-
-
-def _of_plain(stats: dict[str, Any]) -> StepStats:
-    return StepStats(**stats | {"seconds": tuple(stats["seconds"])})
 
 
 def _known(value: float) -> float | None:

@@ -121,19 +121,18 @@ def _tables(model: nn.Module, about: Mapping[str, Any], files: Sequence[Path]) -
 def _language(model: nn.Module, about: Mapping[str, Any], files: Sequence[Path]) -> Rows:
     """With blocks as in training: a token is predicted from those before it in its block."""
     from kfuse.data.builtin import TextBlocks
-    from kfuse.data.hugging_face import TokenBlocks, load_tokenizer
+    from kfuse.data.hugging_face import load_tokenizer
 
     how = about["input"]
     tokenizer = load_tokenizer(how["tokenizer"]) if how["format"] == "tokens" else None
     for file in files:
         text = _text(file)
-        data: Dataset
         if tokenizer is None:
-            data = TextBlocks(np.frombuffer(text.encode(), np.uint8), how["block_size"])
+            found = np.frombuffer(text.encode(), np.uint8)
         else:
-            data = TokenBlocks([np.array(tokenizer(text, verbose=False)["input_ids"])], how["block_size"])
+            found = np.array(tokenizer(text, verbose=False)["input_ids"])
         loss = right = tokens = 0.0
-        for scores, target in outputs(model, data):
+        for scores, target in outputs(model, TextBlocks([found], how["block_size"])):
             loss += float(F.cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="sum"))
             right += float((scores.argmax(-1) == target).sum())
             tokens += target.numel()

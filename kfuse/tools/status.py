@@ -81,10 +81,10 @@ def state_of(run_dir: Path) -> State:
     times = [path.stat().st_mtime for path, lines in zip(files, (steps, events), strict=True) if lines]
     recent = steps[-_RATE_STEPS:]
     seconds = sum(step.get("step_time_s") or 0.0 for step in recent[1:])
-    if summary.get("exit_reason") in _ENDED_BADLY and in_use(run_dir):  # another command goes on with the run
+    reason = summary.get("exit_reason")
+    if reason in (*STOP_STATUS, "failed") and in_use(run_dir):  # another command goes on with the run
         summary = {}
     if summary:
-        reason = summary.get("exit_reason")
         phase = "failed" if reason == "failed" else "stopped" if reason in STOP_STATUS else "ended"
     elif not in_use(run_dir):
         phase = "gone"

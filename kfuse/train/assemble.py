@@ -131,7 +131,7 @@ def _fetcher(
         about = {"step": progress.step, "kind": "loader_lost", "worker": session.worker}
         reporter.of_any_worker({**about, "pid": pid, "how": how})
 
-    return Feeder(given.data, sampler, loading, session.group.device, report)
+    return Feeder(given.data, sampler, loading, report)
 
 
 def _streams(given: TrainArguments) -> int | None:

@@ -155,7 +155,7 @@ class Counts(kf.BasePolicy):
 
 
 def train(**options: Any) -> list[list[str]]:
-    """The host's waits of some steps of kf.fit, whose loader processes fetch by a stream of their own."""
+    """The host's waits of some steps of kf.fit, with loader processes."""
     torch.manual_seed(0)
     data = (torch.randn(256, 6), torch.randint(0, 4, (256,)))
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 4))

@@ -79,7 +79,7 @@ def test_text(tmp_path: Path) -> None:
     x, y = held.fetch(np.arange(len(held)))
     right = (model.eval()(x).argmax(-1) == y).float().mean()
     assert float(right) == pytest.approx(summary["heldout_accuracy"], abs=1e-6)
-    (tmp_path / "held.txt").write_bytes(held.tokens.tobytes())
+    (tmp_path / "held.txt").write_bytes(held.pieces[0].tobytes())
     [row] = predicted(tmp_path / "run", tmp_path / "held.txt")
     assert float(row["accuracy"]) == pytest.approx(summary["heldout_accuracy"], abs=1e-4)
     assert float(row["loss"]) == pytest.approx(summary["heldout_loss"], abs=1e-4)

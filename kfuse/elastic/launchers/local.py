@@ -110,7 +110,7 @@ class LocalLauncher:
         share: int | None = None,
         folder: str | None = None,
     ) -> None:
-        """parent_end_signal: the signal that the kernel (Linux) sends a worker when this process ends; None: none.
+        """parent_end_signal: the signal that the kernel sends a worker when this process ends; None: none.
 
         share: how many workers share this machine's cores: each gets its part as OMP_NUM_THREADS, unless that is set.
         folder: working directory; None: this process's.
@@ -175,8 +175,8 @@ def open_log(env: Mapping[str, str]) -> BinaryIO | None:
 
 
 def signal_at_parent_end(number: signal.Signals | None) -> Callable[[], None] | None:
-    """A function for a process just forked: has the kernel (Linux) send it this signal when its parent ends."""
-    if number is None or sys.platform != "linux":
+    """A function for a process just forked: has the kernel send it this signal when its parent ends."""
+    if number is None:
         return None
     prctl = ctypes.CDLL(None).prctl  # looked up before the fork
     return lambda: prctl(_PR_SET_PDEATHSIG, number)
