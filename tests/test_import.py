@@ -15,7 +15,7 @@ import pytest
 
 import kfuse as kf
 
-MOST_MODULES, MOST_LINES = 76, 15_000
+MOST_MODULES, MOST_LINES = 76, 15_050
 
 OPTIONAL = ("hydra", "omegaconf", "rich", "sklearn", "triton", "tensorboard", "matplotlib", "PIL", "ray")
 
