@@ -9,7 +9,7 @@ from accelerate.utils.operations import find_batch_size
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from kfuse.integrations.attached import figures, known, monitor_of
+from kfuse.integrations.attached import figures, monitor_of
 from kfuse.integrations.backward import OfOneModel
 from kfuse.integrations.growth import Growth
 from kfuse.integrations.measure import Monitor
@@ -100,7 +100,7 @@ class _Attached:
         self._backward(loss, **named)
 
     def log(self, values: dict[str, Any], *given: Any, **named: Any) -> None:
-        more = known(figures(self.monitor))
+        more = figures(self.monitor)
         if self.grows is not None:
             more["batch_size"] = self.grows.growth.batch_size
         self._log({**values, **more}, *given, **named)

@@ -49,11 +49,8 @@ def monitor_of(who: str, model: nn.Module, scaler: torch.amp.GradScaler | None) 
     return monitor(model, scaler=scaler)
 
 
-def figures(of: Monitor | DistributedOptimizer, unit: str = "") -> dict[str, float | None]:
-    """Returns those of LOGGED, None where unknown. Waits for the device. unit: is added to the names; "": samples."""
+def figures(of: Monitor | DistributedOptimizer, unit: str = "") -> dict[str, float]:
+    """Returns those of LOGGED that are known. Waits for the device. unit: is added to the names; "": samples."""
     stats = of.stats
-    return {name + unit: None if stats is None else getattr(stats, name) for name in LOGGED}
-
-
-def known(values: dict[str, float | None]) -> dict[str, float]:
+    values = {name + unit: getattr(stats, name, None) for name in LOGGED}
     return {name: value for name, value in values.items() if value is not None}

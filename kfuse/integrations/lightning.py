@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from kfuse.integrations.attached import figures, monitor_of
+from kfuse.integrations.attached import LOGGED, figures, monitor_of
 from kfuse.integrations.growth import Growth
 from kfuse.integrations.measure import Monitor
 
@@ -116,7 +116,7 @@ class NoiseScale(Callback):  # type: ignore[misc]
             if 0 <= trainer.max_steps <= self._growth.updates:
                 trainer.should_stop = True
         if (batch_idx + 1) % trainer.log_every_n_steps == 0 or trainer.is_last_batch:
-            values = {name: math.nan if value is None else value for name, value in figures(self.monitor).items()}
+            values = dict.fromkeys(LOGGED, math.nan) | figures(self.monitor)
             if self._growth is not None:
                 values["batch_size"] = self._growth.batch_size
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.optimization import GreedyLR
 
 from kfuse.integrations.accelerate import length_of, refuse_shards_of_sequences
-from kfuse.integrations.attached import TOKENS, figures, known, monitor_of
+from kfuse.integrations.attached import TOKENS, figures, monitor_of
 from kfuse.integrations.growth import Growth
 from kfuse.integrations.measure import Monitor
 from kfuse.integrations.transformers_fit import fit, init
@@ -88,7 +88,7 @@ class Attached(TrainerCallback):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
         if self.monitor is not None and "loss" in logs:
-            logs = {**logs, **known(figures(self.monitor, self._unit))}
+            logs = {**logs, **figures(self.monitor, self._unit)}
             if self._growth is not None:
                 logs["batch_size"] = self._growth.growth.batch_size
         self._log(logs, *given, **named)

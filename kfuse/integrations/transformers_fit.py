@@ -21,7 +21,7 @@ from kfuse.comm import devices
 from kfuse.data import MapData
 from kfuse.data.fetching import fetch
 from kfuse.elastic.protocol import ENV_CONTROL
-from kfuse.integrations.attached import TOKENS, figures, known
+from kfuse.integrations.attached import TOKENS, figures
 from kfuse.integrations.transformers_callbacks import Callbacks
 from kfuse.integrations.transformers_refuse import refuse
 from kfuse.membership import Session
@@ -163,7 +163,7 @@ def _instead_of_trainers(trainer: Trainer, opt: DistributedOptimizer, callbacks:
     trainer._save_rng_state = lambda folder: None
 
     def log_noise_scale(logs: dict[str, float], *given: Any, **named: Any) -> None:
-        log({**logs, **known(figures(opt))} if "loss" in logs else logs, *given, **named)
+        log({**logs, **figures(opt)} if "loss" in logs else logs, *given, **named)
 
     trainer.log = log_noise_scale
     trainer.current_gradient_accumulation_steps = 1  # kfuse itself takes the mean over the step's micro-batches
