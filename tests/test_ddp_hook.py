@@ -490,6 +490,11 @@ def error(act: Any) -> str:
     return "nothing"
 
 
+class ReturnsBias(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.bias
+
+
 class Keeps(nn.Linear):
     """Keeps its loss, and returns an output that does not lead to it."""
 
@@ -544,13 +549,21 @@ def test_wrong_uses_of_ddp_end_in_one_line() -> None:
     monitor = kf.ddp_hook(model)
     model(x).sum().backward()
     check_copies(model, monitor)
-    # The loss does not come from the model's outputs.
+    # The loss does not come from the model's outputs: from the second step on, its parameters tell of a backward.
     model = wrapped(Keeps())
     monitor = kf.ddp_hook(model)
-    model(x * (dist.get_rank() + 1))
-    model.module.loss.backward()  # type: ignore[union-attr, operator]
-    # Of the 10 weights: 4 on one worker, 8 on the other.
-    assert monitor.stats is not None and monitor.stats.grad_variance == pytest.approx(80, rel=1e-5)
+    for step in range(2):
+        model(x * (dist.get_rank() + 1))
+        model.module.loss.backward()  # type: ignore[union-attr, operator]
+        model.zero_grad()
+        assert monitor.stats is not None
+        # Of the 10 weights: 4 on one worker, 8 on the other.
+        assert monitor.stats.grad_variance == (pytest.approx(80, rel=1e-5) if step else None)
+    model = wrapped(ReturnsBias(5, 2))
+    kf.ddp_hook(model)
+    for _ in range(3):
+        model(x)[0].sum().backward()
+    assert len(model.module.bias._backward_hooks or ()) <= 1  # type: ignore[union-attr, arg-type]
     # Two groups: the model's own counts.
     groups = [dist.new_group([rank]) for rank in range(2)]
     model = wrapped(nn.Linear(5, 2), process_group=groups[dist.get_rank()])
@@ -558,6 +571,7 @@ def test_wrong_uses_of_ddp_end_in_one_line() -> None:
     model(x).sum().backward()
     assert monitor.stats is not None and monitor.stats.micro_batches == 1
     assert monitor.stats.grad_norm == pytest.approx(math.sqrt(2 * 5 * 16 + 2 * 16))
+    assert not any(p._backward_hooks for p in model.parameters())
 
 
 # -- the end of the process ------------------------------------------------------------------------------------------

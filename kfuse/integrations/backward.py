@@ -53,6 +53,7 @@ class BackwardWatch(ABC):
         """params: those whose `.grad` is watched. A subclass calls `watch` for what it measures."""
         self.params, self.monitor = list(params), monitor
         self._began = False
+        self._measures = False  # the gradient of the backward under way is measured by the parameters' hooks
         self.kept = False  # some parameter had a gradient when it began
         self.norms: list[Tensor] = []  # of its gradient, in blocks
         self.before = self.after = self._marks()  # as it began, and when the latest one was over
@@ -84,7 +85,8 @@ class BackwardWatch(ABC):
     def on_gradient(self, index: int, grad: Tensor) -> None:
         """Takes in what a backward has computed for parameter `index`."""
         self.reached()
-        self.norms += block_norms(grad)
+        if self._measures:
+            self.norms += block_norms(grad)
 
     def reached(self) -> None:
         """Called from a backward, again and again: the first time it begins."""
@@ -104,7 +106,7 @@ class BackwardWatch(ABC):
             self._forwards = 1
         elif self.before != self.after:
             self.unknown()  # changed between two backwards of a step, for example clipped
-        self.begins()
+        self._measures = self.begins()
 
     def unknown(self) -> None:
         """Makes this step's squares unknown."""
@@ -181,8 +183,9 @@ class BackwardWatch(ABC):
         """Whether an earlier backward left gradients elsewhere than in `.grad`."""
         return False
 
-    def begins(self) -> None:  # noqa: B027
-        """Called as a backward begins."""
+    def begins(self) -> bool:
+        """Called as a backward begins. Returns whether the parameters' hooks shall measure its gradient."""
+        return True
 
     @abstractmethod
     def ended(self) -> None:

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfuse.comm.gradients import at_the_end_of_backward
 from kfuse.integrations.backward import BackwardWatch, OfOneModel
-from kfuse.integrations.measure import Monitor, Options, drop_before_exit, one_device, total_square
+from kfuse.integrations.measure import Monitor, Options, block_norms, drop_before_exit, one_device, total_square
 from kfuse.kernels import BLOCK
 from kfuse.kernels.private_names import need
 
@@ -22,7 +22,7 @@ def ddp_hook(
     scaler: torch.amp.GradScaler | None = None,
     name: str = "train",
 ) -> Monitor:
-    """Measures the gradient statistics of a DDP model; parameters keep plain DDP's bits.
+    """Measures the gradient statistics of a DDP model in its communication hook; parameters keep plain DDP's bits.
 
     With `gradient_as_bucket_view=True` and a number of workers that is no power of two they may differ in the last bit.
 
@@ -61,11 +61,12 @@ class _Hook(BackwardWatch):
         device = one_device("kf.ddp_hook", params)
         self._means: list[Tensor] = []  # the buckets, which have the mean gradient when backward is over
         self._syncs = False  # DDP reduces in the backwards of the newest forward
+        self._watches = False  # the parameters have hooks
+        self._of_buckets = False  # this backward's gradient is measured in the buckets, before their reduction
         self._reduced = False  # all of this backward's buckets are on their way
         ddp.register_comm_hook(None, OfOneModel(self._reduce))
         super().__init__(ddp, params, Monitor(device, options, workers=self._workers, rank=self._rank))
-        for index, param in enumerate(params):
-            self.watch(index, param)
+        ddp.register_forward_hook(OfOneModel(self._after_forward))
         self.monitor.handles.clear()  # they stay as long as the communication hook, which torch cannot remove
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
@@ -78,17 +79,49 @@ class _Hook(BackwardWatch):
                 "give every worker as many micro-batches"
             )
 
-    def begins(self) -> None:
+    def _after_forward(self, module: nn.Module, arguments: object, output: object) -> None:
+        """A backward begins at the model's outputs, if DDP finds them and they are tensors that lead to parameters."""
+        if self._watches or not torch.is_grad_enabled():
+            return
+        found: list[Tensor] = torch.nn.parallel.distributed._find_tensors(output)  # type: ignore[no-untyped-call]
+        # A parameter among the outputs would have another hook after each forward.
+        outputs = [tensor for tensor in found if tensor.requires_grad and not tensor.is_leaf]
+        if not self._syncs or not outputs:
+            self._watch_parameters()
+        for tensor in outputs:
+            tensor.register_hook(lambda grad: self.reached())  # type: ignore[no-untyped-call]
+
+    def _watch_parameters(self) -> None:
+        """Hooks on the parameters, about 15 us of each a backward: only once they are needed."""
+        if not self._watches:
+            self._watches, kept = True, len(self.monitor.handles)
+            for index, param in enumerate(self.params):
+                self.watch(index, param)
+            del self.monitor.handles[kept:]
+
+    def begins(self) -> bool:
+        """The gradient is measured parameter by parameter where the buckets will hold another one."""
         self._means, self._reduced = [], False
+        self._of_buckets = self._syncs and not self.kept
+        if not self._of_buckets:
+            self._watch_parameters()
+        return not self._of_buckets
 
     # torch checks the annotations of a communication hook, and refuses strings: so these have none.
     def _reduce(self, _, bucket):  # type: ignore[no-untyped-def]
-        """Averages a bucket over the workers as DDP does without a hook."""
+        """Averages a bucket over the workers as DDP does without a hook, and measures it on the way."""
         buffer = bucket.buffer()
         if buffer.is_sparse:
             raise RuntimeError("kf.ddp_hook: a gradient is sparse: statistics need dense ones (sparse=False)")
+        if not self._began:
+            self.reached()
+            self.before = []  # some gradients are there by now
+            self.unknown()  # the backward did not come from the model's outputs
+            self._watch_parameters()  # from now on it may
         if buffer.dtype in (torch.bfloat16, torch.float16):
             self.monitor.low_precision()
+        if self._of_buckets:
+            self.norms += block_norms(buffer)
         buffer.mul_(1.0 / self._workers)  # as DDP does where it copies a gradient into its bucket
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         self._means.append(buffer)

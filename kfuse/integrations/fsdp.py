@@ -102,10 +102,11 @@ class _Sharded(BackwardWatch):
         super().on_gradient(index, grad)
         self._pending.add(index)
 
-    def begins(self) -> None:
+    def begins(self) -> bool:
         """torch._foreach functions, as clipping uses, leave the versions of DTensors: so squares are compared too."""
         if self.monitor.micro_batches and self.kept and self._left is not None:
             self._conditions.append(total_square(self.gradients()) == self._left)
+        return True
 
     def waits(self) -> bool:
         return bool(self._pending)
