@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ def load_csv(
 
     A column of numbers becomes one feature, with mean 0 and standard deviation 1 over the training rows; a missing
     number becomes 0, the mean. A column of words becomes a feature for each word of the training rows, 1.0 or 0.0. A
-    target of words, of true and false or of whole numbers is a class, int64 `[B]`; of other numbers it is what is to be
-    predicted, float32 `[B, 1]`. The fraction `heldout` is chosen by a shuffle with `split_seed`. Needs pandas. Raises
-    DataError, in one line.
+    target of words, of true and false or of whole numbers is a class, int64 `[B]`; other numbers are predicted, float32
+    `[B, 1]`, scaled as the features are: a mean squared error of 1 is that of the mean. The fraction `heldout` is
+    chosen by a shuffle with `split_seed`. Needs pandas. Raises DataError, in one line.
     """
     if path is None or target is None:
         raise DataError("data=csv needs data.path=FILE and data.target=COLUMN, what is to be predicted")
@@ -36,8 +36,9 @@ def load_csv(
         raise DataError(f"{path}: must have a column beside {target}, and no empty {target}")
     train, held = split_indices(len(frame), heldout, split_seed)
     columns = [_described(rows[name].iloc[train]) for name in rows.columns]
-    x, (y, classes) = features(rows, columns), _targets(frame[target])
-    about = {"format": "table", "columns": columns, "target": target}
+    scale = _described(frame[target].iloc[train]) if frame[target].dtype.kind == "f" else None
+    x, (y, classes) = features(rows, columns), _targets(frame[target], scale)
+    about = {"format": "table", "columns": columns, "target": scale or {"name": target}}
     spec: dict[str, Any] = {"input_shape": (x.shape[1],), "num_classes": len(classes) if classes else 1}
     spec |= {"classes": classes} if classes else {}
     parts = (TensorData((x, y), chosen.tolist()) for chosen in (train, held))
@@ -47,11 +48,14 @@ def load_csv(
     return DataSplit(next(parts), next(parts), spec, about, remark)
 
 
-def read(path: str | os.PathLike[str]) -> Any:
-    """Returns the file as a pandas DataFrame. Raises DataError where it cannot be read, and where it has no row."""
+def read(path: str | os.PathLike[str], words: Collection[str] = ()) -> Any:
+    """Returns the file as a pandas DataFrame. Raises DataError where it cannot be read, and where it has no row.
+
+    words: the columns that are words, whatever they look like here: 01 stays 01.
+    """
     pandas = import_for("pandas", "csv", "pandas", "'kfuse[csv]'")
     try:
-        frame = pandas.read_csv(Path(path).expanduser())
+        frame = pandas.read_csv(Path(path).expanduser(), dtype=dict.fromkeys(words, str))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not len(frame):
@@ -86,14 +90,16 @@ def _described(column: Any) -> dict[str, Any]:
     """Returns what is made of a column, by its training rows."""
     if column.dtype.kind in "biuf":
         std = float(column.std(ddof=0))
-        return {"name": column.name, "mean": float(column.mean()), "std": std if std > 0 else 1.0}
+        mean = 0.0 if column.isna().all() else float(column.mean())
+        return {"name": column.name, "mean": mean, "std": std if std > 0 else 1.0}
     return {"name": column.name, "values": sorted(set(column.dropna().astype(str)))}
 
 
-def _targets(column: Any) -> tuple[Tensor, tuple[str, ...]]:
-    """Returns the targets, and the classes' names: none for numbers that are to be predicted."""
-    if column.dtype.kind == "f":
-        return torch.from_numpy(column.to_numpy(np.float32)).view(-1, 1), ()
+def _targets(column: Any, scale: dict[str, Any] | None) -> tuple[Tensor, tuple[str, ...]]:
+    """Returns the targets, and the classes' names: none for numbers that are to be predicted. scale: of these."""
+    if scale is not None:
+        scaled = (column.to_numpy(np.float64) - scale["mean"]) / scale["std"]
+        return torch.from_numpy(scaled.astype(np.float32)).view(-1, 1), ()
     names = sorted(set(column), key=lambda value: (str(type(value)), value))
     number = {name: k for k, name in enumerate(names)}
     if len(names) < 2:

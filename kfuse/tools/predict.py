@@ -52,8 +52,9 @@ def main(words: Sequence[str]) -> int:
     try:
         model = load_model(folder, about)
         rows = predict(model, about, files)
-        write(header)
-        for row in rows:
+        for number, row in enumerate(rows):
+            if number == 0:  # not before an error in the first file
+                write(header)
             write(f"{value:.4f}" if isinstance(value, float) else value for value in row)
     except (DataError, ValueError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
@@ -107,15 +108,16 @@ def _tables(model: nn.Module, about: Mapping[str, Any], files: Sequence[Path]) -
     from kfuse.data.dataset import TensorData
     from kfuse.data.table import features, read
 
+    columns, target = about["input"]["columns"], about["input"]["target"]
     for file in files:
-        x = features(read(file), about["input"]["columns"])
+        x = features(read(file, [column["name"] for column in columns if "values" in column]), columns)
         found = outputs(model, TensorData((x, x)))
         if about["classes"]:
             for row, each in enumerate(_classes(found, about["classes"])):
                 yield file, row, *each
         else:
             for row, value in enumerate(value for scores, _ in found for value in scores.flatten().tolist()):
-                yield file, row, value, None
+                yield file, row, value * target["std"] + target["mean"], None
 
 
 def _language(model: nn.Module, about: Mapping[str, Any], files: Sequence[Path]) -> Rows:

@@ -94,8 +94,8 @@ def test_a_table(target: str, tmp_path: Path) -> None:
         write = csv.writer(file).writerow
         write(("width", "shop", "colour", "price"))
         for _ in range(200):
-            width, shop = rng.normal(5, 3), rng.choice(["north", "south"])
-            red = width + 3 * (shop == "north") > 6
+            width, shop = rng.normal(5, 3), rng.choice(["01", "02", "x1"])
+            red = width + 3 * (shop == "01") > 6
             write((f"{width:.3f}" if rng.random() < 0.9 else "", shop, "red" if red else "blue", f"{2 * width:.3f}"))
     words = "data=csv", f"data.path={table}", f"data.target={target}", "data.heldout=0.5", "train.epochs=3"
     summary, about = trained(tmp_path / "run", *words, "model.hidden=[8]")
@@ -106,6 +106,10 @@ def test_a_table(target: str, tmp_path: Path) -> None:
     x, y = split.heldout.fetch(np.arange(len(split.heldout)))
     scores, rows = model(x), predicted(tmp_path / "run", table)
     assert len(rows) == 200
+    lines = table.read_text().splitlines()
+    (tmp_path / "numbers.csv").write_text("\n".join(line for line in lines if ",x1," not in line))  # 01 is no number
+    some = [row["prediction"] for row, line in zip(rows, lines[1:], strict=True) if ",x1," not in line]
+    assert [row["prediction"] for row in predicted(tmp_path / "run", tmp_path / "numbers.csv")] == some
     held = split_indices(200, 0.5, 0)[1].tolist()
     if target == "colour":
         right = (scores.argmax(-1) == y).float().mean()
@@ -113,7 +117,8 @@ def test_a_table(target: str, tmp_path: Path) -> None:
         assert [rows[k]["prediction"] for k in held] == [about["classes"][k] for k in scores.argmax(-1)]
     else:
         assert float((scores - y).detach().square().mean()) == pytest.approx(summary["heldout_loss"], rel=1e-4)
-        assert [float(rows[k]["prediction"]) for k in held] == pytest.approx(scores.flatten().tolist(), abs=1e-3)
+        price = scores.flatten() * about["input"]["target"]["std"] + about["input"]["target"]["mean"]
+        assert [float(rows[k]["prediction"]) for k in held] == pytest.approx(price.tolist(), abs=1e-3)
 
 
 def test_wrong_tables_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -129,8 +134,5 @@ def test_wrong_tables_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "no empty b" in said("a,b\n1,2\n1,\n", "b")
     assert "has no row" in said("a,b\n", "b")
     assert "1 class" in said("a,b\n1,x\n2,x\n", "b")
-
-
-def test_a_target_of_whole_numbers_is_said_to_be_classes(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,b\n1,3\n2,4\n")
     assert "2 classes is predicted, since it has whole numbers" in str(load_csv(tmp_path / "t.csv", "b").remark)
