@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ class Limits(kf.BasePolicy):
     def decide(self, signals):
         kf.log(most=signals.bounds.workers_max)
 
-given = dict(batch_size=16, micro_batch=4, epochs=4, checkpoint_dir=sys.argv[1])
+given = dict(batch_size=16, micro_batch=4, epochs=5, checkpoint_dir=sys.argv[1])
 for step in kf.DataLoader(net, (x, y), opt, Limits(), **given):
     for a, b in step:
         F.mse_loss(net(a), b).backward()
@@ -38,6 +37,8 @@ for step in kf.DataLoader(net, (x, y), opt, Limits(), **given):
         os.kill(os.getpid(), signal.SIGKILL)
     if step.ends_epoch:
         kf.log(heldout_loss=1.0 / (1 + step.epoch), heldout_accuracy=step.epoch / 10)
+    if step.number == 23:
+        break
 """
 
 
@@ -49,8 +50,6 @@ def test_each_step_is_recorded_once_through_the_loss_of_rank_0(tmp_path: Path) -
     assert {line["figures"].get("most") for line in job.metrics[1:]} == {2}, "a script's policy knows the job's limits"
     evaluations = [(each["step"], each["loss"], each["accuracy"]) for each in job.of_kind("evaluation")]
     assert evaluations == [(6 * epoch + 5, 1 / (1 + epoch), epoch / 10) for epoch in range(4)]
-    summary = json.loads((job.directory / "summary.json").read_text())
-    assert (summary["heldout_loss"], summary["heldout_accuracy"]) == (0.25, 0.3)
 
 
 class Validate(kf.BasePolicy):

@@ -126,15 +126,17 @@ def test_a_gap_in_the_steps_is_said_in_an_event_and_in_the_summary(tmp_path: Pat
     """The leader was lost, with more steps that had not reached the supervisor than the next one sends again."""
     recorder, records = quiet(tmp_path), [step(index) for index in (4, 5, 9, 8, 9, 10, 13)]
     known = ("event", {"step": 12, "kind": "records_lost", "steps": [11, 12], "lines": 5, "why": "said already"})
-    recorder.keep([start(at=4), *records[:-1], known, *records[-1:]])
+    evaluated = ("event", {"step": 8, "kind": "evaluation", "loss": 0.5, "accuracy": 0.75, "metrics": {}})
+    recorder.keep([start(at=4), *records[:-1], known, *records[-1:], evaluated])
     recorder.close(None)
-    found = [(event["kind"], event["steps"]) for event in read_lines(tmp_path / "events.jsonl")]
+    found = [(event["kind"], event["steps"]) for event in read_lines(tmp_path / "events.jsonl")[:-1]]
     assert found == [("records_lost", [6, 8]), ("records_lost", [11, 12])]
-    assert json.loads((tmp_path / "summary.json").read_text())["lines_lost"] == 8
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["lines_lost"], summary["heldout_accuracy"]) == (8, 0.75)
     recorder = quiet(tmp_path)  # another process, to which the leader sends the newest steps of before again
     recorder.keep([start(at=17), step(12), step(13), step(15), step(16), step(17)])
     recorder.close(None)
-    assert [event["steps"] for event in read_lines(tmp_path / "events.jsonl")][2:] == [[14, 14]]
+    assert [event["steps"] for event in read_lines(tmp_path / "events.jsonl")[3:]] == [[14, 14]]
 
 
 def test_what_is_missing_is_counted_over_all_processes_of_a_run(tmp_path: Path) -> None:

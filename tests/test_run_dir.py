@@ -127,10 +127,13 @@ def test_rewinding_drops_what_comes_again_and_torn_lines(tmp_path: Path) -> None
     for step, worker in ((0, 0), (3, 0), (0, 1), (1, 1)):
         directory.ledger({"step": step, "micro_batch": 0, "worker": worker})
     directory.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "ep')
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 4, "ep')
     directory = RunDirectory(tmp_path, sinks=(), ledger=True)
     directory.rewind(2)
+    directory.event({"kind": "note", "step": 2})
+    assert [line["kind"] for line in lines(tmp_path / "events.jsonl")] == ["note"]
     assert [directory.metrics({"step": step}) for step in (1, 2, 2, 3)] == [False, True, False, True]
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     for step, worker in ((1, 1), (2, 1), (1, 0)):  # the first one is there already

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,7 +50,8 @@ def test_the_csv_file_has_each_step_once_and_new_columns(tmp_path: Path) -> None
 def test_prometheus_reads_what_the_newest_line_of_the_records_says(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, sinks=["prometheus"])
     for step in range(3):
-        directory.metrics({"step": step, "loss": 0.5 / (1 + step), "samples": 8 * step, "grad_norm": float("nan")})
+        known = {"loss": 0.5 / (1 + step), "samples": 8 * step, "noise_scale": 5.0 if step < 2 else None}
+        directory.metrics({"step": step, **known, "grad_norm": float("nan")})
     directory.event({"kind": "evaluation", "step": 3, "accuracy": 0.75})
     directory.close()
     families = text_string_to_metric_families((tmp_path / "metrics.prom").read_text())
@@ -57,6 +59,7 @@ def test_prometheus_reads_what_the_newest_line_of_the_records_says(tmp_path: Pat
     last = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()][-1]
     assert (found["kfuse_train_loss"], found["kfuse_train_samples"]) == (last["loss"], last["samples"])
     assert (found["kfuse_step"], found["kfuse_heldout_accuracy"]) == (last["step"] + 1, 0.75)
+    assert math.isnan(found["kfuse_train_noise_scale"]), "it was known, and is not now"
     assert "kfuse_train_grad_norm" not in found and found["kfuse_written"] > 1e9
 
 

@@ -201,6 +201,7 @@ class Recorder:
         self.summary: dict[str, Any] | None = None  # that the workers report as the training ends
         self._started = time.time()
         self._last: dict[str, Any] = {}
+        self._evaluation: dict[str, Any] = {"loss": None, "accuracy": None, "metrics": {}}
 
     def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
         """Writes and shows records, in order; of several steps' metrics the newest ones are shown."""
@@ -216,6 +217,8 @@ class Recorder:
                         if self.directory.metrics(data):  # else it came before: a new leader sends steps again
                             self._last = shown = data
                     case "event":
+                        if data["kind"] == "evaluation":
+                            self._evaluation = {name: data[name] for name in ("loss", "accuracy", "metrics")}
                         self.directory.event(data)
                         self._display.event(data)
                     case "ledger":
@@ -263,8 +266,8 @@ class Recorder:
             "samples": self._last.get("samples", 0),
             "wall_s": time.time() - self._started,
             **{name: self._last.get(name) for name in ("loss", "batch_size", "lr", "workers")},
-            **dict.fromkeys(("heldout_loss", "heldout_accuracy", "params_sha256")),
-            "heldout_metrics": {},
+            **{f"heldout_{name}": value for name, value in self._evaluation.items()},
+            "params_sha256": None,
             "exit_reason": why,
         }
         missing = {name: getattr(self.directory, name) for name in ("lines_lost", "steps_left_out")}

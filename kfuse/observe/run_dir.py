@@ -240,6 +240,8 @@ class _Lines:
         self.dropped = 0  # how many lines were dropped because too many waited
         self._waiting: deque[bytes] = deque()
         self._file: BinaryIO = path.open("ab", buffering=0)
+        with path.open("rb") as file:  # a kill may have torn the last line
+            self._file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
     def add(self, line: bytes) -> None:
         self._waiting.append(line)

@@ -252,6 +252,7 @@ class Trainer:
                 self._end_update(step)
                 if not self.session.loses_supervisor():  # else the last checkpoint has this step without its decisions
                     self.recovery.keep_ended()
+                    self.evaluations.take_logged()
                     self._report_and_decide(lag=0)
             elif not sys.is_finalizing():
                 for opt in self.given.opts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ class TextFile:
     """Gauges `kfuse_train_loss`, `kfuse_heldout_accuracy`, ..., with the run's directory as the label `run`.
 
     kfuse_step is the number of steps completed, kfuse_written the moment (Unix time, s) at which the file was written.
+    A figure that the newest record does not have is NaN.
     """
 
     name = "metrics.prom"
@@ -27,14 +29,18 @@ class TextFile:
         """path: of the file, written whole or not at all. Raises OSError where it cannot be written."""
         self._path, self._registry = path, CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
+        self._logged: set[str] = set()
         self._due, self._changed = 0.0, True
         self.write()
 
     def log(self, groups: Groups, step: int) -> None:
         if "train" in groups:
             self._set("step", step + 1)
-        for name, value in flat(groups).items():
+        found = flat(groups)
+        unknown = [name for name in self._logged if name.partition("/")[0] in groups]  # unless it is found again
+        for name, value in {**dict.fromkeys(unknown, math.nan), **found}.items():
             self._set(name, value)
+        self._logged |= found.keys()
         self._changed = True
 
     def rewind(self, step: int) -> None:
