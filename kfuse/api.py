@@ -246,10 +246,10 @@ def log(**figures: Tensor | float) -> None:
     """Records figures of your own with the step under way, in a loop's body or a policy's hook: `kf.log(ema=0.31)`.
 
     Call it on every worker with the same numbers: those of rank 0 are written, in `figures` of metrics.jsonl, and go
-    where the other figures go (observe_sinks, the report). `heldout_loss` and `heldout_accuracy` (a fraction) count as
+    to the sinks (observe_sinks). `heldout_loss` and `heldout_accuracy` (a fraction) count as
     an evaluation, where kf.fit gets no heldout=: for the display, the summary and best.pt; with an accuracy that
-    reaches train_target_accuracy training ends. Raises RuntimeError outside of training, TypeError for what is no
-    number.
+    reaches train_target_accuracy training ends. Raises RuntimeError outside of training, TypeError or ValueError
+    for what is no number.
     """
     _in_training("kf.log").log({name: float(value) for name, value in figures.items()})
 

@@ -33,6 +33,7 @@ WRONG = [
     ("batch.size=abc", ["batch.size=abc", "a whole number, 1 to"]),
     ("batch=3", ["batch=3", "batch.size, batch.micro"]),
     ("lr.base=nan", ["lr.base=nan", "above 0"]),
+    ("workers.max=0", ["workers.max=0: must be a whole number, 1 to"]),
     ("batch.micro=64", ["batch.micro=64", "batch.size=32"]),
     ("policy=seesaw lr.decay=cosine", ["lr.decay=cosine", "SeesawPolicy"]),
     ("lr.decay=cosine lr.warmup_steps=9 train.steps=9", ["lr.warmup_steps=9"]),

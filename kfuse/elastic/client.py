@@ -56,7 +56,7 @@ class ControlClient(Link):
             self._messages, _, _ = self._connect((host, int(port)), timeout_s, messages=True)
         except OSError as error:
             raise ControlError(f"no supervisor at {protocol.place(host, int(port))}: {error}") from error
-        self.job, self.workers_bounds = welcome["job"], (*welcome["workers_bounds"],)
+        self.job, self.workers_bounds = welcome["job"], welcome["workers_bounds"]
         self.silence_s, self.catch_up_s = welcome["silence_s"], welcome["catch_up_s"]
         self.notice_signals: list[str] = welcome["notice_signals"]  # names: see `kfuse.elastic.notice`
         protocol.set_acknowledgement_timeout(self._socket, self.silence_s)

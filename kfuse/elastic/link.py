@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kfuse.elastic.protocol import View
-from kfuse.settings.tree import WORKERS_MAX
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -31,7 +30,7 @@ class Link:
     """The link of a worker of a job without a supervisor: nothing is sent, and nobody asks for anything."""
 
     elastic = False  # whether the number of workers can change
-    workers_bounds = 1, WORKERS_MAX  # with fixed workers a policy's request is seen, and refused by an event
+    workers_bounds: Sequence[int] | None = None  # the job's least and most workers; None: the number is fixed
     silence_s = 0.0  # without a heartbeat, after which the supervisor kills a worker
     catch_up_s = 0.0  # where the job is to stop: how long workers wait for others that are behind (pair averaging)
     stop: str | None = None  # why training is asked to stop; None: it is not

@@ -27,7 +27,7 @@ def sentence(event: Mapping[str, Any]) -> str | None:
     kind = str(event.get("kind"))
     try:
         return None if kind in _QUIET else _SENTENCES.get(kind, _plainly)(event)
-    except (KeyError, TypeError, ValueError):  # another version has written it
+    except (LookupError, TypeError, ValueError):  # another version has written it
         return _plainly(event)
 
 
@@ -60,7 +60,7 @@ def _decision(event: Mapping[str, Any]) -> str:
 def _failure(event: Mapping[str, Any]) -> str:
     if "how" not in event:
         return f"the job has failed: {event.get('why')}"
-    return f"worker {event['worker']}{_on(event)} {event['how']}: the others go on"
+    return f"worker {event['worker']}{_on(event)} {event['how']}"
 
 
 def _corruption(event: Mapping[str, Any]) -> str:

@@ -183,6 +183,10 @@ class LoopSettings(ShownSettings, total=False):
             key="train.clip_norm",
         ),
     ]
+    train_target_accuracy: Annotated[
+        float | None,
+        Setting(None, "fraction; an evaluation that reaches it ends the run; null: none does", above=0, at_most=1),
+    ]
     train_save_model: Annotated[
         bool | None,
         Setting(None, "write model.pt, model.safetensors and best.pt; null: where there is a folder for them"),
@@ -228,10 +232,6 @@ class TrainSettings(LoopSettings, total=False):
     ]
     heldout_batch: Annotated[
         int, Setting(256, "samples of one forward pass of an evaluation", at_least=1, key="train.heldout_batch")
-    ]
-    train_target_accuracy: Annotated[
-        float | None,
-        Setting(None, "fraction; an evaluation that reaches it ends the run; null: none does", above=0, at_most=1),
     ]
 
 
@@ -382,17 +382,16 @@ def resolved(caller: str, group: type, given: Mapping[str, Any]) -> dict[str, An
 
 def completed(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns these settings, by name, with values for those that follow from others where they are None."""
-    settings = dict(given)
+    follows: dict[str, Any] = {}
     if "workers_count" in given:
-        settings["workers_max"] = given.get("workers_max") or given["workers_count"]
+        follows["workers_max"] = given["workers_count"]
     if "batch_size" in given:
         size = given["batch_size"]
-        micro = given.get("micro_batch") or max(1, size // 4)
-        settings |= {"micro_batch": micro, "batch_min": given.get("batch_min") or min(micro, size)}
-        settings["batch_max"] = given.get("batch_max") or min(64 * size, BATCH_MAX)
+        micro = max(1, size // 4) if given.get("micro_batch") is None else given["micro_batch"]
+        follows |= {"micro_batch": micro, "batch_min": min(micro, size), "batch_max": min(64 * size, BATCH_MAX)}
     if "steps" in given and given["steps"] is None:
-        settings["epochs"] = given.get("epochs") or 1
-    return settings
+        follows["epochs"] = 1
+    return {**given, **{name: value for name, value in follows.items() if given.get(name) is None}}
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:

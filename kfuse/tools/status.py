@@ -26,7 +26,7 @@ gone, or, where SECONDS is given, it has recorded nothing for longer than that. 
 As a probe of Kubernetes: command: [kfuse, status, /runs/a, "300"] (docs/operate.md)."""
 
 _LATEST = 5  # events that are shown
-_LATEST_BYTES = 2**18  # that are read of the end of a file
+_LATEST_BYTES = 2**22  # that are read of the end of a file
 _RATE_STEPS = 50  # the rate is of so many steps
 
 
@@ -54,7 +54,13 @@ def main(words: Sequence[str]) -> int:
     """Prints the run's state. Returns the exit status. Raises ConfigError for what is no run directory."""
     if not 1 <= len(words) <= 2 or not all(word.isdigit() for word in words[1:]):
         raise ConfigError("kfuse status: must be given a run's directory, and a whole number of seconds or none")
-    state = state_of(Path(words[0]))
+    try:
+        return _show(state_of(Path(words[0])), float(words[1]) if len(words) == 2 else None)
+    except (LookupError, TypeError) as error:
+        raise ConfigError(f"{words[0]}: another version of kfuse, or another program, has written there") from error
+
+
+def _show(state: State, silent_s: float | None) -> int:
     rows = {
         "phase": state.phase + (f" ({state.summary['exit_reason']})" if state.summary.get("exit_reason") else ""),
         "steps": f"{state.steps:,}",
@@ -68,7 +74,7 @@ def main(words: Sequence[str]) -> int:
     for event in state.events:
         step = "" if event.get("step") is None else f"step {event['step']}  "
         print(f"{since(event['time']) + ' ago':<12} {step}{sentence(event)}")
-    return 0 if state.is_well(float(words[1]) if len(words) == 2 else None) else 1
+    return 0 if state.is_well(silent_s) else 1
 
 
 def state_of(run_dir: Path) -> State:

@@ -62,7 +62,8 @@ def assemble(given: TrainArguments) -> Trainer:
     reporter = Reporter(session, settings, length, given.report)
     rate = LearningRate(opts, settings, schedule, progress)
     decisions = Decisions(session, opts, rate, facts, progress, reporter)
-    bounds = Bounds(settings["batch_min"] or 1, settings["batch_max"] or BATCH_MAX, *session.link.workers_bounds)
+    workers = session.link.workers_bounds or [session.group.size] * 2
+    bounds = Bounds(settings["batch_min"] or 1, settings["batch_max"] or BATCH_MAX, *workers)
     calls = PolicyCalls(given.policy, settings, bounds, session, decisions, progress, reporter)
     trainer: Trainer  # it comes last, but its parts call methods of it
     forward = Forward(given.model, given.objective, opt, settings["train_precision"])

@@ -44,5 +44,5 @@ def _of_sweep(folder: Path) -> list[Path]:
     """Returns the directories of a sweep's runs, in order; none for a run's own directory."""
     if (folder / "metrics.jsonl").exists():
         return []
-    found = [path.parent for path in folder.glob("*/metrics.jsonl")]
+    found = [path.parent for path in folder.glob("*/metrics.jsonl") if path.stat().st_size]  # some have made no step
     return sorted(found, key=lambda path: (len(path.name), path.name))  # 0, 1, ..., 10
