@@ -51,7 +51,7 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(tmp_path: Path) -> 
     assert job.summary["exit_reason"] == "terminated" and 15 <= stopped < len(undisturbed.metrics)
     assert [(view["reason"], len(view["workers"])) for view in job.views] == [("start", 2)]
     assert len(job.pids) == 2
-    assert len(job.of_kind("clipped")) == 1
+    assert not job.of_kind("clipped"), "policies know that the workers are fixed"
     config = (job.directory / ".hydra" / "config.yaml").read_text()
     assert "count: 2" in config and "max: 2" in config
     with command_line(tmp_path / "run", slowly, TORCHRUN) as (process, job):

@@ -58,7 +58,7 @@ def of_records(records: Iterable[dict[str, Any]], group: str) -> Figures:
 
 def of_run(directory: Path) -> Figures:
     evaluations = [event for event in read_lines(directory / "events.jsonl") if event["kind"] == "evaluation"]
-    return of_records(read_lines(directory / "metrics.jsonl"), "train") | of_records(evaluations, "evaluation")
+    return of_records(read_lines(directory / "metrics.jsonl"), "train") | of_records(evaluations, "heldout")
 
 
 def wandb_records(folder: Path) -> Iterator[Record]:
