@@ -39,7 +39,7 @@ def test_through_a_kill_a_stop_and_the_end(
     job: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    wait_until("steps", lambda: (found := state(folder)) and found.steps > 20)
+    wait_until("steps", lambda: (found := state(folder)) and found.steps > 60)
     assert main([str(folder), "30"]) == 0
     said = capsys.readouterr().out
     assert "phase        trains" in said and "2 workers train: training begins" in said
