@@ -205,7 +205,7 @@ ROWS = [
     row(
         ("growth and shrinkage by schedule", FOUR),
         {
-            **{"phases": "5:2 25:3 45:1 51:4", "gates": "20:2 40:3 46:1 65:4", "failures": 0, "views": COMES_AND_GOES},
+            **{"phases": "5:2 25:3 45:1 51:4", "gates": "20:2 40:3 65:4", "failures": 0, "views": COMES_AND_GOES},
             **{"topologies": [{"step": 10, "topology": "allreduce"}], "check": grows_and_shrinks},
         },
         "",
