@@ -145,7 +145,8 @@ def script(folder: Path) -> None:
     steps = [step for name, step, *_ in recorder.seen if name == "on_step_end"]
     found = {
         "parameters": params_sha256(trainer.model),
-        "losses": [each.get("loss", each.get("heldout_loss")) for each in trainer.state.log_history],
+        "losses": [each.get("loss", each.get("eval_loss")) for each in trainer.state.log_history],
+        "evaluations": [[each["step"], each["eval_loss"]] for each in trainer.state.log_history if "eval_loss" in each],
         "loss": output.training_loss,
         "steps": steps,
         "leads": trainer.state.is_world_process_zero,
@@ -171,6 +172,9 @@ def test_bits_are_the_same_on_workers_that_are_lost_and_join(tmp_path: Path) -> 
     assert sorted(each["leads"] for each in workers) == [False, True]
     for name, other in itertools.product(("parameters", "losses", "loss", "best"), workers):
         assert other[name] == reference[name], name
+    events = map(json.loads, (several / "run" / "events.jsonl").read_text().splitlines())
+    evaluations = [[event["step"] + 1, event["loss"]] for event in events if event["kind"] == "evaluation"]
+    assert evaluations == reference["evaluations"] != [], "Trainer's, in the run's records, each once"
     names = [sorted(str(path.relative_to(each)) for path in each.rglob("checkpoint-*/*")) for each in (alone, several)]
     assert names[0] == names[1] and len(names[0]) > 12
 
