@@ -281,16 +281,14 @@ class TextBlocks(Dataset):
         return max(0, (int(self.starts[-1]) - 1) // self.block_size)
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        found = np.stack([self._window(i * self.block_size) for i in indices.tolist()])
-        windows = torch.from_numpy(found.astype(np.int64))
+        positions = np.asarray(indices)[:, None] * self.block_size + np.arange(self.block_size + 1)
+        of = np.searchsorted(self.starts, positions, side="right") - 1  # the piece of each
+        found = np.empty(positions.shape, np.int64)
+        for piece in np.unique(of):
+            here = of == piece
+            found[here] = self.pieces[piece][positions[here] - self.starts[piece]]
+        windows = torch.from_numpy(found)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-    def _window(self, start: int) -> np.ndarray:
-        """Returns block_size + 1 tokens."""
-        stop = start + self.block_size + 1
-        first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
-        pieces = range(first, last + 1)
-        return np.concatenate([self.pieces[p][max(start - self.starts[p], 0) : stop - self.starts[p]] for p in pieces])
 
 
 def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, heldout: float = 0.1) -> DataSplit:
