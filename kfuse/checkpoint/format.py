@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import torch
 
 from kfuse.checkpoint import HostCopy, Snapshots
-from kfuse.observe import fsync_directory, one_line
+from kfuse.observe import first_line, fsync_directory
 from kfuse.version import __version__
 
 FORMAT = 5  # version of the layout above
@@ -122,7 +122,7 @@ class Checkpointer:
             self._wrote = True
         except Exception as error:
             shutil.rmtree(hidden, ignore_errors=True)
-            self._failed(step, one_line(error))
+            self._failed(step, first_line(error))
             return
         wall_s = time.perf_counter() - started
         about = {"step": step, "path": str(path), "bytes": size, "wall_s": wall_s, "snapshot_s": snapshot_s}
@@ -135,7 +135,7 @@ class Checkpointer:
                 if is_old or found in abandoned or newer > self._keep:
                     self._remove(found)
         except OSError as error:
-            self._failed(step, f"it is written, but older ones could not be removed: {one_line(error)}")
+            self._failed(step, f"it is written, but older ones could not be removed: {first_line(error)}")
 
     def _failed(self, step: int, why: str) -> None:
         self._report({"kind": "checkpoint_failed", "step": step, "why": why})
@@ -179,7 +179,7 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: {error.strerror}") from error
     except Exception as error:  # of many types, for a file that something else has written
         raise CheckpointError(
-            f"{file}: damaged, or written by another torch than {torch.__version__}: {one_line(error)}"
+            f"{file}: damaged, or written by another torch than {torch.__version__}: {first_line(error)}"
         ) from error
 
 

@@ -25,7 +25,7 @@ from kfuse.checkpoint import snapshot
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest, load_plain, steps_in
 from kfuse.elastic.link import Report, ignore
 from kfuse.membership import Session
-from kfuse.observe import one_line, write_json, write_whole
+from kfuse.observe import first_line, write_json, write_whole
 from kfuse.optim.refuse import uncompiled
 
 _log = logging.getLogger("kfuse")
@@ -235,7 +235,7 @@ class SavedModel:
         try:
             return act(*given)
         except Exception as error:
-            self._report("event", {"step": None, "kind": "model_failed", "path": str(path), "why": one_line(error)})
+            self._report("event", {"step": None, "kind": "model_failed", "path": str(path), "why": first_line(error)})
 
 
 def model_weights(model: nn.Module) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def read_weights(path: str) -> dict[str, Any]:
         else:
             found = load_plain(file)
     except Exception as error:  # torch raises many types for a file that is not its own
-        raise ValueError(f"{path}: cannot be read: {one_line(error)}") from error
+        raise ValueError(f"{path}: cannot be read: {first_line(error)}") from error
     if not isinstance(found, dict) or not any(isinstance(value, Tensor) for value in found.values()):
         raise ValueError(f"{path}: must hold a model's state_dict, tensors by name")
     return found

@@ -241,7 +241,7 @@ class Supervisor:
         match message["type"]:
             case "record":
                 if message["kind"] == "summary" and worker.state is State.MEMBER:
-                    for member in self.processes.members():  # all have joined its view, whoever's word is still to come
+                    for member in self.processes.members():  # all have joined; some have yet to say so
                         member.joined = True
                 self._take_record(message["kind"], message["data"])
             case "ready":

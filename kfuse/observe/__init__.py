@@ -58,6 +58,6 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def one_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's message, or its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kfuse.elastic.protocol import STOP_STATUS
-from kfuse.observe import flattened, one_line, write_whole
+from kfuse.observe import first_line, flattened, write_whole
 from kfuse.observe.origin import versions
 from kfuse.observe.sinks import Groups, SinkError, flat, numbers
 
@@ -91,7 +91,7 @@ class Sender:
 
     def write(self) -> None:
         if self._error is not None:
-            raise SinkError(one_line(self._error))
+            raise SinkError(first_line(self._error))
         if self._rows:
             with self._changed:
                 self._due += self._rows

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from kfuse import session
 from kfuse.comm.cost import probe
 from kfuse.comm.settings import CommOptions
-from kfuse.observe import one_line
+from kfuse.observe import first_line
 from kfuse.tools.doctor.kernel_checks import CHECKS, check
 
 BUCKET_MB = 0.005  # makes several buckets of the model
@@ -40,7 +40,7 @@ def main() -> int:
     try:
         _say(found={part.__name__: part for part in parts}[what](**arguments))
     except Exception as error:
-        _say(problem=one_line(error))
+        _say(problem=first_line(error))
         return 1
     return 0
 
@@ -72,7 +72,7 @@ def devices() -> dict[str, Any]:
         try:
             nccl = _start_nccl()
         except Exception as error:
-            problem = one_line(error)
+            problem = first_line(error)
     return {"gpus": gpus, "nccl": nccl, "nccl_problem": problem}
 
 
@@ -165,7 +165,7 @@ def kernels(device: str) -> dict[str, str | None]:
         try:
             found[name] = check(call, torch.device(device))
         except Exception as error:  # the others still run
-            found[name] = f"{type(error).__name__}: {one_line(error)}"
+            found[name] = f"{type(error).__name__}: {first_line(error)}"
     return found
 
 
