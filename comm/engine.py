@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.nn import Parameter
 
 from kfuse.comm import gradients
 from kfuse.comm.buckets import LARGE, PACKED, Bucket, BucketLayout
-from kfuse.comm.gradients import STILL_THERE
+from kfuse.comm.gradients import STILL_THERE, without_grad
 from kfuse.comm.group import CommError
 from kfuse.comm.parts import EngineParts
 from kfuse.comm.step import REMEDY, MicroBatch, Phase, Step, StepPlan
@@ -94,20 +93,9 @@ class Engine(EngineParts):
         self.last = None
         self.abort()
         self.now.plan, self.now.mine = plan, plan.ranges[self.group.rank]
-        self.now.is_local = plan.local is not None
+        self.now.is_local, self.now.weights_are_known = plan.local is not None, not plan.by_weight
         if self.options.reproducible:
             self.now.leaves = self.executor.plan_sums(plan).steps
-
-    @contextmanager
-    def micro_batch(self, micro_batch: MicroBatch) -> Iterator[MicroBatch]:
-        """Context of one micro-batch: gradients that arrive in it belong to it."""
-        self.open(micro_batch)
-        try:
-            yield micro_batch
-        except BaseException:
-            self.abort()
-            raise
-        self.close_micro_batch()
 
     def open(self, micro_batch: MicroBatch) -> None:
         """Gradients that arrive from now on belong to this micro-batch.
@@ -139,7 +127,7 @@ class Engine(EngineParts):
             self.measurement.stopwatch.start()
             if now.plan is None:
                 self.executor.reset()
-        if not now.implicit:
+        if self.averaged.tensors and not now.implicit:
             if now.done:
                 self.averaged.put_back()
             else:
@@ -178,7 +166,8 @@ class Engine(EngineParts):
             raise RuntimeError("opt.step() with gradients of no pass of its optimizer: see step.micro_batches(opt)")
         if (now.done and not now.implicit) or now.plan is not None:
             raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
-        now.implicit, now.mine = True, range(self.parts)
+        now.implicit, now.weights_are_known = True, True
+        now.parts, now.mine = self.parts, range(self.parts)
         self.open(MicroBatch(1.0, last=now.done + 1 == self.parts))
 
     def _close_implicit(self) -> None:
@@ -207,6 +196,7 @@ class Engine(EngineParts):
         self._begin_implicit()
         self.close_micro_batch()
 
+    @without_grad
     def close_micro_batch(self) -> None:
         """Ends the micro-batch under way. After the step's last one `finish` is called."""
         if (current := self.now.current) is None:
@@ -469,6 +459,23 @@ class Engine(EngineParts):
         if (reduced := self.reduced) is not None:
             reduced.phase = Phase.TAKEN
         return reduced
+
+
+class MicroBatchContext:
+    """Context of one micro-batch: gradients that arrive in it belong to it."""
+
+    def __init__(self, engine: Engine, micro_batch: MicroBatch) -> None:
+        self._engine, self._micro_batch = engine, micro_batch
+
+    def __enter__(self) -> MicroBatch:
+        self._engine.open(self._micro_batch)
+        return self._micro_batch
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._engine.close_micro_batch()
+        else:
+            self._engine.abort()
 
 
 _CLOSED: list[Engine] = []  # whose bare backward is over, and whose last messages have started

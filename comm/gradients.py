@@ -10,6 +10,8 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from torch.nn import Parameter
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.step import REMEDY, Step
 
+P = ParamSpec("P")
+T = TypeVar("T")
 STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() after opt.step()"
 
 
@@ -131,6 +135,21 @@ def drop(buckets: Sequence[Bucket], params: Sequence[Parameter]) -> None:
 
 
 # -- the end of a backward --------------------------------------------------------------------------------------------
+
+
+def without_grad(act: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: as torch.no_grad(), which takes as long as a small kernel."""
+
+    @wraps(act)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return act(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return run
 
 
 def at_the_end_of_backward(act: Callable[[], None]) -> None:

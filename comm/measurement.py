@@ -70,6 +70,8 @@ class Measurement:
         self._usual = np.zeros(self._params + TAIL_SLOTS + size + figures, np.float32)
         self._usual[: self._params] = self._usual[self._params + MICRO_BATCHES] = 1.0
         self._usual[self._params + LOSS] = math.nan
+        first = self.tail - figures
+        self._weighted = [self._params + SUM_SQUARES, self._params + LOSS, *range(first, self.tail)]  # by the samples
 
     @property
     def tail(self) -> int:
@@ -94,33 +96,31 @@ class Measurement:
             squares = self._total.out
         if now.parts > 1:
             squares *= now.parts**2  # the loss was divided
-        weighted: dict[int, Tensor | float] = {slots + SUM_SQUARES: squares}  # times the samples
-        if current.loss is not None:
-            weighted[slots + LOSS] = current.loss
-        weighted.update(enumerate(current.figures, self.tail - self._figures))
-        fisher: dict[int, Tensor] = {}
+        weighted = [*zip(self._weighted, (squares, current.loss, *current.figures), strict=False)]
+        fisher = None
         with np.errstate(all="ignore"):
             values[slots + SAMPLES] = samples
             if not now.done:  # what this rank alone writes, once a step
                 values[slots + TAIL_SLOTS + self._rank] = self.stopwatch.seconds_before
                 if (plan := now.plan) is not None and self._rank == 0:
                     values[slots + STEP_TIME], values[slots + DATA_WAIT] = plan.times
-                    values[slots + DECISION] = plan.decision
-                    fisher.update(enumerate(() if plan.fisher is None else plan.fisher, slots + FISHER_TRACE))
+                    values[slots + DECISION], fisher = plan.decision, plan.fisher
             if not isinstance(place, Tensor):
-                for index, scalar in weighted.items():
-                    values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
-                for index, number in fisher.items():
-                    values[index] = number.item()
+                for index, scalar in weighted:
+                    if scalar is not None:
+                        values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
+                if fisher is not None:
+                    values[slots + FISHER_TRACE], values[slots + FISHER_MAX] = fisher.tolist()
                 place[:] = place + values if current.leaf.accumulate else values
                 return
         host_values = devices.of(place.device).pinned((self.tail,), torch.float32)
         host_values.copy_(torch.from_numpy(values))
         tail = host_values.to(place.device, non_blocking=True)
-        for index, scalar in weighted.items():
-            tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
-        for index, number in fisher.items():
-            tail[index] = number
+        for index, scalar in weighted:
+            if scalar is not None:
+                tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
+        if fisher is not None:
+            tail[slots + FISHER_TRACE : slots + FISHER_MAX + 1] = fisher
         place.add_(tail) if current.leaf.accumulate else place.copy_(tail)
 
     def total_weight(self, now: Step) -> Tensor | None:

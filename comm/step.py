@@ -39,7 +39,7 @@ class StepPlan:
 
 
 class MicroBatch:
-    """One micro-batch. Set `loss` (its mean loss, detached) before backward to have it averaged too."""
+    """One micro-batch. Set `loss` (its mean loss) to have it averaged too."""
 
     loss: Tensor | float | None = None
     figures: Sequence[Tensor | float] = ()  # scalars to be averaged like the loss, one for each slot at most
@@ -74,6 +74,8 @@ class Step:
     is_local = False  # gradients stay with their worker; only the tail is reduced
     mine: range | None = None  # what this worker is to run: in the plan, or of bare backwards. None: not known before
     implicit = False  # of bare backwards, outside opt.micro_batch
+    parts = 1  # those bare backwards, each of a loss divided by their number
+    weights_are_known = False  # the sum of the weights is, before: gradients are scaled to their mean while packing
     current: MicroBatch | None = None
     done = 0  # micro-batches finished
     weight = 0.0  # sum of the finished ones' weights
@@ -108,21 +110,11 @@ class Step:
     def closed(self) -> bool:
         return self.phase >= Phase.CLOSED
 
-    @property
-    def parts(self) -> int:
-        """Bare backwards in the step, each of a loss divided by their number."""
-        return len(self.mine) if self.implicit and self.mine is not None else 1
-
-    @property
-    def weights_are_known(self) -> bool:
-        """Gradients are scaled to their mean while packing, since the sum of the weights is known before."""
-        return self.implicit or (self.plan is not None and not self.plan.by_weight)
-
     # -- what is refused ------------------------------------------------------------------------------------------
 
     def refuse_to_open(self, untaken: bool) -> None:
         """Raises RuntimeError where no micro-batch may begin now. untaken: the step before is not taken yet."""
-        if self.closed or untaken:
+        if untaken or self.phase is not Phase.OPEN:
             if self.parts > 1:
                 raise RuntimeError(f"opt.accumulate({self.parts}): another backward after the {self.parts} of a step")
             raise RuntimeError(

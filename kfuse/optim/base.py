@@ -14,7 +14,8 @@ from torch.autograd import profiler
 from torch.optim import optimizer as torchs
 
 from kfuse.comm import devices
-from kfuse.comm.engine import Engine
+from kfuse.comm.engine import MicroBatchContext
+from kfuse.comm.gradients import without_grad
 from kfuse.comm.group import Group
 from kfuse.comm.parts import check_owner
 from kfuse.comm.step import MicroBatch, Phase, StepPlan
@@ -74,7 +75,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._warning = NonfiniteWarning()
         self.pair: Pair | None = None  # averages the weights with another worker's before each update
         self.updates = updates  # makes the updates, and has the state for them
-        self.reducer = Reducer(session, updates)
+        self.engine = self.reducer = Reducer(session, updates)
         session.on_group_change(self._set_group)
         session.on_planned_change(updates.hand_over)
         self.make_latest()
@@ -85,10 +86,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Makes `latest_optimizer` return this one, until another is made or trained."""
         global _latest
         _latest = weakref.ref(self)
-
-    @property
-    def engine(self) -> Engine:
-        return self.reducer
 
     def set_clip_norm(self, clip_norm: float | None) -> None:
         """The largest norm of the mean gradient from now on; None: no clipping. Raises ValueError unless positive."""
@@ -186,9 +183,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         adds them, and are taken and measured as the context ends. The reduction then starts there, not during backward.
         Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
         """
-        self._check_undivided()
-        engine = self.engine
-        if (weight is not None) != (engine.now.plan is not None and engine.now.plan.by_weight):
+        engine, plan = self.engine, self.engine.now.plan
+        if plan is None:  # else `begin` has checked it
+            self._check_undivided()
+        if (weight is not None) != (plan is not None and plan.by_weight):
             raise ValueError("opt.micro_batch(weight=...): kf.fit and kf.DataLoader pass it, where weight_fn= is given")
         if samples is not None and samples < 1:
             raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
@@ -197,7 +195,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError("opt.micro_batch: give the sample counts of all of a step's micro-batches, or of none")
         self.reducer.unit = unit
         counted = 1.0 if samples is None else float(samples)
-        return engine.micro_batch(MicroBatch(counted if weight is None else weight, last, several_backwards))
+        return MicroBatchContext(engine, MicroBatch(counted if weight is None else weight, last, several_backwards))
 
     def _check_undivided(self) -> None:
         check_owner(self.engine)
@@ -268,15 +266,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # torch itself does it for a class with a `step` of its own, which calls this one.
         if (hooks or profiler._is_profiler_enabled) and type(self).step is DistributedOptimizer.step:
             return _watched_step(self) if closure is None else _watched_step(self, closure)
-        gradients = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # as torch.no_grad, without its context
-        try:
-            return self._step(closure)
-        finally:
-            torch._C._set_grad_enabled(gradients)
+        return self._step(closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps no step that says so
 
+    @without_grad
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         check_owner(self.engine)
         loss = None
@@ -413,7 +407,7 @@ def _joined(several: dict[str, Any]) -> dict[str, Any]:
 
 
 # With torch's hooks and its profiler's context, which alone takes as long as a small update.
-_watched_step = torch.optim.Optimizer.profile_hook_step(torch.no_grad()(DistributedOptimizer._step))
+_watched_step = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)
 
 _latest: weakref.ref[DistributedOptimizer] | None = None
 

@@ -143,8 +143,7 @@ class Step:
             samples, j == self.mine[-1], weight=weight, several_backwards=self._several_backwards
         ) as micro_batch:
             yield batch
-            micro_batch.loss = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
-            micro_batch.figures = self.figures
+            micro_batch.loss, micro_batch.figures = self.loss, self.figures
         if self._passes is not None:
             self._passes.drop_others(opt)
 
