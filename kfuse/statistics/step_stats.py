@@ -138,10 +138,11 @@ class Statistics:
 
         Waits for their records.
         """
-        in_flight = list(self._in_flight)[: max(0, len(self._in_flight) - lag)]
-        numbers = [(stats.step, stats.decision) for stats in self._unread]
-        numbers += [(item.step, int(item.values()[t.DECISION])) for item in in_flight]
-        return [(step, number) for step, number in numbers if number]
+        numbers = [(stats.step, stats.decision) for stats in self._unread if stats.decision]
+        for item in list(self._in_flight)[: max(0, len(self._in_flight) - lag)]:
+            if number := int(item.values()[t.DECISION]):
+                numbers.append((item.step, number))
+        return numbers
 
     def begin_run(self, presented: bool = True) -> None:
         """A training begins: from now on every step is kept until it is read. Earlier steps are dropped.

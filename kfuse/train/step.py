@@ -14,8 +14,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from kfuse.train.passes import Passes
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepSamples:
     """The samples of one step, cut into micro-batches and distributed over the workers."""
 
@@ -50,17 +49,13 @@ class StepSamples:
     workers: int
     shares: tuple[int, ...] | None = None  # weights of the workers; None: all the same
     aligned: bool = False  # ranges are those for reproducible sums: see `worker_range`
+    sizes: list[int] = field(init=False)  # number of samples of each micro-batch of the step, over all workers
+    ranges: tuple[range, ...] = field(init=False)  # the micro-batches that each worker is to run
 
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Number of samples of each micro-batch of the step, over all workers."""
-        return micro_batch_sizes(len(self.indices), self.micro_batch)
-
-    @cached_property
-    def ranges(self) -> tuple[range, ...]:
-        """The micro-batches that each worker is to run, as indices into `sizes`."""
-        count, size = len(self.sizes), self.workers
-        return tuple([worker_range(count, size, rank, self.shares, self.aligned) for rank in range(size)])
+    def __post_init__(self) -> None:
+        self.sizes = micro_batch_sizes(len(self.indices), self.micro_batch)
+        split = len(self.sizes), self.workers
+        self.ranges = tuple([worker_range(*split, rank, self.shares, self.aligned) for rank in range(self.workers)])
 
     def of(self, j: int) -> np.ndarray:
         """Indices of micro-batch j's samples in the data set: int64 [sizes[j]]."""
@@ -330,10 +325,10 @@ class Sampling:
 
     def _samples(self, epoch: int, cursor: int, count: int, micro_batch: int) -> StepSamples:
         indices, workers = self.sampler.indices(epoch, cursor, count), self.session.workers
-        relative = relative_throughput(self.progress.throughput, workers)
+        weights = None
         # Apart, each worker knows its own speed only: unequal shares would leave samples out.
-        balanced = self.settings["workers_balance"] and not self.progress.is_apart
-        weights = shares(relative) if balanced else None
+        if len(workers) > 1 and self.settings["workers_balance"] and not self.progress.is_apart:
+            weights = shares(relative_throughput(self.progress.throughput, workers))
         return StepSamples(epoch, cursor, indices, micro_batch, len(workers), weights, self.reproducible)
 
     def times_before(self) -> tuple[float, float]:

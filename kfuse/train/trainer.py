@@ -203,7 +203,7 @@ class Trainer:
         at, rank = self.progress, self.session.group.rank
         samples = self.sampling.of_next_step()
         own = samples.ranges[rank]
-        mine = sum(samples.sizes[j] for j in own)
+        mine = sum(samples.sizes[own.start : own.stop])
         self.decisions.rate.set()
         self.synchronisation.before_step()
         by_weight = self.given.objective.weight_fn is not None
@@ -298,8 +298,11 @@ class Trainer:
         """After opt.step(), once: keeps the step's settings until its statistics arrive, and updates `Progress`."""
         self.progress.once(Stage.UPDATE, partial(self._record_update, step))
 
-    def keep_context(self) -> None:
-        """Keeps the settings that the newest step was announced with; of several optimizers, with the first one's."""
+    def keep_context(self, **times: float) -> None:
+        """Keeps the settings that the newest step was announced with; of several optimizers, with the first one's.
+
+        times: those that are known by now.
+        """
         assert self._newest is not None
         at, step, rate = self.progress, self._newest, self.decisions.rate
         count = len(step.samples.indices)
@@ -316,9 +319,8 @@ class Trainer:
             done=rate.done(at.samples + count),
             members=step.members if own is None else (step.members[own],),
             share=(step.mine.start, step.mine.stop) if own is not None and isinstance(step.mine, range) else None,
-            step_time_s=0.0,
-            data_wait_s=0.0,
             micro_batch=step.samples.micro_batch,
+            **{"step_time_s": 0.0, "data_wait_s": 0.0, **times},
         )
 
     def _record_update(self, step: Step) -> None:
@@ -326,14 +328,12 @@ class Trainer:
         # With fp32's precision, as the next step's tail sends them: the next step's signals have the same bits.
         step_time_s = float(np.float32(time.perf_counter() - step.began))
         self.decisions.rate.count_update(count)
+        times: dict[str, Any] = {"step_time_s": step_time_s, "data_wait_s": float(np.float32(step.data_wait_s))}
+        times["data_bytes_per_s"] = step.data_bytes / step_time_s
         if self.passes is None:
-            self.keep_context()
-        at.contexts[at.step] = replace(
-            at.contexts[at.step],
-            step_time_s=step_time_s,
-            data_wait_s=float(np.float32(step.data_wait_s)),
-            data_bytes_per_s=step.data_bytes / step_time_s,
-        )
+            self.keep_context(**times)
+        else:
+            at.contexts[at.step] = replace(at.contexts[at.step], **times)
         at.updated = []
         if self.given.scheduler is not None:
             self.given.scheduler.after("step")
@@ -364,6 +364,8 @@ class Trainer:
 
     def _synchronise(self) -> None:
         """Beside synchronous SGD: brings the workers' models together, as the mode says."""
+        if not self.synchronisation.acts:
+            return
         at = self.progress
         over = at.is_last_step(self.settings, self._epoch_is_over)
         checkpoints = self.given.checkpoints
