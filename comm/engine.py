@@ -108,7 +108,7 @@ class Engine(EngineParts):
             raise CommError(self.executor.failed)
         if micro_batch.several_backwards and self._still_there():
             raise RuntimeError(STILL_THERE)
-        untaken = self.reduced is not None
+        untaken = now.plan is None and self.reduced is not None
         if untaken and now.implicit:
             self.take()  # autograd has added to it already, so that it is no mean any more: a step refuses it
         now.refuse_to_open(untaken)
@@ -120,7 +120,8 @@ class Engine(EngineParts):
             micro_batch.scale = micro_batch.weight / (now.plan.local or now.plan.samples)
         else:
             micro_batch.scale = float(micro_batch.weight)
-        self.streams.add()
+        if on_gpu:
+            self.streams.add()
         now.alone = self.group.size == 1 and micro_batch.last and not (now.done or on_gpu) and micro_batch.scale == 1.0
         now.collects = not (on_gpu or self.audited is not None or micro_batch.several_backwards)
         if not now.done:
@@ -213,7 +214,8 @@ class Engine(EngineParts):
         now, last = self.now, self.buckets[-1]
         current = now.current
         assert current is not None
-        self.streams.go_on_here()
+        if self.on_gpu:
+            self.streams.go_on_here()
         for bucket in self.gradient_buckets:
             gradients.collect_set_by_hand(bucket, self.params, self.names)
             if bucket.grads:
@@ -245,7 +247,8 @@ class Engine(EngineParts):
         """Packs the micro-batch's gradients of a bucket."""
         now, current = self.now, self.now.current
         assert current is not None
-        self.streams.go_on_here(reads=bucket.grads)
+        if self.on_gpu:
+            self.streams.go_on_here(reads=bucket.grads)
         now.had_graph |= bucket.grads[0] is not None and bucket.grads[0].requires_grad
         if bucket.missing:
             current.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
@@ -461,21 +464,20 @@ class Engine(EngineParts):
         return reduced
 
 
-class MicroBatchContext:
-    """Context of one micro-batch: gradients that arrive in it belong to it."""
+class MicroBatchContext(MicroBatch):
+    """A micro-batch of `engine`, which is to be set, as a context: gradients that arrive in it belong to it."""
 
-    def __init__(self, engine: Engine, micro_batch: MicroBatch) -> None:
-        self._engine, self._micro_batch = engine, micro_batch
+    engine: Engine
 
     def __enter__(self) -> MicroBatch:
-        self._engine.open(self._micro_batch)
-        return self._micro_batch
+        self.engine.open(self)
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._engine.close_micro_batch()
+            self.engine.close_micro_batch()
         else:
-            self._engine.abort()
+            self.engine.abort()
 
 
 _CLOSED: list[Engine] = []  # whose bare backward is over, and whose last messages have started

@@ -96,7 +96,7 @@ def take_back(buckets: Sequence[Bucket], params: Sequence[Parameter], names: Seq
     for bucket in buckets:
         if not bucket.are_views():
             raise RuntimeError("p.grad.data = ... after backward: set p.grad = ..., or change p.grad in place")
-        if all(map(operator.is_, [p.grad for p in bucket.of(params)], bucket.views)):
+        if all(map(operator.is_, [p.grad for p in bucket.tensors], bucket.views)):
             continue
         for k, (index, view) in enumerate(zip(bucket.layout.params, bucket.views, strict=True)):
             grad = params[index].grad

@@ -96,7 +96,7 @@ class Measurement:
             squares = self._total.out
         if now.parts > 1:
             squares *= now.parts**2  # the loss was divided
-        weighted = [*zip(self._weighted, (squares, current.loss, *current.figures), strict=False)]
+        weighted = zip(self._weighted, (squares, current.loss, *current.figures), strict=False)
         fisher = None
         with np.errstate(all="ignore"):
             values[slots + SAMPLES] = samples
@@ -183,10 +183,10 @@ class Measurement:
         sum_partials.run(self._norm)
         slots, of_ranks = self._params, self._params + TAIL_SLOTS
         parts: Any = (tail[slots:of_ranks], self._quick_totals, tail[of_ranks:])
-        record = torch.cat(parts) if isinstance(tail, Tensor) else torch.from_numpy(np.concatenate(parts))
+        values: Any = torch.cat(parts) if isinstance(tail, Tensor) else np.concatenate(parts)
         if now.alone:
-            values = record.numpy()
             values[SUM_SQUARES] = values[SAMPLES] * values[GRAD_SQ]
+        record = torch.as_tensor(values)
         if now.plan is not None and now.plan.by_weight:
             ratio = now.plan.samples / record[SAMPLES]
             record[SUM_SQUARES] *= ratio
@@ -215,9 +215,11 @@ class Stopwatch:
         self._laps = [_Lap(self._device.event(timing=True), self._device.event(timing=True)) for _ in range(count)]
 
     def start(self) -> None:
-        finished = (lap for lap in self._laps if lap.micro_batches and lap.ended.query())
-        lap = next(finished, None)
-        self.seconds_before = lap.began.elapsed_time(lap.ended) / 1000 / lap.micro_batches if lap else 0.0
+        self.seconds_before = 0.0
+        for lap in self._laps:
+            if lap.micro_batches and lap.ended.query():
+                self.seconds_before = lap.began.elapsed_time(lap.ended) / 1000 / lap.micro_batches
+                break
         self._laps.insert(0, self._laps.pop())  # the oldest is used again
         self._laps[0].micro_batches = 0
         self._laps[0].began.record()

@@ -191,11 +191,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if samples is not None and samples < 1:
             raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
         unit = "micro-batches" if samples is None else "samples"
-        if engine.now.begun and unit != self.reducer.unit:
+        if unit != self.reducer.unit and engine.now.begun:
             raise ValueError("opt.micro_batch: give the sample counts of all of a step's micro-batches, or of none")
         self.reducer.unit = unit
         counted = 1.0 if samples is None else float(samples)
-        return MicroBatchContext(engine, MicroBatch(counted if weight is None else weight, last, several_backwards))
+        context = MicroBatchContext(counted if weight is None else weight, last, several_backwards)
+        context.engine = engine
+        return context
 
     def _check_undivided(self) -> None:
         check_owner(self.engine)
@@ -349,8 +351,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         0.0 for one that an optimizer does not have, or keeps on a GPU, where reading it would wait.
         """
-        rates = [group.get("lr", 0.0) for group in self.param_groups]
-        return [0.0 if isinstance(lr, Tensor) and devices.of(lr.device).asynchronous else float(lr) for lr in rates]
+        rates = []
+        for group in self.param_groups:
+            lr = group.get("lr", 0.0)
+            rates.append(0.0 if isinstance(lr, Tensor) and devices.of(lr.device).asynchronous else float(lr))
+        return rates
 
     def learning_rates(self) -> list[float]:
         """Returns each group's learning rate in the coming update: the group's own times `lr_factor`."""
@@ -359,7 +364,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def base_lr(self) -> float:
         """The learning rate that is reported, without `lr_factor`: that of the first group whose rate is not zero."""
-        return next((rate for rate in self.base_rates() if rate), 0.0)
+        return next(filter(None, self.base_rates()), 0.0)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
