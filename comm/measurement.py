@@ -47,7 +47,8 @@ _LAPS = 8  # steps that a host may be ahead of its GPU, before the time of a mic
 class Measurement:
     """Measures the gradients in an engine's buckets; writes each micro-batch's tail, and reads the step's record."""
 
-    norms_of: Sequence[Tensor]  # of each bucket, its part of `norms`
+    norms: Tensor  # fp32: sums of squares of the mean gradient, one for each block of each bucket
+    norms_of: Sequence[Tensor]  # of each bucket, its part of them
 
     def __init__(self, gradient_buckets: Sequence[Bucket], params: int, device: torch.device) -> None:
         """params: how many parameters the engine has."""
@@ -57,6 +58,7 @@ class Measurement:
         for bucket, sumsq in zip(gradient_buckets, every.split_with_sizes(chunks) if chunks else (), strict=True):
             bucket.sumsq = sumsq
         self._total = SumPartialsArguments(every, torch.zeros((), dtype=torch.float64, device=device))
+        self._squares = quick(every)
         # Of a record: |gbar|^2, and 0 for an update that is not left out.
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._quick_totals = quick(self._totals)
@@ -65,23 +67,12 @@ class Measurement:
 
     def set_group(self, rank: int, size: int, figures: int) -> None:
         """Goes on with other workers. Between steps. figures: slots of the tail for a step function's figures."""
-        self._rank, self._figures = rank, figures
-        # What every micro-batch's tail begins from.
-        self._usual = np.zeros(self._params + TAIL_SLOTS + size + figures, np.float32)
+        self._rank, self._figures, self.tail = rank, figures, self._params + TAIL_SLOTS + size + figures  # elements
+        self._usual = np.zeros(self.tail, np.float32)  # what every micro-batch's tail begins from
         self._usual[: self._params] = self._usual[self._params + MICRO_BATCHES] = 1.0
         self._usual[self._params + LOSS] = math.nan
         first = self.tail - figures
         self._weighted = [self._params + SUM_SQUARES, self._params + LOSS, *range(first, self.tail)]  # by the samples
-
-    @property
-    def tail(self) -> int:
-        """Elements of the tail in the present group."""
-        return len(self._usual)
-
-    @property
-    def norms(self) -> Tensor:
-        """fp32: sums of squares of the mean gradient, one for each block of each bucket."""
-        return self._norm.partials
 
     def write(self, place: Place, now: Step, current: MicroBatch) -> None:
         """Writes the tail of the micro-batch that ends to `place` (fp32 [tail]), or adds it to what is there, as the
@@ -92,8 +83,11 @@ class Measurement:
             values[index] = 0.0
         squares: Tensor | float = 0.0  # of one that is `alone`: `record` has it
         if not now.alone:
-            sum_partials.run(self._total)
-            squares = self._total.out
+            if isinstance(self._squares, Tensor):
+                sum_partials.run(self._total)
+                squares = self._total.out
+            else:
+                squares = self._squares.sum(dtype=np.float64)
         if now.parts > 1:
             squares *= now.parts**2  # the loss was divided
         weighted = zip(self._weighted, (squares, current.loss, *current.figures), strict=False)
@@ -134,9 +128,9 @@ class Measurement:
     def renew(self) -> None:
         """Takes other memory for `norms`: messages under way may still write to this."""
         blocks = [num_blocks(bucket.body) for bucket in self._buckets]
-        norms = torch.zeros(sum(blocks), dtype=torch.float32, device=self._totals.device)
-        self.norms_of = norms.split_with_sizes(blocks) if blocks else ()
-        self._norm = SumPartialsArguments(norms, self._totals[0])
+        self.norms = torch.zeros(sum(blocks), dtype=torch.float32, device=self._totals.device)
+        self.norms_of = self.norms.split_with_sizes(blocks) if blocks else ()
+        self._norm = SumPartialsArguments(self.norms, self._totals[0])
         self._blocks_of: dict[int, BlockSumsqArguments] = {}  # by bucket
 
     def measure(self, total_weight: Tensor | None, measured: Collection[int]) -> None:
@@ -183,10 +177,13 @@ class Measurement:
         sum_partials.run(self._norm)
         slots, of_ranks = self._params, self._params + TAIL_SLOTS
         parts: Any = (tail[slots:of_ranks], self._quick_totals, tail[of_ranks:])
-        values: Any = torch.cat(parts) if isinstance(tail, Tensor) else np.concatenate(parts)
-        if now.alone:
-            values[SUM_SQUARES] = values[SAMPLES] * values[GRAD_SQ]
-        record = torch.as_tensor(values)
+        if isinstance(tail, Tensor):
+            record = torch.cat(parts)
+        else:
+            values = np.concatenate(parts)
+            if now.alone:
+                values[SUM_SQUARES] = values[SAMPLES] * values[GRAD_SQ]
+            record = torch.from_numpy(values)
         if now.plan is not None and now.plan.by_weight:
             ratio = now.plan.samples / record[SAMPLES]
             record[SUM_SQUARES] *= ratio

@@ -274,7 +274,7 @@ class PackArguments:
     @cached_property
     def copies(self) -> _Copies:
         """Made for `grads` as they are at the first call, none of them None."""
-        flat = torch.zeros(self.table.end)
+        flat = torch.zeros(self.table.end, dtype=torch.float32, device=self.flat.device)
         parts = self.table.split(flat)
         shaped = [part.view(grad.shape) for part, grad in zip(parts, self.grads, strict=True) if grad is not None]
         cuts = zip(parts, self.table.edges, strict=True)
@@ -346,7 +346,7 @@ def _pack_piece(values: Tensor, target: Tensor, norms: Tensor, scale: float, acc
 @lru_cache(64)
 def _scalar(value: float) -> Tensor:
     """fp32: torch multiplies a small tensor by it in two thirds of the time that a Python number takes."""
-    return torch.tensor(value, dtype=torch.float32)
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def _pack_together(given: PackArguments, grads: list[Tensor]) -> None:
