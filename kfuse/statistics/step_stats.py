@@ -226,7 +226,7 @@ class Statistics:
         values, sums = newest.split()
         samples, grad_total = values[t.SAMPLES], values[t.GRAD_SQ]
         loss = values[t.LOSS] / samples if samples else math.nan
-        figures = {name: total / samples for name, total in zip(self.figure_names or (), sums, strict=False)}
+        named = zip(self.figure_names or (), sums, strict=False)
         return StepStats(
             step=newest.step,
             samples=samples,
@@ -248,7 +248,7 @@ class Statistics:
             previous_step_time_s=_known(values[t.STEP_TIME]),
             previous_data_wait_s=values[t.DATA_WAIT] if values[t.STEP_TIME] else None,
             seconds=tuple(values[t.RECORD_SLOTS :]),
-            figures={name: value for name, value in figures.items() if math.isfinite(value)},
+            figures={name: mean for name, total in named if math.isfinite(mean := total / samples)},
         )
 
 

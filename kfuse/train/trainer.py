@@ -115,9 +115,10 @@ class Trainer:
                     at.once(Stage.BOUNDARY, recovery.cross_boundary)  # a checkpoint, the next view
                     if self.session.left:
                         break
+                    self.decisions.rate.set()  # also where the step comes again, with another worker's state
                     at.once(Stage.BEFORE_STEP, self._before_step)
                     if at.stage == Stage.UPDATE:
-                        step = self._next_step()  # its samples, its learning rate
+                        step = self._next_step()  # its samples
                         yield from self._yielded(step)  # forward, backward (buckets are reduced meanwhile), update
                         self._end_update(step)
                     at.once(Stage.AFTER_STEP, partial(self.calls.hook, "after_step"))
@@ -181,7 +182,6 @@ class Trainer:
 
     def _before_step(self) -> None:
         """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
-        self.decisions.rate.set()
         if self.progress.cursor == 0:
             self._refuse_other_length()
             self.calls.hook("before_epoch")
@@ -199,12 +199,11 @@ class Trainer:
             )
 
     def _next_step(self) -> Step:
-        """Chooses the coming step's samples, sets its learning rate, and gives the optimizer the step's plan."""
+        """Chooses the coming step's samples, and gives the optimizer the step's plan."""
         at, rank = self.progress, self.session.group.rank
         samples = self.sampling.of_next_step()
         own = samples.ranges[rank]
         mine = sum(samples.sizes[own.start : own.stop])
-        self.decisions.rate.set()
         self.synchronisation.before_step()
         by_weight = self.given.objective.weight_fn is not None
         audited = None if self.audit is None else self.audit.before_step(samples)
@@ -299,10 +298,7 @@ class Trainer:
         self.progress.once(Stage.UPDATE, partial(self._record_update, step))
 
     def keep_context(self, **times: float) -> None:
-        """Keeps the settings that the newest step was announced with; of several optimizers, with the first one's.
-
-        times: those that are known by now.
-        """
+        """Keeps the settings that the newest step was announced with (of the first optimizer), and known times."""
         assert self._newest is not None
         at, step, rate = self.progress, self._newest, self.decisions.rate
         count = len(step.samples.indices)
