@@ -91,7 +91,10 @@ class Engine(EngineParts):
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step. Without it each worker's micro-batches are counted as they come."""
         self.last = None
-        self.abort()
+        if self.now.begun or self.now.closed:
+            self.abort()
+        else:
+            self.executor.reset()
         self.now.plan, self.now.mine = plan, plan.ranges[self.group.rank]
         self.now.is_local, self.now.weights_are_known = plan.local is not None, not plan.by_weight
         if self.options.reproducible:
@@ -279,7 +282,8 @@ class Engine(EngineParts):
     def _complete(self, bucket: Bucket, current: MicroBatch) -> None:
         for destination, source in current.leaf.merges:
             bucket.slot(destination).add_(bucket.slot(source))
-        if current.last and not (self.options.sharded and bucket is self.buckets[-1] and self._tail_waits):
+        waits = self.options.sharded and bucket is self.buckets[-1] and self._tail_waits
+        if current.last and self.group.size > 1 and not waits:
             self.executor.launch([bucket], self.step, self.now.is_local)
 
     @property
@@ -304,19 +308,22 @@ class Engine(EngineParts):
         now.refuse_to_end()
         if not now.closed:
             return
-        self.streams.go_on_here()
-        self.streams.end()
+        if self.on_gpu:
+            self.streams.go_on_here()
+            self.streams.end()
         self.executor.wait()
         now.number, now.phase = self.step, Phase.SUMMED
         if self.options.sharded or now.unused or not now.weights_are_known:  # else nobody reads it
             now.tail = last.sum[last.body :]
-        self.measurement.measure(self.measurement.total_weight(now), self.executor.measured)
+        several = self.group.size > 1
+        self.measurement.measure(self.measurement.total_weight(now), self.executor.measured if several else ())
         now.changes = last.view(last.mean) if self.averaged.tensors else ()
         self.last = now
-        # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the result,
-        # and nobody updates, before all gradients are where they are needed.
-        self.executor.share_sums(self.measurement.norms, *([last.sum] if self._tail_waits else []))
-        now.differs = self._workers_differ()  # nothing is changed by the step yet
+        if several:
+            # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the
+            # result, and nobody updates, before all gradients are where they are needed.
+            self.executor.share_sums(self.measurement.norms, *([last.sum] if self._tail_waits else []))
+            now.differs = self._workers_differ()  # nothing is changed by the step yet
         self._complete_step(now, self.measurement.record(last.tails[0], now))
         if self._first_steps:
             self._first_steps -= 1
@@ -337,7 +344,7 @@ class Engine(EngineParts):
         CommError.
         """
         every = self.options.check_every
-        if self.group.size == 1 or every is None or self.step % every or self.now.is_local:
+        if every is None or self.step % every or self.now.is_local:
             return False
         from kfuse.comm.digest import digest  # one worker alone does not need it
 
@@ -459,25 +466,10 @@ class Engine(EngineParts):
 
     def take(self) -> Step | None:
         """Returns the last step, if its result was not taken before: from now on it is."""
-        if (reduced := self.reduced) is not None:
-            reduced.phase = Phase.TAKEN
-        return reduced
-
-
-class MicroBatchContext(MicroBatch):
-    """A micro-batch of `engine`, which is to be set, as a context: gradients that arrive in it belong to it."""
-
-    engine: Engine
-
-    def __enter__(self) -> MicroBatch:
-        self.engine.open(self)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.engine.close_micro_batch()
-        else:
-            self.engine.abort()
+        if (last := self.last) is None or last.phase is not Phase.REDUCED:
+            return None
+        last.phase = Phase.TAKEN
+        return last
 
 
 _CLOSED: list[Engine] = []  # whose bare backward is over, and whose last messages have started

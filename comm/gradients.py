@@ -11,7 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from torch.nn import Parameter
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.step import REMEDY, Step
 
-P = ParamSpec("P")
-T = TypeVar("T")
+T = TypeVar("T", bound=Callable[..., Any])
 STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() after opt.step()"
 
 
@@ -137,11 +136,11 @@ def drop(buckets: Sequence[Bucket], params: Sequence[Parameter]) -> None:
 # -- the end of a backward --------------------------------------------------------------------------------------------
 
 
-def without_grad(act: Callable[P, T]) -> Callable[P, T]:
+def without_grad(act: T) -> T:
     """Decorator: as torch.no_grad(), which takes as long as a small kernel."""
 
     @wraps(act)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+    def run(*args: Any, **kwargs: Any) -> Any:
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
@@ -149,7 +148,7 @@ def without_grad(act: Callable[P, T]) -> Callable[P, T]:
         finally:
             torch._C._set_grad_enabled(before)
 
-    return run
+    return cast(T, run)
 
 
 def at_the_end_of_backward(act: Callable[[], None]) -> None:

@@ -74,9 +74,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     A leaf that has a method `to` (a PackedSequence, a tokenizer's BatchEncoding) is moved by it. Other leaves stay.
     """
     there = devices.of(device)
-    if is_flat(batch):
-        is_there = {leaf.device for leaf in batch} == {there.name}
-        return batch if is_there else tuple(copy_to(there, leaf) for leaf in batch)
+    if is_flat(batch) and {leaf.device for leaf in batch} == {there.name}:
+        return batch
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

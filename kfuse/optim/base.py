@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.autograd import profiler
 from torch.optim import optimizer as torchs
 
 from kfuse.comm import devices
-from kfuse.comm.engine import MicroBatchContext
 from kfuse.comm.gradients import without_grad
 from kfuse.comm.group import Group
 from kfuse.comm.parts import check_owner
@@ -166,38 +164,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.engine.begin(plan)
 
     def micro_batch(
-        self,
-        samples: int | None = None,
-        last: bool = True,
-        *,
-        weight: float | None = None,
-        several_backwards: bool = False,
-    ) -> AbstractContextManager[MicroBatch]:
+        self, samples: int | None = None, last: bool = True, *, several_backwards: bool = False
+    ) -> MicroBatch:
         """Context of one micro-batch's forward and backward; the loss must be the MEAN over its samples.
 
-        samples: how many; without it micro-batches weigh the same and statistics are in units of micro-batches.
+        samples: how many; without it micro-batches weigh the same and statistics are in units of micro-batches. It may
+        be another weight: where it counts tokens, statistics are in units of tokens.
         last: whether it is this worker's last of the step; then the reduction starts as backward goes.
-        weight: kf.fit and kf.DataLoader pass it (`weight_fn`). In a loop of your own `samples` is the weight: where it
-        counts tokens, statistics are in units of tokens.
         several_backwards: several losses, each with a backward of its own: their gradients add up in `p.grad` as torch
         adds them, and are taken and measured as the context ends. The reduction then starts there, not during backward.
         Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
         """
-        engine, plan = self.engine, self.engine.now.plan
-        if plan is None:  # else `begin` has checked it
-            self._check_undivided()
-        if (weight is not None) != (plan is not None and plan.by_weight):
-            raise ValueError("opt.micro_batch(weight=...): kf.fit and kf.DataLoader pass it, where weight_fn= is given")
+        self._check_undivided()
         if samples is not None and samples < 1:
             raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
         unit = "micro-batches" if samples is None else "samples"
-        if unit != self.reducer.unit and engine.now.begun:
+        if unit != self.reducer.unit and self.engine.now.begun:
             raise ValueError("opt.micro_batch: give the sample counts of all of a step's micro-batches, or of none")
         self.reducer.unit = unit
-        counted = 1.0 if samples is None else float(samples)
-        context = MicroBatchContext(counted if weight is None else weight, last, several_backwards)
-        context.engine = engine
-        return context
+        return MicroBatch(1.0 if samples is None else float(samples), last, several_backwards, self.engine)
 
     def _check_undivided(self) -> None:
         check_owner(self.engine)
@@ -351,11 +336,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         0.0 for one that an optimizer does not have, or keeps on a GPU, where reading it would wait.
         """
-        rates = []
-        for group in self.param_groups:
-            lr = group.get("lr", 0.0)
-            rates.append(0.0 if isinstance(lr, Tensor) and devices.of(lr.device).asynchronous else float(lr))
-        return rates
+        rates = [group.get("lr", 0.0) for group in self.param_groups]
+        return [0.0 if isinstance(lr, Tensor) and devices.of(lr.device).asynchronous else float(lr) for lr in rates]
 
     def learning_rates(self) -> list[float]:
         """Returns each group's learning rate in the coming update: the group's own times `lr_factor`."""

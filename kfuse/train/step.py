@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.group import CommError
+from kfuse.comm.step import MicroBatch
 from kfuse.data import EpochSampler, StreamSampler
 from kfuse.data.dataset import tensors
 from kfuse.data.fetching import Fetcher, Task, TaskPlan, micro_batch_sizes, random_key, worker_range
@@ -128,15 +129,14 @@ class Step:
         fetched, samples = fetch(self.samples.task(j)), self.samples.sizes[j]
         self._fetched.add(j)
         weighs = self._objective.weight_fn is not None
-        weight = self._objective.weight(fetched, samples) if weighs else None  # before it is on a GPU: no wait
+        weight = self._objective.weight(fetched, samples) if weighs else samples  # before it is on a GPU: no wait
         batch = self._fetcher.to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
-        self.data_bytes += sum([each.nbytes for each in tensors(batch) if not each.is_sparse])
+        for each in tensors(batch):
+            self.data_bytes += 0 if each.is_sparse else each.nbytes
         seed_forward(device, random_key(self._seed, self.number, j))
         self.loss, self.figures = None, ()
-        with opt.micro_batch(
-            samples, j == self.mine[-1], weight=weight, several_backwards=self._several_backwards
-        ) as micro_batch:
+        with MicroBatch(weight, j == self.mine[-1], self._several_backwards, opt.engine) as micro_batch:
             yield batch
             micro_batch.loss, micro_batch.figures = self.loss, self.figures
         if self._passes is not None:
@@ -192,7 +192,8 @@ def seed_forward(device: torch.device, key: int) -> None:
     Python are seeded where samples are read: seeding all of them takes six times as long.
     """
     torch.default_generator.manual_seed(key)
-    devices.of(device).seed(key)
+    if (there := devices.of(device)).asynchronous:
+        there.seed(key)
 
 
 @contextlib.contextmanager
