@@ -91,7 +91,7 @@ class Engine(EngineParts):
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step. Without it each worker's micro-batches are counted as they come."""
         self.last = None
-        if self.now.begun or self.now.closed:
+        if self.now.begun or self.now.closed or self.now.implicit:
             self.abort()
         else:
             self.executor.reset()
