@@ -282,8 +282,7 @@ class Engine(EngineParts):
     def _complete(self, bucket: Bucket, current: MicroBatch) -> None:
         for destination, source in current.leaf.merges:
             bucket.slot(destination).add_(bucket.slot(source))
-        waits = self.options.sharded and bucket is self.buckets[-1] and self._tail_waits
-        if current.last and self.group.size > 1 and not waits:
+        if current.last and not (self.options.sharded and bucket is self.buckets[-1] and self._tail_waits):
             self.executor.launch([bucket], self.step, self.now.is_local)
 
     @property
