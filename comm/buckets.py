@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from kfuse.comm.devices import Place, quick
 from kfuse.comm.sum_tree import LeafStep
 from kfuse.kernels import BLOCK, PackArguments, PackTable, pack, take_changed
 
-T = TypeVar("T")
 ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
 # Elements of a gradient that a CPU packs as it comes, while it lies in the cache. Between two large products each call
 # takes 20 us, for the processor's caches have lost its code: smaller ones are packed one behind the other.
@@ -152,7 +150,8 @@ class Bucket:
         sharded: of the mean gradient only this worker's shard is computed.
         """
         self.index, self.layout, self.name, self.sharded = index, layout, name, sharded
-        mine = [tensors[i] for i in layout.params]
+        self.body = layout.numel  # elements of the gradients, padding included
+        self.tensors = mine = [tensors[i] for i in layout.params]
         self.device = device
         self.shapes = [t.shape for t in mine]
         self.orders = [
@@ -191,11 +190,6 @@ class Bucket:
         self._shown_at = [view.data_ptr() for view in self._shown], [view.stride() for view in self._shown]
 
     @property
-    def body(self) -> int:
-        """Elements of the gradients, padding included."""
-        return self.layout.numel
-
-    @property
     def kind(self) -> torch.dtype:
         """The dtype of the slots."""
         return torch.float64 if self.layout.dtype is torch.float64 else torch.float32
@@ -213,10 +207,6 @@ class Bucket:
     def shard(self) -> slice:
         """The part of `mean` that this worker updates; all of it with replicated state."""
         return self.part if self.sharded else slice(0, self.body)
-
-    def of(self, params: Sequence[T]) -> list[T]:
-        """This bucket's of an engine's parameters."""
-        return [params[index] for index in self.layout.params]
 
     def assign(self, part: slice, mirrored: slice) -> None:
         """Sets this worker's parts of `mean`. Between steps."""

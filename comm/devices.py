@@ -224,10 +224,6 @@ class StreamOrder:
         self._device = device
         self._used: list[Stream] = []
 
-    @property
-    def asynchronous(self) -> bool:
-        return self._device.asynchronous
-
     def add(self) -> None:
         """What is on the current stream so far belongs to the step."""
         if self._device.asynchronous and (current := self._device.current_stream()) not in self._used:

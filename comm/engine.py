@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.nn import Parameter
 
 from kfuse.comm import gradients
 from kfuse.comm.buckets import LARGE, PACKED, Bucket, BucketLayout
-from kfuse.comm.gradients import STILL_THERE
+from kfuse.comm.gradients import STILL_THERE, without_grad
 from kfuse.comm.group import CommError
 from kfuse.comm.parts import EngineParts
 from kfuse.comm.step import REMEDY, MicroBatch, Phase, Step, StepPlan
@@ -92,22 +91,14 @@ class Engine(EngineParts):
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step. Without it each worker's micro-batches are counted as they come."""
         self.last = None
-        self.abort()
+        if self.now.begun or self.now.closed or self.now.implicit:
+            self.abort()
+        else:
+            self.executor.reset()
         self.now.plan, self.now.mine = plan, plan.ranges[self.group.rank]
-        self.now.is_local = plan.local is not None
+        self.now.is_local, self.now.weights_are_known = plan.local is not None, not plan.by_weight
         if self.options.reproducible:
             self.now.leaves = self.executor.plan_sums(plan).steps
-
-    @contextmanager
-    def micro_batch(self, micro_batch: MicroBatch) -> Iterator[MicroBatch]:
-        """Context of one micro-batch: gradients that arrive in it belong to it."""
-        self.open(micro_batch)
-        try:
-            yield micro_batch
-        except BaseException:
-            self.abort()
-            raise
-        self.close_micro_batch()
 
     def open(self, micro_batch: MicroBatch) -> None:
         """Gradients that arrive from now on belong to this micro-batch.
@@ -120,7 +111,7 @@ class Engine(EngineParts):
             raise CommError(self.executor.failed)
         if micro_batch.several_backwards and self._still_there():
             raise RuntimeError(STILL_THERE)
-        untaken = self.reduced is not None
+        untaken = now.plan is None and self.reduced is not None
         if untaken and now.implicit:
             self.take()  # autograd has added to it already, so that it is no mean any more: a step refuses it
         now.refuse_to_open(untaken)
@@ -132,14 +123,15 @@ class Engine(EngineParts):
             micro_batch.scale = micro_batch.weight / (now.plan.local or now.plan.samples)
         else:
             micro_batch.scale = float(micro_batch.weight)
-        self.streams.add()
+        if on_gpu:
+            self.streams.add()
         now.alone = self.group.size == 1 and micro_batch.last and not (now.done or on_gpu) and micro_batch.scale == 1.0
         now.collects = not (on_gpu or self.audited is not None or micro_batch.several_backwards)
         if not now.done:
             self.measurement.stopwatch.start()
             if now.plan is None:
                 self.executor.reset()
-        if not now.implicit:
+        if self.averaged.tensors and not now.implicit:
             if now.done:
                 self.averaged.put_back()
             else:
@@ -178,7 +170,8 @@ class Engine(EngineParts):
             raise RuntimeError("opt.step() with gradients of no pass of its optimizer: see step.micro_batches(opt)")
         if (now.done and not now.implicit) or now.plan is not None:
             raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
-        now.implicit, now.mine = True, range(self.parts)
+        now.implicit, now.weights_are_known = True, True
+        now.parts, now.mine = self.parts, range(self.parts)
         self.open(MicroBatch(1.0, last=now.done + 1 == self.parts))
 
     def _close_implicit(self) -> None:
@@ -207,6 +200,7 @@ class Engine(EngineParts):
         self._begin_implicit()
         self.close_micro_batch()
 
+    @without_grad
     def close_micro_batch(self) -> None:
         """Ends the micro-batch under way. After the step's last one `finish` is called."""
         if (current := self.now.current) is None:
@@ -223,7 +217,8 @@ class Engine(EngineParts):
         now, last = self.now, self.buckets[-1]
         current = now.current
         assert current is not None
-        self.streams.go_on_here()
+        if self.on_gpu:
+            self.streams.go_on_here()
         for bucket in self.gradient_buckets:
             gradients.collect_set_by_hand(bucket, self.params, self.names)
             if bucket.grads:
@@ -255,7 +250,8 @@ class Engine(EngineParts):
         """Packs the micro-batch's gradients of a bucket."""
         now, current = self.now, self.now.current
         assert current is not None
-        self.streams.go_on_here(reads=bucket.grads)
+        if self.on_gpu:
+            self.streams.go_on_here(reads=bucket.grads)
         now.had_graph |= bucket.grads[0] is not None and bucket.grads[0].requires_grad
         if bucket.missing:
             current.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
@@ -311,19 +307,22 @@ class Engine(EngineParts):
         now.refuse_to_end()
         if not now.closed:
             return
-        self.streams.go_on_here()
-        self.streams.end()
+        if self.on_gpu:
+            self.streams.go_on_here()
+            self.streams.end()
         self.executor.wait()
         now.number, now.phase = self.step, Phase.SUMMED
         if self.options.sharded or now.unused or not now.weights_are_known:  # else nobody reads it
             now.tail = last.sum[last.body :]
-        self.measurement.measure(self.measurement.total_weight(now), self.executor.measured)
+        several = self.group.size > 1
+        self.measurement.measure(self.measurement.total_weight(now), self.executor.measured if several else ())
         now.changes = last.view(last.mean) if self.averaged.tensors else ()
         self.last = now
-        # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the result,
-        # and nobody updates, before all gradients are where they are needed.
-        self.executor.share_sums(self.measurement.norms, *([last.sum] if self._tail_waits else []))
-        now.differs = self._workers_differ()  # nothing is changed by the step yet
+        if several:
+            # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the
+            # result, and nobody updates, before all gradients are where they are needed.
+            self.executor.share_sums(self.measurement.norms, *([last.sum] if self._tail_waits else []))
+            now.differs = self._workers_differ()  # nothing is changed by the step yet
         self._complete_step(now, self.measurement.record(last.tails[0], now))
         if self._first_steps:
             self._first_steps -= 1
@@ -344,7 +343,7 @@ class Engine(EngineParts):
         CommError.
         """
         every = self.options.check_every
-        if self.group.size == 1 or every is None or self.step % every or self.now.is_local:
+        if every is None or self.step % every or self.now.is_local:
             return False
         from kfuse.comm.digest import digest  # one worker alone does not need it
 
@@ -466,9 +465,10 @@ class Engine(EngineParts):
 
     def take(self) -> Step | None:
         """Returns the last step, if its result was not taken before: from now on it is."""
-        if (reduced := self.reduced) is not None:
-            reduced.phase = Phase.TAKEN
-        return reduced
+        if (last := self.last) is None or last.phase is not Phase.REDUCED:
+            return None
+        last.phase = Phase.TAKEN
+        return last
 
 
 _CLOSED: list[Engine] = []  # whose bare backward is over, and whose last messages have started

@@ -10,6 +10,8 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch.nn import Parameter
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.step import REMEDY, Step
 
+T = TypeVar("T", bound=Callable[..., Any])
 STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() after opt.step()"
 
 
@@ -92,7 +95,7 @@ def take_back(buckets: Sequence[Bucket], params: Sequence[Parameter], names: Seq
     for bucket in buckets:
         if not bucket.are_views():
             raise RuntimeError("p.grad.data = ... after backward: set p.grad = ..., or change p.grad in place")
-        if all(map(operator.is_, [p.grad for p in bucket.of(params)], bucket.views)):
+        if all(map(operator.is_, [p.grad for p in bucket.tensors], bucket.views)):
             continue
         for k, (index, view) in enumerate(zip(bucket.layout.params, bucket.views, strict=True)):
             grad = params[index].grad
@@ -131,6 +134,21 @@ def drop(buckets: Sequence[Bucket], params: Sequence[Parameter]) -> None:
 
 
 # -- the end of a backward --------------------------------------------------------------------------------------------
+
+
+def without_grad(act: T) -> T:
+    """Decorator: as torch.no_grad(), which takes as long as a small kernel."""
+
+    @wraps(act)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return act(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return cast(T, run)
 
 
 def at_the_end_of_backward(act: Callable[[], None]) -> None:

@@ -47,7 +47,8 @@ _LAPS = 8  # steps that a host may be ahead of its GPU, before the time of a mic
 class Measurement:
     """Measures the gradients in an engine's buckets; writes each micro-batch's tail, and reads the step's record."""
 
-    norms_of: Sequence[Tensor]  # of each bucket, its part of `norms`
+    norms: Tensor  # fp32: sums of squares of the mean gradient, one for each block of each bucket
+    norms_of: Sequence[Tensor]  # of each bucket, its part of them
 
     def __init__(self, gradient_buckets: Sequence[Bucket], params: int, device: torch.device) -> None:
         """params: how many parameters the engine has."""
@@ -57,6 +58,7 @@ class Measurement:
         for bucket, sumsq in zip(gradient_buckets, every.split_with_sizes(chunks) if chunks else (), strict=True):
             bucket.sumsq = sumsq
         self._total = SumPartialsArguments(every, torch.zeros((), dtype=torch.float64, device=device))
+        self._squares = quick(every)
         # Of a record: |gbar|^2, and 0 for an update that is not left out.
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._quick_totals = quick(self._totals)
@@ -65,21 +67,12 @@ class Measurement:
 
     def set_group(self, rank: int, size: int, figures: int) -> None:
         """Goes on with other workers. Between steps. figures: slots of the tail for a step function's figures."""
-        self._rank, self._figures = rank, figures
-        # What every micro-batch's tail begins from.
-        self._usual = np.zeros(self._params + TAIL_SLOTS + size + figures, np.float32)
+        self._rank, self._figures, self.tail = rank, figures, self._params + TAIL_SLOTS + size + figures  # elements
+        self._usual = np.zeros(self.tail, np.float32)  # what every micro-batch's tail begins from
         self._usual[: self._params] = self._usual[self._params + MICRO_BATCHES] = 1.0
         self._usual[self._params + LOSS] = math.nan
-
-    @property
-    def tail(self) -> int:
-        """Elements of the tail in the present group."""
-        return len(self._usual)
-
-    @property
-    def norms(self) -> Tensor:
-        """fp32: sums of squares of the mean gradient, one for each block of each bucket."""
-        return self._norm.partials
+        first = self.tail - figures
+        self._weighted = [self._params + SUM_SQUARES, self._params + LOSS, *range(first, self.tail)]  # by the samples
 
     def write(self, place: Place, now: Step, current: MicroBatch) -> None:
         """Writes the tail of the micro-batch that ends to `place` (fp32 [tail]), or adds it to what is there, as the
@@ -90,37 +83,38 @@ class Measurement:
             values[index] = 0.0
         squares: Tensor | float = 0.0  # of one that is `alone`: `record` has it
         if not now.alone:
-            sum_partials.run(self._total)
-            squares = self._total.out
+            if isinstance(self._squares, Tensor):
+                sum_partials.run(self._total)
+                squares = self._total.out
+            else:
+                squares = self._squares.sum(dtype=np.float64)
         if now.parts > 1:
             squares *= now.parts**2  # the loss was divided
-        weighted: dict[int, Tensor | float] = {slots + SUM_SQUARES: squares}  # times the samples
-        if current.loss is not None:
-            weighted[slots + LOSS] = current.loss
-        weighted.update(enumerate(current.figures, self.tail - self._figures))
-        fisher: dict[int, Tensor] = {}
+        weighted = zip(self._weighted, (squares, current.loss, *current.figures), strict=False)
+        fisher = None
         with np.errstate(all="ignore"):
             values[slots + SAMPLES] = samples
             if not now.done:  # what this rank alone writes, once a step
                 values[slots + TAIL_SLOTS + self._rank] = self.stopwatch.seconds_before
                 if (plan := now.plan) is not None and self._rank == 0:
                     values[slots + STEP_TIME], values[slots + DATA_WAIT] = plan.times
-                    values[slots + DECISION] = plan.decision
-                    fisher.update(enumerate(() if plan.fisher is None else plan.fisher, slots + FISHER_TRACE))
+                    values[slots + DECISION], fisher = plan.decision, plan.fisher
             if not isinstance(place, Tensor):
-                for index, scalar in weighted.items():
-                    values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
-                for index, number in fisher.items():
-                    values[index] = number.item()
+                for index, scalar in weighted:
+                    if scalar is not None:
+                        values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
+                if fisher is not None:
+                    values[slots + FISHER_TRACE], values[slots + FISHER_MAX] = fisher.tolist()
                 place[:] = place + values if current.leaf.accumulate else values
                 return
         host_values = devices.of(place.device).pinned((self.tail,), torch.float32)
         host_values.copy_(torch.from_numpy(values))
         tail = host_values.to(place.device, non_blocking=True)
-        for index, scalar in weighted.items():
-            tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
-        for index, number in fisher.items():
-            tail[index] = number
+        for index, scalar in weighted:
+            if scalar is not None:
+                tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
+        if fisher is not None:
+            tail[slots + FISHER_TRACE : slots + FISHER_MAX + 1] = fisher
         place.add_(tail) if current.leaf.accumulate else place.copy_(tail)
 
     def total_weight(self, now: Step) -> Tensor | None:
@@ -134,9 +128,9 @@ class Measurement:
     def renew(self) -> None:
         """Takes other memory for `norms`: messages under way may still write to this."""
         blocks = [num_blocks(bucket.body) for bucket in self._buckets]
-        norms = torch.zeros(sum(blocks), dtype=torch.float32, device=self._totals.device)
-        self.norms_of = norms.split_with_sizes(blocks) if blocks else ()
-        self._norm = SumPartialsArguments(norms, self._totals[0])
+        self.norms = torch.zeros(sum(blocks), dtype=torch.float32, device=self._totals.device)
+        self.norms_of = self.norms.split_with_sizes(blocks) if blocks else ()
+        self._norm = SumPartialsArguments(self.norms, self._totals[0])
         self._blocks_of: dict[int, BlockSumsqArguments] = {}  # by bucket
 
     def measure(self, total_weight: Tensor | None, measured: Collection[int]) -> None:
@@ -183,10 +177,13 @@ class Measurement:
         sum_partials.run(self._norm)
         slots, of_ranks = self._params, self._params + TAIL_SLOTS
         parts: Any = (tail[slots:of_ranks], self._quick_totals, tail[of_ranks:])
-        record = torch.cat(parts) if isinstance(tail, Tensor) else torch.from_numpy(np.concatenate(parts))
-        if now.alone:
-            values = record.numpy()
-            values[SUM_SQUARES] = values[SAMPLES] * values[GRAD_SQ]
+        if isinstance(tail, Tensor):
+            record = torch.cat(parts)
+        else:
+            values = np.concatenate(parts)
+            if now.alone:
+                values[SUM_SQUARES] = values[SAMPLES] * values[GRAD_SQ]
+            record = torch.from_numpy(values)
         if now.plan is not None and now.plan.by_weight:
             ratio = now.plan.samples / record[SAMPLES]
             record[SUM_SQUARES] *= ratio
@@ -215,9 +212,11 @@ class Stopwatch:
         self._laps = [_Lap(self._device.event(timing=True), self._device.event(timing=True)) for _ in range(count)]
 
     def start(self) -> None:
-        finished = (lap for lap in self._laps if lap.micro_batches and lap.ended.query())
-        lap = next(finished, None)
-        self.seconds_before = lap.began.elapsed_time(lap.ended) / 1000 / lap.micro_batches if lap else 0.0
+        self.seconds_before = 0.0
+        for lap in self._laps:
+            if lap.micro_batches and lap.ended.query():
+                self.seconds_before = lap.began.elapsed_time(lap.ended) / 1000 / lap.micro_batches
+                break
         self._laps.insert(0, self._laps.pop())  # the oldest is used again
         self._laps[0].micro_batches = 0
         self._laps[0].began.record()

@@ -88,6 +88,7 @@ class EngineParts:
         kinds = [index for index, each in enumerate(groups) for _ in each]
         self.device = params[0].device if params else torch.device("cpu")
         self.streams = devices.StreamOrder(devices.of(self.device))
+        self.on_gpu = devices.of(self.device).asynchronous
         self._build(plan_parameters(params, kinds, self.options.bucket_elements, costs), {})
         self.set_group(self.group)
 
@@ -186,10 +187,6 @@ class EngineParts:
     def reduced(self) -> Step | None:
         """The last step, if the optimizer has not taken its result yet."""
         return self.last if self.last is not None and self.last.phase is Phase.REDUCED else None
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.streams.asynchronous
 
     @property
     def transport_name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ REMEDY = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepPlan:
     """A step as its training loop knows it before the first forward."""
 
@@ -39,20 +40,32 @@ class StepPlan:
 
 
 class MicroBatch:
-    """One micro-batch. Set `loss` (its mean loss, detached) before backward to have it averaged too."""
+    """One micro-batch. Set `loss` (its mean loss) to have it averaged too. As a context of an engine: gradients that
+    arrive in it belong to it.
+    """
 
     loss: Tensor | float | None = None
     figures: Sequence[Tensor | float] = ()  # scalars to be averaged like the loss, one for each slot at most
     leaf: LeafStep = WRITE  # what its worker does with its gradients
     scale: float = 1.0  # by which they are multiplied
 
-    def __init__(self, weight: float, last: bool, several_backwards: bool = False) -> None:
+    def __init__(self, weight: float, last: bool, several_backwards: bool = False, engine: Any = None) -> None:
         """weight: in the mean gradient: its samples, if not told otherwise. last: of this worker's in the step.
 
-        several_backwards: gradients add up in `p.grad` until the micro-batch closes.
+        several_backwards: gradients add up in `p.grad` until the micro-batch closes. engine: where it is a context.
         """
-        self.weight, self.last, self.several_backwards = weight, last, several_backwards
+        self.weight, self.last, self.several_backwards, self.engine = weight, last, several_backwards, engine
         self.missed = set[int]()  # parameters that it gave no gradient
+
+    def __enter__(self) -> MicroBatch:
+        self.engine.open(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.engine.close_micro_batch()
+        else:
+            self.engine.abort()
 
 
 class Phase(IntEnum):
@@ -74,6 +87,8 @@ class Step:
     is_local = False  # gradients stay with their worker; only the tail is reduced
     mine: range | None = None  # what this worker is to run: in the plan, or of bare backwards. None: not known before
     implicit = False  # of bare backwards, outside opt.micro_batch
+    parts = 1  # those bare backwards, each of a loss divided by their number
+    weights_are_known = False  # the sum of the weights is, before: gradients are scaled to their mean while packing
     current: MicroBatch | None = None
     done = 0  # micro-batches finished
     weight = 0.0  # sum of the finished ones' weights
@@ -108,21 +123,11 @@ class Step:
     def closed(self) -> bool:
         return self.phase >= Phase.CLOSED
 
-    @property
-    def parts(self) -> int:
-        """Bare backwards in the step, each of a loss divided by their number."""
-        return len(self.mine) if self.implicit and self.mine is not None else 1
-
-    @property
-    def weights_are_known(self) -> bool:
-        """Gradients are scaled to their mean while packing, since the sum of the weights is known before."""
-        return self.implicit or (self.plan is not None and not self.plan.by_weight)
-
     # -- what is refused ------------------------------------------------------------------------------------------
 
     def refuse_to_open(self, untaken: bool) -> None:
         """Raises RuntimeError where no micro-batch may begin now. untaken: the step before is not taken yet."""
-        if self.closed or untaken:
+        if untaken or self.phase is not Phase.OPEN:
             if self.parts > 1:
                 raise RuntimeError(f"opt.accumulate({self.parts}): another backward after the {self.parts} of a step")
             raise RuntimeError(

@@ -71,11 +71,6 @@ class PackTable:
         return tuple(len(edges) - 1 for edges in self.edges)
 
     @cached_property
-    def chunk_sizes(self) -> tuple[int, ...]:
-        """Sizes that split the tensors, laid end to end, into chunks."""
-        return tuple(stop - start for edges in self.edges for start, stop in pairwise(edges))
-
-    @cached_property
     def num_chunks(self) -> int:
         return sum(self.chunk_counts)
 

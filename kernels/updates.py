@@ -20,7 +20,7 @@ from kfuse.kernels.reduction import PIECE, row_norms, sum_partials
 from kfuse.kernels.table import CHUNK, PackTable
 
 
-@dataclass(frozen=True)
+@dataclass
 class AdamOptions:
     """Settings of AdamW and LAMB, named as in torch.optim."""
 
@@ -32,7 +32,7 @@ class AdamOptions:
     maximize: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class SGDOptions:
     """Settings of SGD, named as in torch.optim."""
 

@@ -121,5 +121,3 @@ def test_a_wrong_weight_is_refused_before_the_first_forward(weight: Any) -> None
         list(next(iter(kf.DataLoader(model, sentences(), opt, weight_fn=lambda batch: weight))))
     with pytest.raises(TypeError, match="weight_fn=7: must be a function"):
         kf.DataLoader(model, sentences(), opt, weight_fn=7)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"opt\.micro_batch\(weight=\.\.\.\): kf\.fit and kf\.DataLoader pass it"):
-        opt.micro_batch(samples=2, weight=3.0)

@@ -59,7 +59,7 @@ def moves_itself(thing: Any) -> bool:
 
 def is_flat(batch: Any) -> bool:
     """Whether it is a tuple of tensors, as most batches are: there torch's tree is not needed, which takes 4 us."""
-    return type(batch) is tuple and all([isinstance(leaf, Tensor) for leaf in batch])
+    return type(batch) is tuple and set(map(type, batch)) == {Tensor}
 
 
 def tensors(batch: Any) -> list[Tensor]:
@@ -74,8 +74,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     A leaf that has a method `to` (a PackedSequence, a tokenizer's BatchEncoding) is moved by it. Other leaves stay.
     """
     there = devices.of(device)
-    if is_flat(batch):
-        return batch if all(map(there.holds, batch)) else tuple(copy_to(there, leaf) for leaf in batch)
+    if is_flat(batch) and {leaf.device for leaf in batch} == {there.name}:
+        return batch
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -182,8 +182,8 @@ class TensorData(Dataset):
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> Any:
         """Returns the structure, with the rows `indices` of each tensor."""
         rows = torch.from_numpy(indices if self._chosen is None else self._chosen[indices])
-        taken = tuple(leaf.index_select(0, rows if leaf.is_cpu else rows.to(leaf.device)) for leaf in self._leaves)
-        return taken if self._is_flat else self._like(taken)
+        taken = [leaf.index_select(0, rows if leaf.is_cpu else rows.to(leaf.device)) for leaf in self._leaves]
+        return tuple(taken) if self._is_flat else self._like(taken)
 
 
 def _replaced(structure: Any, leaves: Sequence[Any]) -> Any:

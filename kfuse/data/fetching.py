@@ -109,7 +109,7 @@ class Task(NamedTuple):
     samples: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class TaskPlan:
     """Which micro-batches are a worker's, step after step, for as long as none of these changes."""
 

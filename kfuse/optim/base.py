@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.autograd import profiler
 from torch.optim import optimizer as torchs
 
 from kfuse.comm import devices
-from kfuse.comm.engine import Engine
+from kfuse.comm.gradients import without_grad
 from kfuse.comm.group import Group
 from kfuse.comm.parts import check_owner
 from kfuse.comm.step import MicroBatch, Phase, StepPlan
@@ -74,7 +73,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._warning = NonfiniteWarning()
         self.pair: Pair | None = None  # averages the weights with another worker's before each update
         self.updates = updates  # makes the updates, and has the state for them
-        self.reducer = Reducer(session, updates)
+        self.engine = self.reducer = Reducer(session, updates)
         session.on_group_change(self._set_group)
         session.on_planned_change(updates.hand_over)
         self.make_latest()
@@ -85,10 +84,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Makes `latest_optimizer` return this one, until another is made or trained."""
         global _latest
         _latest = weakref.ref(self)
-
-    @property
-    def engine(self) -> Engine:
-        return self.reducer
 
     def set_clip_norm(self, clip_norm: float | None) -> None:
         """The largest norm of the mean gradient from now on; None: no clipping. Raises ValueError unless positive."""
@@ -169,35 +164,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.engine.begin(plan)
 
     def micro_batch(
-        self,
-        samples: int | None = None,
-        last: bool = True,
-        *,
-        weight: float | None = None,
-        several_backwards: bool = False,
-    ) -> AbstractContextManager[MicroBatch]:
+        self, samples: int | None = None, last: bool = True, *, several_backwards: bool = False
+    ) -> MicroBatch:
         """Context of one micro-batch's forward and backward; the loss must be the MEAN over its samples.
 
-        samples: how many; without it micro-batches weigh the same and statistics are in units of micro-batches.
+        samples: how many; without it micro-batches weigh the same and statistics are in units of micro-batches. It may
+        be another weight: where it counts tokens, statistics are in units of tokens.
         last: whether it is this worker's last of the step; then the reduction starts as backward goes.
-        weight: kf.fit and kf.DataLoader pass it (`weight_fn`). In a loop of your own `samples` is the weight: where it
-        counts tokens, statistics are in units of tokens.
         several_backwards: several losses, each with a backward of its own: their gradients add up in `p.grad` as torch
         adds them, and are taken and measured as the context ends. The reduction then starts there, not during backward.
         Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
         """
         self._check_undivided()
-        engine = self.engine
-        if (weight is not None) != (engine.now.plan is not None and engine.now.plan.by_weight):
-            raise ValueError("opt.micro_batch(weight=...): kf.fit and kf.DataLoader pass it, where weight_fn= is given")
         if samples is not None and samples < 1:
             raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
         unit = "micro-batches" if samples is None else "samples"
-        if engine.now.begun and unit != self.reducer.unit:
+        if unit != self.reducer.unit and self.engine.now.begun:
             raise ValueError("opt.micro_batch: give the sample counts of all of a step's micro-batches, or of none")
         self.reducer.unit = unit
-        counted = 1.0 if samples is None else float(samples)
-        return engine.micro_batch(MicroBatch(counted if weight is None else weight, last, several_backwards))
+        return MicroBatch(1.0 if samples is None else float(samples), last, several_backwards, self.engine)
 
     def _check_undivided(self) -> None:
         check_owner(self.engine)
@@ -268,15 +253,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # torch itself does it for a class with a `step` of its own, which calls this one.
         if (hooks or profiler._is_profiler_enabled) and type(self).step is DistributedOptimizer.step:
             return _watched_step(self) if closure is None else _watched_step(self, closure)
-        gradients = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # as torch.no_grad, without its context
-        try:
-            return self._step(closure)
-        finally:
-            torch._C._set_grad_enabled(gradients)
+        return self._step(closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps no step that says so
 
+    @without_grad
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         check_owner(self.engine)
         loss = None
@@ -365,7 +346,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def base_lr(self) -> float:
         """The learning rate that is reported, without `lr_factor`: that of the first group whose rate is not zero."""
-        return next((rate for rate in self.base_rates() if rate), 0.0)
+        return next(filter(None, self.base_rates()), 0.0)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -413,7 +394,7 @@ def _joined(several: dict[str, Any]) -> dict[str, Any]:
 
 
 # With torch's hooks and its profiler's context, which alone takes as long as a small update.
-_watched_step = torch.optim.Optimizer.profile_hook_step(torch.no_grad()(DistributedOptimizer._step))
+_watched_step = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)
 
 _latest: weakref.ref[DistributedOptimizer] | None = None
 

@@ -36,10 +36,6 @@ class FlatUpdates(FlatState):
     _state: Any = None  # the optimizer's `state` after the last update, and how many entries it had
     _known = 0
 
-    @property
-    def sharded(self) -> bool:
-        return self.engine.options.sharded
-
     def options_of(self, state: BucketState) -> dict[str, Any]:
         return self.opt.param_groups[state.group]
 
@@ -71,6 +67,7 @@ class FlatUpdates(FlatState):
                     )
 
     def lay_out(self, engine: Engine) -> None:
+        self.sharded = engine.options.sharded
         super().lay_out(engine)
         for bucket, state in self.pairs():
             state.rule.lay_out(bucket, (state.own, state.mirror))
@@ -107,7 +104,7 @@ class FlatUpdates(FlatState):
 
         Updates are counted on each worker, also those of parameters that are not its own.
         """
-        params, options = self.params_of(bucket), self.options_of(state)
+        params, options = bucket.tensors, self.options_of(state)
         bucket.take_visible()
         keeps = state.rule.keeps_state(options)
         if self._all_in_one_call(bucket, state, given):
@@ -116,7 +113,8 @@ class FlatUpdates(FlatState):
             # Some parameters had no gradient on any worker, now or before: torch leaves those alone, so must we.
             state.together = state.together and not keeps
             calls = [range(k, k + 1) for k, has_gradient in enumerate(self._updated(bucket, given)) if has_gradient]
-        pieces: list[list[Piece]] = [[] for _ in state.parts]
+        parts = state.parts
+        pieces: list[list[Piece]] = [[] for _ in parts]
         for which in calls:
             skip = given.skip_of(bucket.layout.params[which[0]])  # of several in one call none is in doubt
             first = keeps and not state.entries[which[0]].known
@@ -127,7 +125,7 @@ class FlatUpdates(FlatState):
             self.publish_masters(bucket, state, which)
             if not self._counted:
                 state.count_update(which, skip)
-            for part, found in zip(state.parts, pieces, strict=True):
+            for part, found in zip(parts, pieces, strict=True):
                 piece = piece_of(bucket, state.param, state.steps, part, which, first, skip)
                 if piece is not None:
                     found.append(piece)
@@ -144,7 +142,7 @@ class FlatUpdates(FlatState):
         """
         if bucket.sharded:
             return [index not in given.step.left_out for index in bucket.layout.params]
-        return [p.grad is not None for p in self.params_of(bucket)]
+        return [p.grad is not None for p in bucket.tensors]
 
     def _count_together(self, given: Update) -> bool:
         """Counts an update of all parameters, by a kernel or two, if each bucket has its state and one call."""
@@ -198,7 +196,7 @@ class FlatUpdates(FlatState):
         try:
             wholes = sharding.gather(self.engine, self.states, only)
             for (bucket, state), tensors in zip(self.pairs(), wholes, strict=True):
-                params = self.params_of(bucket)
+                params = bucket.tensors
                 for name, whole in tensors.items():
                     for p, view, entry in zip(params, bucket.view(whole), state.entries, strict=True):
                         if entry.mastered if name == MASTER else entry.known:
@@ -262,7 +260,7 @@ class FlatUpdates(FlatState):
             return
         given = dict(zip(map(id, self._params()), self._states_of_params(state), strict=False))
         for bucket, of_bucket in self.pairs():
-            theirs = [given.get(id(p), {}) for p in self.params_of(bucket)]
+            theirs = [given.get(id(p), {}) for p in bucket.tensors]
             missing = [
                 k for k, of in enumerate(theirs) if not of_bucket.entries[k].known and has_moments(of_bucket, of)
             ]

@@ -36,7 +36,7 @@ def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-@dataclass(frozen=True)
+@dataclass
 class Update:
     """An update, which this worker has begun to make. Tensors are on the gradients' device."""
 

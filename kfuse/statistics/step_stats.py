@@ -145,10 +145,11 @@ class Statistics:
 
         Waits for their records.
         """
-        in_flight = list(self._in_flight)[: max(0, len(self._in_flight) - lag)]
-        numbers = [(stats.step, stats.decision) for stats in self._unread]
-        numbers += [(item.step, int(item.values()[t.DECISION])) for item in in_flight]
-        return [(step, number) for step, number in numbers if number]
+        numbers = [(stats.step, stats.decision) for stats in self._unread if stats.decision]
+        for item in list(self._in_flight)[: max(0, len(self._in_flight) - lag)]:
+            if number := int(item.values()[t.DECISION]):
+                numbers.append((item.step, number))
+        return numbers
 
     def begin_run(self, presented: bool = True) -> None:
         """A training begins: from now on every step is kept until it is read. Earlier steps are dropped.
@@ -232,7 +233,7 @@ class Statistics:
         values, sums = newest.split()
         samples, grad_total = values[t.SAMPLES], values[t.GRAD_SQ]
         loss = values[t.LOSS] / samples if samples else math.nan
-        figures = {name: total / samples for name, total in zip(self.figure_names or (), sums, strict=False)}
+        named = zip(self.figure_names or (), sums, strict=False)
         return StepStats(
             step=newest.step,
             samples=samples,
@@ -254,7 +255,7 @@ class Statistics:
             previous_step_time_s=_known(values[t.STEP_TIME]),
             previous_data_wait_s=values[t.DATA_WAIT] if values[t.STEP_TIME] else None,
             seconds=tuple(values[t.RECORD_SLOTS :]),
-            figures={name: value for name, value in figures.items() if math.isfinite(value)},
+            figures={name: mean for name, total in named if math.isfinite(mean := total / samples)},
         )
 
 

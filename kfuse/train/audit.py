@@ -180,7 +180,7 @@ class Audit:
                 for p in params:
                     p.grad = None
                 _put_back(self._before)  # as for each of the step's micro-batches
-                loss = self.forward.run(step.batch_again(micro_batch)).loss
+                loss, _ = self.forward(step.batch_again(micro_batch))
                 return self._audited.again(loss.backward)
             finally:
                 for p, grad in zip(params, grads, strict=True):

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from kfuse.comm.group import CommError, Links
@@ -264,7 +265,7 @@ class PolicyCalls:
     reporter: Reporter
     _reported: Exception | None = None  # the error that ends training; None: none does
 
-    @property
+    @cached_property
     def decides(self) -> bool:
         """Whether the policy has a `decide` of its own."""
         return getattr(self.policy.decide, "__func__", None) is not BasePolicy.decide

@@ -102,7 +102,7 @@ class LearningRate:
         """Returns the part of the run that is over after the step under way, whose update is counted, and so many
         samples. None where it has no set length.
         """
-        if self.schedule.total is None:
+        if self.schedule.samples is None and self.schedule.steps is None:
             return None
         return self.schedule.done(self.progress.counted(self.settings, self.progress.step + 1), samples)
 

@@ -52,7 +52,9 @@ def default_loss(output: Tensor, target: Tensor) -> Tensor:
         )
     if floating:
         return F.mse_loss(output.float(), target.float())
-    return F.cross_entropy(output.flatten(0, -2).float(), target.flatten().long())
+    if output.ndim != 2:
+        output, target = output.flatten(0, -2), target.flatten()
+    return F.cross_entropy(output.float(), target.long())
 
 
 class Outcome(NamedTuple):
@@ -133,6 +135,8 @@ def is_pair(batch: Any) -> bool:
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Tensor):  # to ask whether it is a Mapping takes longer
+        return model(inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
@@ -184,7 +188,7 @@ class Forward:
 
     def __call__(self, batch: Any) -> tuple[Tensor, list[Tensor | float]]:
         """Returns the micro-batch's mean loss, and the step function's figures, which are averaged like it."""
-        done = self.run(batch)
+        done = forward(self._objective, self._model, batch, self._precision, self._device)
         return done.loss, [] if self._objective.step_fn is None else self._scalars(done.figures)
 
     def _scalars(self, figures: Mapping[str, Tensor | float]) -> list[Tensor | float]:
@@ -215,9 +219,6 @@ class Forward:
                 raise TypeError(f"step_fn's figure {name!r} is a {type(value).__name__}: must be a number")
         return scalars
 
-    def run(self, batch: Any) -> Outcome:
-        return forward(self._objective, self._model, batch, self._precision, self._device)
-
 
 def forward(objective: Objective, model: nn.Module, batch: Any, precision: str, device: torch.device) -> Outcome:
     """The objective of a batch in this precision.
@@ -239,7 +240,7 @@ def forward(objective: Objective, model: nn.Module, batch: Any, precision: str, 
             done = objective(model, inputs)
     else:
         done = objective(model, inputs)
-    return done._replace(target=batch) if isinstance(batch, Mapping) and objective.step_fn is None else done
+    return done._replace(target=batch) if inputs is not batch and isinstance(batch, Mapping) else done
 
 
 def _in_bf16(leaf: Any) -> Any:

@@ -14,8 +14,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.group import CommError
+from kfuse.comm.step import MicroBatch
 from kfuse.data import EpochSampler, StreamSampler
 from kfuse.data.dataset import tensors
 from kfuse.data.fetching import Fetcher, Task, TaskPlan, micro_batch_sizes, random_key, worker_range
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kfuse.train.passes import Passes
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepSamples:
     """The samples of one step, cut into micro-batches and distributed over the workers."""
 
@@ -50,17 +50,13 @@ class StepSamples:
     workers: int
     shares: tuple[int, ...] | None = None  # weights of the workers; None: all the same
     aligned: bool = False  # ranges are those for reproducible sums: see `worker_range`
+    sizes: list[int] = field(init=False)  # number of samples of each micro-batch of the step, over all workers
+    ranges: tuple[range, ...] = field(init=False)  # the micro-batches that each worker is to run
 
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Number of samples of each micro-batch of the step, over all workers."""
-        return micro_batch_sizes(len(self.indices), self.micro_batch)
-
-    @cached_property
-    def ranges(self) -> tuple[range, ...]:
-        """The micro-batches that each worker is to run, as indices into `sizes`."""
-        count, size = len(self.sizes), self.workers
-        return tuple([worker_range(count, size, rank, self.shares, self.aligned) for rank in range(size)])
+    def __post_init__(self) -> None:
+        self.sizes = micro_batch_sizes(len(self.indices), self.micro_batch)
+        split = len(self.sizes), self.workers
+        self.ranges = tuple([worker_range(*split, rank, self.shares, self.aligned) for rank in range(self.workers)])
 
     def of(self, j: int) -> np.ndarray:
         """Indices of micro-batch j's samples in the data set: int64 [sizes[j]]."""
@@ -133,18 +129,16 @@ class Step:
         fetched, samples = fetch(self.samples.task(j)), self.samples.sizes[j]
         self._fetched.add(j)
         weighs = self._objective.weight_fn is not None
-        weight = self._objective.weight(fetched, samples) if weighs else None  # before it is on a GPU: no wait
+        weight = self._objective.weight(fetched, samples) if weighs else samples  # before it is on a GPU: no wait
         batch = self._fetcher.to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
-        self.data_bytes += sum([each.nbytes for each in tensors(batch) if not each.is_sparse])
+        for each in tensors(batch):
+            self.data_bytes += 0 if each.is_sparse else each.nbytes
         seed_forward(device, random_key(self._seed, self.number, j))
         self.loss, self.figures = None, ()
-        with opt.micro_batch(
-            samples, j == self.mine[-1], weight=weight, several_backwards=self._several_backwards
-        ) as micro_batch:
+        with MicroBatch(weight, j == self.mine[-1], self._several_backwards, opt.engine) as micro_batch:
             yield batch
-            micro_batch.loss = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
-            micro_batch.figures = self.figures
+            micro_batch.loss, micro_batch.figures = self.loss, self.figures
         if self._passes is not None:
             self._passes.drop_others(opt)
 
@@ -198,7 +192,8 @@ def seed_forward(device: torch.device, key: int) -> None:
     Python are seeded where samples are read: seeding all of them takes six times as long.
     """
     torch.default_generator.manual_seed(key)
-    devices.of(device).seed(key)
+    if (there := devices.of(device)).asynchronous:
+        there.seed(key)
 
 
 @contextlib.contextmanager
@@ -331,10 +326,10 @@ class Sampling:
 
     def _samples(self, epoch: int, cursor: int, count: int, micro_batch: int) -> StepSamples:
         indices, workers = self.sampler.indices(epoch, cursor, count), self.session.workers
-        relative = relative_throughput(self.progress.throughput, workers)
+        weights = None
         # Apart, each worker knows its own speed only: unequal shares would leave samples out.
-        balanced = self.settings["workers_balance"] and not self.progress.is_apart
-        weights = shares(relative) if balanced else None
+        if len(workers) > 1 and self.settings["workers_balance"] and not self.progress.is_apart:
+            weights = shares(relative_throughput(self.progress.throughput, workers))
         return StepSamples(epoch, cursor, indices, micro_batch, len(workers), weights, self.reproducible)
 
     def times_before(self) -> tuple[float, float]:

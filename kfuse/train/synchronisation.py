@@ -95,8 +95,15 @@ class Synchronisation:
         self.method = SyncMethod(*given)  # of the mode in force; that of ssgd until the first step of another mode
         self._params: list[Parameter] = []  # those trained as the method began, whose layout its state has
 
+    @property
+    def acts(self) -> bool:
+        """Whether there is anything to do: a mode other than ssgd is in force, or comes."""
+        return type(self.method) is not SyncMethod or self._progress.sync != "ssgd"
+
     def before_step(self) -> None:
         """Before forward. Raises CommError, and RuntimeError where the trained parameters must stay, and did not."""
+        if not self.acts:
+            return
         wanted = Sync.parse(self._progress.sync)
         if self._sync.mode != wanted.mode:
             self._begin(wanted.mode)

@@ -115,9 +115,10 @@ class Trainer:
                     at.once(Stage.BOUNDARY, recovery.cross_boundary)  # a checkpoint, the next view
                     if self.session.left:
                         break
+                    self.decisions.rate.set()  # also where the step comes again, with another worker's state
                     at.once(Stage.BEFORE_STEP, self._before_step)
                     if at.stage == Stage.UPDATE:
-                        step = self._next_step()  # its samples, its learning rate
+                        step = self._next_step()  # its samples
                         yield from self._yielded(step)  # forward, backward (buckets are reduced meanwhile), update
                         self._end_update(step)
                     at.once(Stage.AFTER_STEP, partial(self.calls.hook, "after_step"))
@@ -181,7 +182,6 @@ class Trainer:
 
     def _before_step(self) -> None:
         """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
-        self.decisions.rate.set()
         if self.progress.cursor == 0:
             self._refuse_other_length()
             self.calls.hook("before_epoch")
@@ -199,12 +199,11 @@ class Trainer:
             )
 
     def _next_step(self) -> Step:
-        """Chooses the coming step's samples, sets its learning rate, and gives the optimizer the step's plan."""
+        """Chooses the coming step's samples, and gives the optimizer the step's plan."""
         at, rank = self.progress, self.session.group.rank
         samples = self.sampling.of_next_step()
         own = samples.ranges[rank]
-        mine = sum(samples.sizes[j] for j in own)
-        self.decisions.rate.set()
+        mine = sum(samples.sizes[own.start : own.stop])
         self.synchronisation.before_step()
         by_weight = self.given.objective.weight_fn is not None
         audited = None if self.audit is None else self.audit.before_step(samples)
@@ -299,8 +298,8 @@ class Trainer:
         """After opt.step(), once: keeps the step's settings until its statistics arrive, and updates `Progress`."""
         self.progress.once(Stage.UPDATE, partial(self._record_update, step))
 
-    def keep_context(self) -> None:
-        """Keeps the settings that the newest step was announced with; of several optimizers, with the first one's."""
+    def keep_context(self, **times: float) -> None:
+        """Keeps the settings that the newest step was announced with (of the first optimizer), and known times."""
         assert self._newest is not None
         at, step, rate = self.progress, self._newest, self.decisions.rate
         count = len(step.samples.indices)
@@ -317,9 +316,8 @@ class Trainer:
             done=rate.done(at.samples + count),
             members=step.members if own is None else (step.members[own],),
             share=(step.mine.start, step.mine.stop) if own is not None and isinstance(step.mine, range) else None,
-            step_time_s=0.0,
-            data_wait_s=0.0,
             micro_batch=step.samples.micro_batch,
+            **{"step_time_s": 0.0, "data_wait_s": 0.0, **times},
         )
 
     def _record_update(self, step: Step) -> None:
@@ -327,14 +325,12 @@ class Trainer:
         # With fp32's precision, as the next step's tail sends them: the next step's signals have the same bits.
         step_time_s = float(np.float32(time.perf_counter() - step.began))
         self.decisions.rate.count_update(count)
+        times: dict[str, Any] = {"step_time_s": step_time_s, "data_wait_s": float(np.float32(step.data_wait_s))}
+        times["data_bytes_per_s"] = step.data_bytes / step_time_s
         if self.passes is None:
-            self.keep_context()
-        at.contexts[at.step] = replace(
-            at.contexts[at.step],
-            step_time_s=step_time_s,
-            data_wait_s=float(np.float32(step.data_wait_s)),
-            data_bytes_per_s=step.data_bytes / step_time_s,
-        )
+            self.keep_context(**times)
+        else:
+            at.contexts[at.step] = replace(at.contexts[at.step], **times)
         at.updated = []
         if self.given.scheduler is not None:
             self.given.scheduler.after("step")
@@ -365,6 +361,8 @@ class Trainer:
 
     def _synchronise(self) -> None:
         """Beside synchronous SGD: brings the workers' models together, as the mode says."""
+        if not self.synchronisation.acts:
+            return
         at = self.progress
         over = at.is_last_step(self.settings, self._epoch_is_over)
         checkpoints = self.given.checkpoints

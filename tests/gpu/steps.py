@@ -138,8 +138,7 @@ class Job:
         self.opt.begin(plan)
         mine = plan.ranges[0]
         for j in mine:
-            weight = 1.0 + j if plan.by_weight else None
-            with self.opt.micro_batch(samples=8, last=j == mine[-1], weight=weight) as micro_batch:
+            with self.opt.micro_batch(1 + j if plan.by_weight else 8, last=j == mine[-1]) as micro_batch:
                 loss = self.loss()
                 micro_batch.loss = loss.detach()
                 loss.backward()
