@@ -181,6 +181,10 @@ class Variant(ABC):
         """Around this variant's steps: whatever must hold in the process while it has the floor."""
         return nullcontext()
 
+    def tables(self) -> int:
+        """How many tables of gradients' addresses have been copied to the GPU so far."""
+        return 0
+
 
 class Local(Variant):
     """Each worker for itself, no reduction: what the computation costs with all workers busy beside each other."""
@@ -283,6 +287,9 @@ class Kfuse(Variant):
     def turn(self) -> AbstractContextManager[None]:
         return nullcontext() if self.statistics else statistics_off()
 
+    def tables(self) -> int:
+        return sum(bucket.table.copied for bucket in self.optimizer.engine.gradient_buckets)
+
 
 def kfuse_variant(statistics: bool = True, alone: bool = False, **comm: Any) -> type[Kfuse]:
     base = None if "state" in comm else "kfuse-alone" if statistics else "kfuse-alone-no-stats"
@@ -307,15 +314,13 @@ def _reduce_only(rows: Any, merges: Merges, out: Tensor, *, sumsq: Tensor | None
     reduce(rows, merges, out)
 
 
-@torch.no_grad()
+_run_pack = pack.run
+
+
 def _pack_only(given: PackArguments) -> None:
-    """kfuse.kernels.pack on the CPU without the sums of squares, as fast as we can write it."""
-    for grad, segment in zip(given.grads, given.segments, strict=True):
-        assert grad is not None
-        if given.accumulate:
-            segment.add_(grad.reshape(-1), alpha=given.scale)
-        else:
-            torch.mul(grad.reshape(-1), given.scale, out=segment)
+    """kfuse.kernels.pack without the sums of squares: the step keeps its arguments."""
+    given.sumsq = None
+    _run_pack(given)
 
 
 def new_session(options: CommOptions) -> None:

@@ -345,8 +345,7 @@ class AveragedBuffers:
         changes = torch._foreach_sub(self.tensors, self._changes_from())
         values = [changes[i].to(torch.float32) for i in bucket.layout.params]
         values = [v / scale if self._is_summed[i] else v for i, v in zip(bucket.layout.params, values, strict=True)]
-        unused = torch.empty(bucket.table.num_chunks, dtype=torch.float32, device=bucket.device)
-        pack(values, bucket.slot(leaf.slot), bucket.table, scale=scale, accumulate=leaf.accumulate, sumsq=unused)
+        pack(values, bucket.slot(leaf.slot), bucket.table, scale=scale, accumulate=leaf.accumulate, sumsq=None)
 
     def apply(self, indices: Sequence[int], changes: Sequence[Tensor], total_weight: Tensor | None) -> None:
         """Sets each buffer to its value at the step's start plus its mean change; a counter is rounded.

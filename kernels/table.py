@@ -55,6 +55,7 @@ class PackTable:
     # By the stream and the addresses, the newest last: a step's micro-batches often have their gradients where the step
     # before had them, and making a table again takes the host longer than packing.
     _pointers: dict[tuple[int, tuple[int, ...]], Tensor] = field(default_factory=dict, repr=False)
+    copied: int = 0  # how many of these were made, and copied to the device
 
     @cached_property
     def end(self) -> int:
@@ -119,6 +120,7 @@ class PackTable:
         if key not in self._pointers:
             if len(self._pointers) == KEPT_TABLES:
                 del self._pointers[next(iter(self._pointers))]
+            self.copied += 1
             self._pointers[key] = upload(torch.tensor(addresses, dtype=torch.int64), self.device)
         return self._pointers[key]
 
