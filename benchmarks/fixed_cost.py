@@ -2,19 +2,23 @@
 
     python benchmarks/fixed_cost.py --json benchmarks/results/fixed_cost.json
 
-Three cases, each beside torch's fused AdamW in a loop written by hand. Both take turns in blocks of steps, in a
-process. CPU time of a step, which says more than wall time where other processes run.
+Cases, each beside torch's fused AdamW in a loop written by hand. Both take turns in blocks of steps, in a process. CPU
+time of a step, which says more than wall time where other processes run.
 
 bare: `loss.backward(); opt.step(); opt.zero_grad()` on an MLP 64-64-32-10, batch 32.
 tensors: the same on 150 parameters of 64 elements, which a single sum uses.
 fit: kf.fit on scikit-learn's digits with the command line's MLP (one hidden layer of 128), batch 64 in 4 micro-batches.
     The loop by hand takes micro-batches of the same size; it draws no random numbers and measures nothing.
+gpu: what a GPU's path takes of the host, on a GPT of 148 tensors in 16 buckets, 2 micro-batches a step. Launches go
+    through Triton to a driver that runs nothing (tests/gpu/host_stub.py).
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,10 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.data import load_digits
 from kfuse.models import MLP
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from gpu.host_stub import BUCKET_MB, gpt_steps, no_gpu
 
 Block = Callable[[int], float]
 """Makes so many steps; returns the milliseconds each one took."""
@@ -108,6 +116,18 @@ def fit_by_kfuse() -> Block:
     return block
 
 
+def gpt(make_optimizer: Callable[..., torch.optim.Optimizer]) -> Block:
+    """Blocks of steps over the stub."""
+    make_steps = gpt_steps(make_optimizer)
+
+    def block(steps: int) -> float:
+        started = time.process_time()
+        make_steps(steps)
+        return (time.process_time() - started) / steps * 1e3
+
+    return block
+
+
 def compare(torch_block: Block, kfuse_block: Block, rounds: int, steps: int) -> dict[str, Any]:
     """Medians over rounds in milliseconds, and the median of the ratios within rounds with its 95 % interval."""
     for block in (torch_block, kfuse_block):
@@ -129,6 +149,9 @@ def main() -> None:
         "tensors": compare(tensors(_fused), tensors(kf.FusedAdamW), args.rounds, args.steps),
         "fit": compare(fit_by_torch(), fit_by_kfuse(), args.rounds, args.steps),
     }
+    with no_gpu():
+        kf.init(comm_bucket_mb=BUCKET_MB)
+        results["gpu"] = compare(gpt(_fused), gpt(kf.FusedAdamW), args.rounds, max(1, args.steps // 10))
     for name, found in results.items():
         times = f"torch {found['torch_ms']:.3f}, kfuse {found['kfuse_ms']:.3f}"
         print(f"{name}: CPU ms a step: {times}, ratio {told(found['ratio'])}")
