@@ -175,7 +175,8 @@ class Bucket:
         """
         numel = self.body + (self.tail if tail is None else tail)
         self._new_slot = new_slot or partial(flat_zeros, numel, device=self.device, dtype=self.kind)
-        self.slots, self.tails, self._packings = list[Tensor](), list[Place](), dict[int, list[PackArguments]]()
+        self.slots, self.tails = list[Tensor](), list[Place]()
+        self._packings: dict[tuple[int, bool], list[PackArguments]] = {}
         self.mean = self.slot(0)[: self.body]
         self.assign(self.part, self.mirrored)
         self.places = [self.laid_out(k, view) for k, view in enumerate(self.view(self.mean))]
@@ -234,16 +235,16 @@ class Bucket:
         numels, offsets = self.table.numels, self.layout.offsets
         return PackTable.build([numels[k] for k in which], [offsets[k] for k in which], self.device)
 
-    def packings(self, k: int) -> list[PackArguments]:
+    def packings(self, k: int, accumulate: bool) -> list[PackArguments]:
         """The arguments of each of `calls` into slot k, kept: they are given a micro-batch's gradients and scale."""
-        if k not in self._packings:
+        if (k, accumulate) not in self._packings:
             tables = [self.table] if len(self.calls) == 1 else [self._table(which) for which in self.calls]
             sums = self.sumsq.split_with_sizes([table.num_chunks for table in tables])
-            self._packings[k] = [
-                PackArguments([None] * len(table.numels), self.slot(k), table, 1.0, False, sumsq)
+            self._packings[k, accumulate] = [
+                PackArguments([None] * len(table.numels), self.slot(k), table, 1.0, accumulate, sumsq)
                 for table, sumsq in zip(tables, sums, strict=True)
             ]
-        return self._packings[k]
+        return self._packings[k, accumulate]
 
     def place(self, flat: Tensor, k: int) -> Tensor:
         """The k-th parameter's elements in a flat buffer of this layout, 1-D."""

@@ -278,8 +278,8 @@ class Engine(EngineParts):
             places = bucket.places if len(bucket.calls) == 1 else [bucket.places[k] for k in bucket.calls[number]]
             torch._foreach_copy_(places, grads)  # type: ignore[arg-type]
             return
-        given = bucket.packings(current.leaf.slot)[number]
-        given.grads, given.scale, given.accumulate = grads, current.scale, current.leaf.accumulate
+        given = bucket.packings(current.leaf.slot, current.leaf.accumulate)[number]
+        given.grads, given.scale = grads, current.scale
         pack.run(given)
         given.grads = ()
 

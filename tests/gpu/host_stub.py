@@ -40,9 +40,8 @@ class Driver:
     def get_current_device() -> int:
         return 0
 
-    @staticmethod
-    def get_current_stream(device: int) -> int:
-        return 1000 + device
+    get_current_stream = (1000).__add__
+    """Of a device its current stream. Triton's own is no function of Python's either."""
 
 
 class Binary(CompiledKernel):

@@ -55,4 +55,4 @@ def test_launches_and_calls_of_a_step() -> None:
         launched.clear()
         calls = calls_of(steps) - calls_of(model)
     assert len(launched) <= 67
-    assert calls <= 5600
+    assert calls <= 4100
