@@ -165,7 +165,7 @@ def _block(variant: Variant, steps: int, interface: str) -> tuple[float, ...]:
         variant.step()
         dist.barrier()
         wait()
-        exposed, received, tables = 0.0, received_bytes(interface), variant.tables()
+        exposed, received, tables = 0.0, received_bytes(interface), variant.tables
         started, started_cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             variant.step()
@@ -175,7 +175,7 @@ def _block(variant: Variant, steps: int, interface: str) -> tuple[float, ...]:
         elapsed, cpu = time.perf_counter() - started, time.process_time() - started_cpu
         dist.barrier()
         received = received_bytes(interface) - received
-    return tuple(each / steps for each in (elapsed, exposed, cpu, enqueued, variant.tables() - tables, received))
+    return tuple(each / steps for each in (elapsed, exposed, cpu, enqueued, variant.tables - tables, received))
 
 
 def _peak_bytes(name: str, settings: Settings, rank: int) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,10 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.devices import Place, quick
 from kfuse.comm.sum_tree import LeafStep
-from kfuse.kernels import BLOCK, PackArguments, PackTable, pack, take_changed
+from kfuse.kernels import BLOCK, PackArguments, PackTable, num_blocks, pack, take_changed
 
-T = TypeVar("T")
 ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
-# Elements of a gradient that a CPU packs as it comes, while it lies in the cache. Between two large products each call
-# takes 20 us, for the processor's caches have lost its code: smaller ones are packed one behind the other.
-LARGE = 400_000
-PACKED = torch.empty(0)  # in the place of a gradient that has been packed
+JOINED = 4  # buckets that a GPU packs, measures and updates at a time where no messages are sent
 
 
 @dataclass(frozen=True)
@@ -91,6 +87,25 @@ def plan_parameters(
     return sorted(layouts, key=lambda layout: -layout.params[-1])
 
 
+def join(layouts: Sequence[BucketLayout], kinds: Sequence[object], capacity: int) -> list[BucketLayout]:
+    """Joins up to JOINED layouts of `capacity` elements that follow each other, of one kind and dtype.
+
+    Each begins at a block of the sums of squares there, so that all sums have the same bits as without.
+    """
+    joined: list[BucketLayout] = []
+    for layout in layouts:
+        before = joined[-1] if joined else layout
+        start, alike = num_blocks(before.numel) * BLOCK, (before.dtype, kinds[before.params[0]], before.costs)
+        fits = joined and start + layout.numel <= JOINED * capacity and not layout.costs
+        if fits and alike == (layout.dtype, kinds[layout.params[0]], ()):
+            offsets = (*before.offsets, *(start + offset for offset in layout.offsets))
+            params, strides = before.params + layout.params, before.strides + layout.strides
+            joined[-1] = replace(before, params=params, offsets=offsets, numel=start + layout.numel, strides=strides)
+        else:
+            joined.append(layout)
+    return joined
+
+
 def dense_order(tensor: Tensor) -> tuple[int, ...] | None:
     """The dimensions, the outermost in memory first; None if the memory has gaps or overlaps.
 
@@ -121,6 +136,7 @@ class Bucket:
     parameter's shape has its strides too (channels_last). One of averaged buffers holds them in logical order.
     """
 
+    members: list[Any]  # its parameters, or buffers, in the order of their offsets
     orders: list[tuple[int, ...] | None]  # each parameter's `dense_order`; None: the logical one
     tails: list[Place]  # of each slot
     mean: Tensor  # [body], `sum` without the tail: after the reduction, the mean gradient
@@ -134,8 +150,12 @@ class Bucket:
     views: Sequence[Tensor | None]
     sumsq: Tensor  # fp32: sums of squares of one micro-batch's own gradient, which `pack` writes. Measurement sets it
     places: list[Tensor]  # of each parameter in `mean`, laid out as its gradients are
-    calls: list[list[int]]  # which gradients are packed together: on a CPU each large one alone, first; then the rest
     grads: list[Tensor | None]  # of the micro-batch; none once they are packed
+    missing: int  # how many of these have not come
+    hooks: dict[int, torch.utils.hooks.RemovableHandle]  # of its parameters
+    first: int  # which one came first, when they were last taken one by one
+    last: int | None = None  # which one comes last, where its hook takes all; None: each has a hook
+    nodes: Sequence[object] = ()  # of autograd, which accumulate the gradients
 
     def __init__(
         self,
@@ -152,19 +172,17 @@ class Bucket:
         sharded: of the mean gradient only this worker's shard is computed.
         """
         self.index, self.layout, self.name, self.sharded = index, layout, name, sharded
-        mine = [tensors[i] for i in layout.params]
-        self.device = device
+        mine = self.members = [tensors[i] for i in layout.params]
+        self.device, self.hooks = device, {}
         self.shapes = [t.shape for t in mine]
         self.orders = [
             None if strides is None else dense_order(torch.empty_strided(shape, strides, device="meta"))
             for shape, strides in zip(self.shapes, layout.strides or (None,) * len(mine), strict=True)
         ]
+        self.is_permuted = any(order is not None for order in self.orders)
         self.shards, self.owned = [slice(0, self.body)], []
         self.part, self.mirrored = slice(0, self.body), slice(0, 0)
         self.table = PackTable.build([t.numel() for t in mine], list(layout.offsets), self.device)
-        large = [] if devices.of(self.device).asynchronous else [k for k, t in enumerate(mine) if t.numel() >= LARGE]
-        rest = [k for k in range(len(mine)) if k not in large]
-        self.calls = [[k] for k in large] + ([rest] if rest else [])
         self.renew(0)
         self.begin_micro_batch()
 
@@ -175,8 +193,7 @@ class Bucket:
         """
         numel = self.body + (self.tail if tail is None else tail)
         self._new_slot = new_slot or partial(flat_zeros, numel, device=self.device, dtype=self.kind)
-        self.slots, self.tails = list[Tensor](), list[Place]()
-        self._packings: dict[tuple[int, bool], list[PackArguments]] = {}
+        self.slots, self.tails, self._packings = list[Tensor](), list[Place](), dict[tuple[int, bool], PackArguments]()
         self.mean = self.slot(0)[: self.body]
         self.assign(self.part, self.mirrored)
         self.places = [self.laid_out(k, view) for k, view in enumerate(self.view(self.mean))]
@@ -215,10 +232,6 @@ class Bucket:
         """The part of `mean` that this worker updates; all of it with replicated state."""
         return self.part if self.sharded else slice(0, self.body)
 
-    def of(self, params: Sequence[T]) -> list[T]:
-        """This bucket's of an engine's parameters."""
-        return [params[index] for index in self.layout.params]
-
     def assign(self, part: slice, mirrored: slice) -> None:
         """Sets this worker's parts of `mean`. Between steps."""
         self.part, self.mirrored = part, mirrored
@@ -231,19 +244,12 @@ class Bucket:
             self.tails.append(quick(self.slots[-1][self.body :]))
         return self.slots[k]
 
-    def _table(self, which: Sequence[int]) -> PackTable:
-        numels, offsets = self.table.numels, self.layout.offsets
-        return PackTable.build([numels[k] for k in which], [offsets[k] for k in which], self.device)
-
-    def packings(self, k: int, accumulate: bool) -> list[PackArguments]:
-        """The arguments of each of `calls` into slot k, kept: they are given a micro-batch's gradients and scale."""
+    def packing(self, k: int, accumulate: bool) -> PackArguments:
+        """The arguments of `pack` into slot k, kept: they are given a micro-batch's gradients and scale."""
         if (k, accumulate) not in self._packings:
-            tables = [self.table] if len(self.calls) == 1 else [self._table(which) for which in self.calls]
-            sums = self.sumsq.split_with_sizes([table.num_chunks for table in tables])
-            self._packings[k, accumulate] = [
-                PackArguments([None] * len(table.numels), self.slot(k), table, 1.0, accumulate, sumsq)
-                for table, sumsq in zip(tables, sums, strict=True)
-            ]
+            none = [None] * len(self.shapes)
+            given = PackArguments(none, self.slot(k), self.table, 1.0, accumulate, self.sumsq)
+            self._packings[k, accumulate] = given
         return self._packings[k, accumulate]
 
     def place(self, flat: Tensor, k: int) -> Tensor:

@@ -228,6 +228,11 @@ class StreamOrder:
     def asynchronous(self) -> bool:
         return self._device.asynchronous
 
+    @property
+    def several(self) -> bool:
+        """Whether the step's work so far lies on several streams."""
+        return len(self._used) > 1
+
     def add(self) -> None:
         """What is on the current stream so far belongs to the step."""
         if self._device.asynchronous and (current := self._device.current_stream()) not in self._used:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kfuse.comm import devices, gradients, transports
-from kfuse.comm.buckets import AveragedBuffers, BucketLayout, dense_order, make_buckets, plan_parameters
+from kfuse.comm.buckets import AveragedBuffers, Bucket, BucketLayout, dense_order, join, make_buckets, plan_parameters
 from kfuse.comm.executor import Executor
 from kfuse.comm.group import Group
 from kfuse.comm.measurement import Measurement
@@ -32,6 +32,7 @@ _LOG = logging.getLogger("kfuse")
 class EngineParts:
     """The parts of an engine over `groups` (parameters that may share a bucket) and the workers of a `group`."""
 
+    gradient_buckets: Sequence[Bucket] = ()
     audited: AuditedGradient | None = None  # where steps may have an audit
     parts = 1  # bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)
     figures = 0  # slots of the tail for a step function's figures
@@ -64,7 +65,6 @@ class EngineParts:
         """
         self.options, self.lane, self.mirrors = options, lane, mirrors and options.sharded
         self._warned = set[str]()
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []  # of the hooks that take gradients
         self.group = group
         self.lay_out(groups, names, costs)
 
@@ -82,13 +82,16 @@ class EngineParts:
         check_parameters(params, names)
         if self.options.sync != "ssgd" and any(p.dtype == torch.float64 for p in params):
             raise ValueError(f"comm.sync={self.options.sync}: must be ssgd with parameters of float64")
-        if self._handles:
+        if any(bucket.hooks for bucket in self.gradient_buckets):
             self.close()
         self.params, self.names, self.audited, self.last = params, names, None, None
         kinds = [index for index, each in enumerate(groups) for _ in each]
         self.device = params[0].device if params else torch.device("cpu")
         self.streams = devices.StreamOrder(devices.of(self.device))
-        self._build(plan_parameters(params, kinds, self.options.bucket_elements, costs), {})
+        layouts = plan_parameters(params, kinds, self.options.bucket_elements, costs)
+        if self.on_gpu and self.group.size == 1 and self.group.fixed:
+            layouts = join(layouts, kinds, self.options.bucket_elements)
+        self._build(layouts, {})
         self.set_group(self.group)
 
     def track_buffers(self, buffers: Mapping[str, Tensor], summed: Sequence[Tensor] = ()) -> None:
@@ -175,11 +178,12 @@ class EngineParts:
 
     def close(self) -> None:
         """Removes the hooks: gradients stay in `p.grad`. Those of a step that the optimizer has made are dropped."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for bucket in self.gradient_buckets:
+            while bucket.hooks:
+                bucket.hooks.popitem()[1].remove()
         if self.reduced is None:
-            gradients.drop(self.gradient_buckets, self.params)
+            for param in gradients.shown(self.gradient_buckets):
+                param.grad = None
         self.group.first_steps.discard(self)
 
     @property

@@ -44,9 +44,6 @@ class FlatState(Updates):
     def pairs(self) -> Iterator[tuple[Bucket, BucketState]]:
         return zip(self.engine.gradient_buckets, self.states, strict=True)
 
-    def params_of(self, bucket: Bucket) -> list[Parameter]:
-        return bucket.of(self.engine.params)
-
     def lay_out(self, engine: Engine) -> None:
         super().lay_out(engine)
         groups = {id(p): index for index, group in enumerate(self.opt.param_groups) for p in group["params"]}
@@ -57,7 +54,7 @@ class FlatState(Updates):
         self.states = [self._flatten(bucket, groups, of_bucket) for bucket, of_bucket in buckets]
 
     def _flatten(self, bucket: Bucket, groups: dict[int, int], steps: Tensor) -> BucketState:
-        params = self.params_of(bucket)
+        params = bucket.members
         param = flat_zeros(bucket.body, 1, bucket.device, bucket.layout.dtype)
         views = bucket.view(param)
         fill(views, [p.data for p in params])
@@ -75,7 +72,7 @@ class FlatState(Updates):
 
         With sharded state torch's `state` then has the numbers of updates only.
         """
-        params = self.params_of(bucket)
+        params = bucket.members
         saved: list[dict[str, Any]] = [self.opt.state.get(p, {}) for p in params]
         loaded = [of.get(MASTER) is not None for of in saved]
         state.entries = [Entry(known=has_moments(state, of)) for of in saved]
@@ -97,7 +94,7 @@ class FlatState(Updates):
 
     def publish(self, bucket: Bucket, state: BucketState, which: Sequence[int]) -> None:
         """Makes the flat state of these parameters visible as torch's `state`. Of shards there is none to be seen."""
-        params = self.params_of(bucket)
+        params = bucket.members
         for name, moment in state.own.moments.items() if not bucket.sharded else ():
             views = bucket.view(moment)
             for k in which:
@@ -113,7 +110,7 @@ class FlatState(Updates):
         for k in which:
             state.entries[k].mastered = True
         if not bucket.sharded:
-            params, views = self.params_of(bucket), bucket.view(master)
+            params, views = bucket.members, bucket.view(master)
             for k in which:
                 self.opt.state[params[k]][MASTER] = views[k]
 
@@ -134,7 +131,7 @@ class FlatState(Updates):
         """
         moved: list[tuple[Parameter, Tensor]] = []
         for bucket, state in self.pairs():
-            if list(map(Tensor.data_ptr, self.params_of(bucket))) == state.addresses:
+            if list(map(Tensor.data_ptr, bucket.members)) == state.addresses:
                 continue
             start = state.param.data_ptr()
             for k, (index, offset) in enumerate(zip(bucket.layout.params, bucket.layout.offsets, strict=True)):
@@ -159,7 +156,7 @@ class FlatState(Updates):
         for bucket, state in self.pairs():
             param = flat_zeros(bucket.body, 1, bucket.device, bucket.layout.dtype)
             state.param = param.copy_(state.param)
-            params = self.params_of(bucket)
+            params = bucket.members
             for p, view in zip(params, bucket.view(state.param), strict=True):
                 p.data = with_own_storage(view)
             state.addresses = [p.data_ptr() for p in params]

@@ -107,7 +107,7 @@ class FlatUpdates(FlatState):
 
         Updates are counted on each worker, also those of parameters that are not its own.
         """
-        params, options = self.params_of(bucket), self.options_of(state)
+        params, options = bucket.members, self.options_of(state)
         bucket.take_visible()
         keeps = state.rule.keeps_state(options)
         if self._all_in_one_call(bucket, state, given):
@@ -144,7 +144,7 @@ class FlatUpdates(FlatState):
         """
         if bucket.sharded:
             return [index not in given.step.left_out for index in bucket.layout.params]
-        return [p.grad is not None for p in self.params_of(bucket)]
+        return [p.grad is not None for p in bucket.members]
 
     def _count_together(self, given: Update) -> bool:
         """Counts an update of all parameters, by a kernel or two, if each bucket has its state and one call."""
@@ -198,7 +198,7 @@ class FlatUpdates(FlatState):
         try:
             wholes = sharding.gather(self.engine, self.states, only)
             for (bucket, state), tensors in zip(self.pairs(), wholes, strict=True):
-                params = self.params_of(bucket)
+                params = bucket.members
                 for name, whole in tensors.items():
                     for p, view, entry in zip(params, bucket.view(whole), state.entries, strict=True):
                         if entry.mastered if name == MASTER else entry.known:
@@ -262,7 +262,7 @@ class FlatUpdates(FlatState):
             return
         given = dict(zip(map(id, self._params()), self._states_of_params(state), strict=False))
         for bucket, of_bucket in self.pairs():
-            theirs = [given.get(id(p), {}) for p in self.params_of(bucket)]
+            theirs = [given.get(id(p), {}) for p in bucket.members]
             missing = [
                 k for k, of in enumerate(theirs) if not of_bucket.entries[k].known and has_moments(of_bucket, of)
             ]

@@ -78,7 +78,7 @@ class MuonRule(Rule):
             flat = self._shared[bucket.index] = torch.empty(bucket.body, dtype=_type(options), device=bucket.device)
             buffer = state.own.tensors.get(_BUFFER)
             buffer = torch.zeros_like(bucket.mean) if buffer is None else buffer
-            own, params = bucket.owned[rank], updates.params_of(bucket)
+            own, params = bucket.owned[rank], bucket.members
             begins = enumerate(bucket.layout.offsets)
             mine = [k for k, at in begins if own.start <= at < own.stop and params[k].grad is not None]
             gradients, buffers, factors = (

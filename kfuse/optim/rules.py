@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
@@ -44,8 +43,6 @@ class Flat(Protocol):
     def pairs(self) -> Iterator[tuple[Bucket, BucketState]]: ...
 
     def options_of(self, state: BucketState) -> dict[str, Any]: ...
-
-    def params_of(self, bucket: Bucket) -> list[Parameter]: ...
 
     def pieces(self, bucket: Bucket, state: BucketState, given: Update) -> list[list[Piece]]: ...
 
