@@ -115,14 +115,15 @@ def dense_order(tensor: Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
-def flat_zeros(numel: int, nth: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A flat buffer of zeros. nth: which of the buffers it is that one pass reads side by side, from 0.
+def flat_zeros(numel: int, nth: int, device: torch.device, dtype: torch.dtype = torch.float32, room: int = 0) -> Tensor:
+    """A flat buffer of zeros. nth: which of the buffers it is that one pass reads side by side, from 0. room: elements
+    that follow it in its memory.
 
     On a CPU each begins at another line of its page: large buffers that begin at the same one take up to a fifth
     longer to update (AdamW, four of 64 MB).
     """
     first = 0 if devices.of(device).asynchronous else nth * ALIGN
-    return torch.zeros(first + numel, dtype=dtype, device=device)[first:]
+    return torch.zeros(first + numel + room, dtype=dtype, device=device)[first : first + numel]
 
 
 class Bucket:
@@ -136,6 +137,7 @@ class Bucket:
     parameter's shape has its strides too (channels_last). One of averaged buffers holds them in logical order.
     """
 
+    room = 0  # elements behind each slot, so that messages are of equal parts: NCCL has no others
     members: list[Any]  # its parameters, or buffers, in the order of their offsets
     orders: list[tuple[int, ...] | None]  # each parameter's `dense_order`; None: the logical one
     tails: list[Place]  # of each slot
@@ -192,7 +194,7 @@ class Bucket:
         new_slot(k): where slot k is to lie, [body + tail], zeros; None: in memory of its own.
         """
         numel = self.body + (self.tail if tail is None else tail)
-        self._new_slot = new_slot or partial(flat_zeros, numel, device=self.device, dtype=self.kind)
+        self._new_slot = new_slot or partial(flat_zeros, numel, device=self.device, dtype=self.kind, room=self.room)
         self.slots, self.tails, self._packings = list[Tensor](), list[Place](), dict[tuple[int, bool], PackArguments]()
         self.mean = self.slot(0)[: self.body]
         self.assign(self.part, self.mirrored)

@@ -21,6 +21,7 @@ from kfuse.comm.group import Group
 from kfuse.comm.measurement import Measurement
 from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import Phase, Step
+from kfuse.kernels import BLOCK
 
 if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
     from kfuse.comm.audit import AuditedGradient
@@ -149,8 +150,13 @@ class EngineParts:
         if self.choice is not None and group.rank == 0:
             _LOG.info("comm.schedule=%s: %s: %s", options.schedule, self.choice.schedule, self.choice.reason)
         self.measurement.set_group(group.rank, group.size, self.figures)
-        if self.buckets[-1].tail != (numel := self.measurement.tail):
-            self.buckets[-1].renew(numel)
+        room = BLOCK * group.size if self.on_gpu and group.size > 1 else 0
+        for bucket in self.buckets:
+            tail = self.measurement.tail if bucket is self.buckets[-1] else 0
+            if room > bucket.room or tail != bucket.tail:
+                mean, bucket.room = bucket.mean, max(room, bucket.room)
+                bucket.renew(tail)
+                bucket.mean.copy_(mean)  # it may be the last step's, whose update is to be resumed in this group
         whole, matrices, apart = transports.make_programs(
             options, self.transport_name, self.group.adds_up, self.mirrors
         )

@@ -52,13 +52,12 @@ def accumulated(it: Loop) -> None:
 
 
 def retained(it: Loop) -> None:
-    loss = it.loss()
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    (loss := it.loss()).backward(retain_graph=True)  # type: ignore[no-untyped-call]
     it.opt.zero_grad()
     it.step(loss)
 
 
-def frozen(it: Loop) -> None:
+def frozen_and_thawed(it: Loop) -> None:
     for trained in (False, True):
         it.layers[0].requires_grad_(trained)
         it.opt.rebuild()
@@ -72,10 +71,8 @@ def replaced(it: Loop) -> None:
 
 
 def failing(it: Loop) -> None:
-    handle = it.layers[1].weight.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with it.layers[1].weight.register_hook(lambda grad: 1 / 0), pytest.raises(ZeroDivisionError):
         twice(it)
-    handle.remove()
 
 
 UNUSUAL: dict[str, Callable[[Loop], None]] = {
@@ -86,7 +83,7 @@ UNUSUAL: dict[str, Callable[[Loop], None]] = {
     "several losses": lambda it: twice(it, several_backwards=True),
     "two backwards": accumulated,
     "retain_graph": retained,
-    "frozen and thawed": frozen,
+    "frozen and thawed": frozen_and_thawed,
     "reentrant checkpointing": lambda it: it.step(it.loss(reentrant=True)),
     "a hook that replaces p.grad": replaced,
     "a backward that fails": failing,
