@@ -90,7 +90,7 @@ class EngineParts:
         self.device = params[0].device if params else torch.device("cpu")
         self.streams = devices.StreamOrder(devices.of(self.device))
         layouts = plan_parameters(params, kinds, self.options.bucket_elements, costs)
-        if self.on_gpu and self.group.size == 1 and self.group.fixed:
+        if self.on_gpu and self.group.size == 1 and self.group.fixed and not self.options.reproducible:
             layouts = join(layouts, kinds, self.options.bucket_elements)
         self._build(layouts, {})
         self.set_group(self.group)

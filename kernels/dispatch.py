@@ -123,8 +123,8 @@ class Launch:
     later: tuple[dict[str, Any], ...] = ()
     varying: Callable[[Any], Mapping[str, Any] | None] | None = None
     device: torch.device | None = None  # its tensors'
-    # Of one that is kept: what starts the compiled kernel, and all that the kernel takes.
-    binary: Callable[..., None] | None = None
+    # Of one that is kept: the compiled kernel, and all that it takes.
+    binary: Any = None
     values: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -174,13 +174,13 @@ class Launch:
 
     def _start(self) -> None:
         if self.binary is not None:
-            self.binary(*self.values.values())
+            self.binary[(*self.grid, 1, 1)[:3]](*self.values.values())
             return
         arguments, settings = self.arguments, options(self.threads)
         binary = self.kernel[self.grid](**arguments, **self.constants, **settings)
         if self.varying is not None and binary is not None:  # None: in the interpreter
             every = arguments | self.constants
-            self.binary, self.values = binary[(*self.grid, 1, 1)[:3]], {n: every[n] for n in self.kernel.arg_names}
+            self.binary, self.values = binary, {name: every[name] for name in self.kernel.arg_names}
             self.given = {}  # it has gradients, which are not to be kept
         if self.later and binary not in _FOLLOWED:
             _FOLLOWED.add(binary)

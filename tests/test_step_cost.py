@@ -105,13 +105,12 @@ def fused(params: Any, lr: float) -> torch.optim.Optimizer:
 
 
 def test_a_bare_step_and_a_further_parameter() -> None:
-    """Beside torch's fused AdamW: so many operators more; and with each parameter one call, and none of torch's."""
+    """Beside torch's fused AdamW: so many operators more; with each parameter no call, and no operator of torch's."""
     kf.init()
     calls, operators = bare(kf.FusedAdamW, 3)
-    assert calls <= 175
     assert operators - bare(fused, 3)[1] <= 3
     more_calls, more_operators = bare(kf.FusedAdamW, 13)
-    assert more_calls - calls <= 20 * 1.2
+    assert more_calls == calls <= 175
     assert more_operators - operators <= bare(fused, 13)[1] - bare(fused, 3)[1]
 
 
