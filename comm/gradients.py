@@ -35,9 +35,9 @@ def take(bucket: Bucket, k: int, name: str, by_hand: bool = False) -> bool:
         return False
     if grad is bucket.views[k]:
         raise RuntimeError(STILL_THERE)
-    if (not bucket.grads or bucket.grads[k] is not None) and not by_hand:
-        raise RuntimeError(f"{name} received a second gradient: {REMEDY}")
     if not bucket.grads or bucket.grads[k] is not None:
+        if not by_hand:
+            raise RuntimeError(f"{name} received a second gradient: {REMEDY}")
         raise RuntimeError(
             f"the gradient of {name} was set by hand in a micro-batch after its backward, whose gradient has been "
             "taken: change it by register_post_accumulate_grad_hook, compute the micro-batch's gradients by "
