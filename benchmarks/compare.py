@@ -156,7 +156,7 @@ def _average(value: torch.Tensor) -> torch.Tensor:
 
 def _block(variant: Variant, steps: int, interface: str) -> tuple[float, ...]:
     """Of a step: all its seconds; those exposed after backward; this worker's CPU seconds, of all threads; the host's
-    seconds until all is enqueued; bytes that the interface received.
+    seconds until all is enqueued; tables of addresses copied to the GPU; bytes that the interface received.
 
     On a GPU `exposed` is the host's part of it.
     """
@@ -165,7 +165,7 @@ def _block(variant: Variant, steps: int, interface: str) -> tuple[float, ...]:
         variant.step()
         dist.barrier()
         wait()
-        exposed, received = 0.0, received_bytes(interface)
+        exposed, received, tables = 0.0, received_bytes(interface), variant.tables
         started, started_cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             variant.step()
@@ -175,7 +175,7 @@ def _block(variant: Variant, steps: int, interface: str) -> tuple[float, ...]:
         elapsed, cpu = time.perf_counter() - started, time.process_time() - started_cpu
         dist.barrier()
         received = received_bytes(interface) - received
-    return tuple(each / steps for each in (elapsed, exposed, cpu, enqueued, received))
+    return tuple(each / steps for each in (elapsed, exposed, cpu, enqueued, variant.tables - tables, received))
 
 
 def _peak_bytes(name: str, settings: Settings, rank: int) -> int | None:
@@ -201,8 +201,8 @@ def figures(outcome: dict[str, Any], order: Sequence[str], own_interface: bool =
     """Of each variant, and of pairs of them. own_interface: the bytes received are this run's."""
     rounds = outcome["rounds"]
     names = [name for name in order if name in rounds[0]]
-    seconds, exposed, cpu, host, received = (
-        {name: np.array([each[name][what] for each in rounds]) for name in names} for what in range(5)
+    seconds, exposed, cpu, host, tables, received = (
+        {name: np.array([each[name][what] for each in rounds]) for name in names} for what in range(6)
     )
     base = "ddp" if "ddp" in names else "local"
     found = {}
@@ -216,6 +216,7 @@ def figures(outcome: dict[str, Any], order: Sequence[str], own_interface: bool =
             "cpu_ms": _milliseconds(cpu[name]),
             f"cpu_to_{base}": median_interval(cpu[name] / cpu[base]),
             "host_ms": None if peak is None else _milliseconds(host[name]),
+            "tables_a_step": round(float(np.mean(tables[name])), 2),
             "peak_gib": None if peak is None else round(peak / 2**30, 3),
             "bytes_a_parameter": round(float(np.median(received[name])) / outcome["parameters"], 2)
             if own_interface

@@ -2,19 +2,23 @@
 
     python benchmarks/fixed_cost.py --json benchmarks/results/fixed_cost.json
 
-Three cases, each beside torch's fused AdamW in a loop written by hand. Both take turns in blocks of steps, in a
-process. CPU time of a step, which says more than wall time where other processes run.
+Cases, each beside torch's fused AdamW in a loop written by hand. Both take turns in blocks of steps, in a process. CPU
+time of a step, which says more than wall time where other processes run.
 
 bare: `loss.backward(); opt.step(); opt.zero_grad()` on an MLP 64-64-32-10, batch 32.
 tensors: the same on 150 parameters of 64 elements, which a single sum uses.
 fit: kf.fit on scikit-learn's digits with the command line's MLP (one hidden layer of 128), batch 64 in 4 micro-batches.
     The loop by hand takes micro-batches of the same size; it draws no random numbers and measures nothing.
+gpu: what a GPU's path takes of the host, on a GPT of 148 tensors in 16 buckets, 2 micro-batches a step. Launches go
+    through Triton to a driver that runs nothing (tests/gpu/host_stub.py).
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +28,13 @@ from report import median_interval, parser_of, told, warn_if_busy, write
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse import session
 from kfuse.data import load_digits
 from kfuse.models import MLP
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from gpu.host_stub import BUCKET_MB, gpt_steps, no_gpu
 
 Block = Callable[[int], float]
 """Makes so many steps; returns the milliseconds each one took."""
@@ -49,13 +58,22 @@ def tensors(make_optimizer: Callable[..., torch.optim.Optimizer]) -> Block:
 
 
 def _loop(loss: Callable[[], Tensor], opt: torch.optim.Optimizer) -> Block:
-    def block(steps: int) -> float:
-        started = time.process_time()
-        for _ in range(steps):
+    def steps(count: int) -> None:
+        for _ in range(count):
             loss().backward()  # type: ignore[no-untyped-call]
             opt.step()
             opt.zero_grad()
-        return (time.process_time() - started) / steps * 1e3
+
+    return timed(steps)
+
+
+def timed(steps: Callable[[int], None]) -> Block:
+    """Blocks of what makes so many steps."""
+
+    def block(count: int) -> float:
+        started = time.process_time()
+        steps(count)
+        return (time.process_time() - started) / count * 1e3
 
     return block
 
@@ -73,17 +91,15 @@ def fit_by_torch() -> Block:
     model, x, y = digits()
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
-    def block(steps: int) -> float:
-        started = time.process_time()
-        for step in range(steps):
+    def steps(count: int) -> None:
+        for step in range(count):
             at = 64 * step % (len(x) - 64)
             for j in range(at, at + 64, 16):
                 (F.cross_entropy(model(x[j : j + 16]), y[j : j + 16]) / 4).backward()
             opt.step()
             opt.zero_grad()
-        return (time.process_time() - started) / steps * 1e3
 
-    return block
+    return timed(steps)
 
 
 def fit_by_kfuse() -> Block:
@@ -129,6 +145,11 @@ def main() -> None:
         "tensors": compare(tensors(_fused), tensors(kf.FusedAdamW), args.rounds, args.steps),
         "fit": compare(fit_by_torch(), fit_by_kfuse(), args.rounds, args.steps),
     }
+    with no_gpu():
+        session.reset()
+        kf.init(comm_bucket_mb=BUCKET_MB)
+        theirs, ours = timed(gpt_steps(_fused)), timed(gpt_steps(kf.FusedAdamW))
+        results["gpu"] = compare(theirs, ours, args.rounds, max(1, args.steps // 10))
     for name, found in results.items():
         times = f"torch {found['torch_ms']:.3f}, kfuse {found['kfuse_ms']:.3f}"
         print(f"{name}: CPU ms a step: {times}, ratio {told(found['ratio'])}")

@@ -29,7 +29,7 @@ from kfuse import session
 from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import StepPlan
 from kfuse.comm.transports import all_to_all
-from kfuse.kernels import Merges, PackArguments, block_sumsq, pack, reduce, sum_partials
+from kfuse.kernels import PackArguments, block_sumsq, pack, reduce, sum_partials
 from kfuse.models import GPT
 
 VOCABULARY, POOL = 256, 16
@@ -124,6 +124,8 @@ class Variant(ABC):
     """The variant whose step is this one's without communication; None where there is none."""
     alone = False
     """Whether it averages nothing over workers, so that its losses are its own."""
+    tables = 0
+    """Of gradients' addresses, that were copied to the GPU so far."""
 
     def __init__(self, settings: Settings, rank: int) -> None:
         self.settings, self.rank, self.device = settings, rank, settings.torch_device
@@ -283,6 +285,10 @@ class Kfuse(Variant):
     def turn(self) -> AbstractContextManager[None]:
         return nullcontext() if self.statistics else statistics_off()
 
+    @property
+    def tables(self) -> int:  # type: ignore[override]
+        return sum(bucket.table.copied for bucket in self.optimizer.engine.gradient_buckets)
+
 
 def kfuse_variant(statistics: bool = True, alone: bool = False, **comm: Any) -> type[Kfuse]:
     base = None if "state" in comm else "kfuse-alone" if statistics else "kfuse-alone-no-stats"
@@ -297,25 +303,18 @@ def statistics_off() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(pack, "run", _pack_only))
         stack.enter_context(patch.object(block_sumsq, "run", lambda given: None))
-        stack.enter_context(patch.object(all_to_all, "reduce", _reduce_only))
+        stack.enter_context(patch.object(all_to_all, "reduce", lambda *given, sumsq: reduce(*given)))
         stack.enter_context(patch.object(sum_partials, "run", lambda given: None))
         yield
 
 
-def _reduce_only(rows: Any, merges: Merges, out: Tensor, *, sumsq: Tensor | None) -> None:
-    """kfuse.kernels.reduce without the sums of squares."""
-    reduce(rows, merges, out)
+_run_pack = pack.run
 
 
-@torch.no_grad()
 def _pack_only(given: PackArguments) -> None:
-    """kfuse.kernels.pack on the CPU without the sums of squares, as fast as we can write it."""
-    for grad, segment in zip(given.grads, given.segments, strict=True):
-        assert grad is not None
-        if given.accumulate:
-            segment.add_(grad.reshape(-1), alpha=given.scale)
-        else:
-            torch.mul(grad.reshape(-1), given.scale, out=segment)
+    """kfuse.kernels.pack without the sums of squares: the step keeps its arguments."""
+    given.sumsq = None
+    _run_pack(given)
 
 
 def new_session(options: CommOptions) -> None:

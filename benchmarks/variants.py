@@ -111,12 +111,8 @@ class KfuseHook(DDP):
 
     def build(self) -> None:
         super().build()
-        self.latest: dict[str, Any] = {}
         self.monitor = kf.ddp_hook(self.ddp, samples=self.settings.samples, accumulate=self.settings.micro_batches)
-        kf.log_to(self._take)
-
-    def _take(self, record: dict[str, Any]) -> None:
-        self.latest = record
+        kf.log_to(lambda record: None)
 
 
 class KfuseFSDP(FSDP):

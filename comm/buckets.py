@@ -15,13 +15,10 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.devices import Place, quick
 from kfuse.comm.sum_tree import LeafStep
-from kfuse.kernels import BLOCK, PackArguments, PackTable, pack, take_changed
+from kfuse.kernels import BLOCK, PackArguments, PackTable, num_blocks, pack, take_changed
 
 ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
-# Elements of a gradient that a CPU packs as it comes, while it lies in the cache. Between two large products each call
-# takes 20 us, for the processor's caches have lost its code: smaller ones are packed one behind the other.
-LARGE = 400_000
-PACKED = torch.empty(0)  # in the place of a gradient that has been packed
+JOINED = 4  # buckets that a GPU packs, measures and updates at a time where no messages are sent
 
 
 @dataclass(frozen=True)
@@ -89,6 +86,25 @@ def plan_parameters(
     return sorted(layouts, key=lambda layout: -layout.params[-1])
 
 
+def join(layouts: Sequence[BucketLayout], kinds: Sequence[object], capacity: int) -> list[BucketLayout]:
+    """Joins up to JOINED layouts of `capacity` elements that follow each other, of one kind and dtype.
+
+    Each begins at a block of the sums of squares there, so that all sums have the same bits as without.
+    """
+    joined: list[BucketLayout] = []
+    for layout in layouts:
+        before = joined[-1] if joined else layout
+        start, alike = num_blocks(before.numel) * BLOCK, (before.dtype, kinds[before.params[0]], before.costs)
+        fits = joined and start + layout.numel <= JOINED * capacity and not layout.costs
+        if fits and alike == (layout.dtype, kinds[layout.params[0]], ()):
+            offsets = (*before.offsets, *(start + offset for offset in layout.offsets))
+            params, strides = before.params + layout.params, before.strides + layout.strides
+            joined[-1] = replace(before, params=params, offsets=offsets, numel=start + layout.numel, strides=strides)
+        else:
+            joined.append(layout)
+    return joined
+
+
 def dense_order(tensor: Tensor) -> tuple[int, ...] | None:
     """The dimensions, the outermost in memory first; None if the memory has gaps or overlaps.
 
@@ -98,14 +114,15 @@ def dense_order(tensor: Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
-def flat_zeros(numel: int, nth: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A flat buffer of zeros. nth: which of the buffers it is that one pass reads side by side, from 0.
+def flat_zeros(numel: int, nth: int, device: torch.device, dtype: torch.dtype = torch.float32, room: int = 0) -> Tensor:
+    """A flat buffer of zeros. nth: which of the buffers it is that one pass reads side by side, from 0. room: elements
+    that follow it in its memory.
 
     On a CPU each begins at another line of its page: large buffers that begin at the same one take up to a fifth
     longer to update (AdamW, four of 64 MB).
     """
     first = 0 if devices.of(device).asynchronous else nth * ALIGN
-    return torch.zeros(first + numel, dtype=dtype, device=device)[first:]
+    return torch.zeros(first + numel + room, dtype=dtype, device=device)[first : first + numel]
 
 
 class Bucket:
@@ -119,6 +136,8 @@ class Bucket:
     parameter's shape has its strides too (channels_last). One of averaged buffers holds them in logical order.
     """
 
+    room = 0  # elements behind each slot, so that messages are of equal parts: NCCL has no others
+    tensors: list[Any]  # its parameters, or buffers, in the order of their offsets
     orders: list[tuple[int, ...] | None]  # each parameter's `dense_order`; None: the logical one
     tails: list[Place]  # of each slot
     mean: Tensor  # [body], `sum` without the tail: after the reduction, the mean gradient
@@ -132,8 +151,12 @@ class Bucket:
     views: Sequence[Tensor | None]
     sumsq: Tensor  # fp32: sums of squares of one micro-batch's own gradient, which `pack` writes. Measurement sets it
     places: list[Tensor]  # of each parameter in `mean`, laid out as its gradients are
-    calls: list[list[int]]  # which gradients are packed together: on a CPU each large one alone, first; then the rest
     grads: list[Tensor | None]  # of the micro-batch; none once they are packed
+    missing: int  # how many of these have not come
+    hooks: dict[int, torch.utils.hooks.RemovableHandle]  # of its parameters
+    first: int  # which one came first, when they were last taken one by one
+    last: int | None = None  # which one comes last, where its hook takes all; None: each has a hook
+    nodes: Sequence[object] = ()  # of autograd, which accumulate the gradients
 
     def __init__(
         self,
@@ -152,18 +175,16 @@ class Bucket:
         self.index, self.layout, self.name, self.sharded = index, layout, name, sharded
         self.body = layout.numel  # elements of the gradients, padding included
         self.tensors = mine = [tensors[i] for i in layout.params]
-        self.device = device
+        self.device, self.hooks = device, {}
         self.shapes = [t.shape for t in mine]
         self.orders = [
             None if strides is None else dense_order(torch.empty_strided(shape, strides, device="meta"))
             for shape, strides in zip(self.shapes, layout.strides or (None,) * len(mine), strict=True)
         ]
+        self.is_permuted = any(order is not None for order in self.orders)
         self.shards, self.owned = [slice(0, self.body)], []
         self.part, self.mirrored = slice(0, self.body), slice(0, 0)
         self.table = PackTable.build([t.numel() for t in mine], list(layout.offsets), self.device)
-        large = [] if devices.of(self.device).asynchronous else [k for k, t in enumerate(mine) if t.numel() >= LARGE]
-        rest = [k for k in range(len(mine)) if k not in large]
-        self.calls = [[k] for k in large] + ([rest] if rest else [])
         self.renew(0)
         self.begin_micro_batch()
 
@@ -173,8 +194,8 @@ class Bucket:
         new_slot(k): where slot k is to lie, [body + tail], zeros; None: in memory of its own.
         """
         numel = self.body + (self.tail if tail is None else tail)
-        self._new_slot = new_slot or partial(flat_zeros, numel, device=self.device, dtype=self.kind)
-        self.slots, self.tails, self._packings = list[Tensor](), list[Place](), dict[int, list[PackArguments]]()
+        self._new_slot = new_slot or partial(flat_zeros, numel, device=self.device, dtype=self.kind, room=self.room)
+        self.slots, self.tails, self._packings = list[Tensor](), list[Place](), dict[tuple[int, bool], PackArguments]()
         self.mean = self.slot(0)[: self.body]
         self.assign(self.part, self.mirrored)
         self.places = [self.laid_out(k, view) for k, view in enumerate(self.view(self.mean))]
@@ -220,20 +241,13 @@ class Bucket:
             self.tails.append(quick(self.slots[-1][self.body :]))
         return self.slots[k]
 
-    def _table(self, which: Sequence[int]) -> PackTable:
-        numels, offsets = self.table.numels, self.layout.offsets
-        return PackTable.build([numels[k] for k in which], [offsets[k] for k in which], self.device)
-
-    def packings(self, k: int) -> list[PackArguments]:
-        """The arguments of each of `calls` into slot k, kept: they are given a micro-batch's gradients and scale."""
-        if k not in self._packings:
-            tables = [self.table] if len(self.calls) == 1 else [self._table(which) for which in self.calls]
-            sums = self.sumsq.split_with_sizes([table.num_chunks for table in tables])
-            self._packings[k] = [
-                PackArguments([None] * len(table.numels), self.slot(k), table, 1.0, False, sumsq)
-                for table, sumsq in zip(tables, sums, strict=True)
-            ]
-        return self._packings[k]
+    def packing(self, k: int, accumulate: bool) -> PackArguments:
+        """The arguments of `pack` into slot k, kept: they are given a micro-batch's gradients and scale."""
+        if (k, accumulate) not in self._packings:
+            none = [None] * len(self.shapes)
+            given = PackArguments(none, self.slot(k), self.table, 1.0, accumulate, self.sumsq)
+            self._packings[k, accumulate] = given
+        return self._packings[k, accumulate]
 
     def place(self, flat: Tensor, k: int) -> Tensor:
         """The k-th parameter's elements in a flat buffer of this layout, 1-D."""
@@ -335,8 +349,7 @@ class AveragedBuffers:
         changes = torch._foreach_sub(self.tensors, self._changes_from())
         values = [changes[i].to(torch.float32) for i in bucket.layout.params]
         values = [v / scale if self._is_summed[i] else v for i, v in zip(bucket.layout.params, values, strict=True)]
-        unused = torch.empty(bucket.table.num_chunks, dtype=torch.float32, device=bucket.device)
-        pack(values, bucket.slot(leaf.slot), bucket.table, scale=scale, accumulate=leaf.accumulate, sumsq=unused)
+        pack(values, bucket.slot(leaf.slot), bucket.table, scale=scale, accumulate=leaf.accumulate, sumsq=None)
 
     def apply(self, indices: Sequence[int], changes: Sequence[Tensor], total_weight: Tensor | None) -> None:
         """Sets each buffer to its value at the step's start plus its mean change; a counter is rounded.

@@ -154,18 +154,18 @@ class CudaDevice(Device):
     def new_stream(self) -> Stream:
         return torch.cuda.Stream(self.name)  # type: ignore[no-untyped-call]
 
-    def current_stream(self) -> Stream:
-        """Every gradient asks: torch.cuda.current_stream takes some 10 us, since it makes a Stream each time."""
+    def current_stream(self) -> Any:
+        """Every bucket asks: torch.cuda.current_stream takes some 10 us, since it makes a Stream each time."""
         stream = torch._C._cuda_getCurrentStream(self.name.index)
         if stream not in self._streams:
             self._streams[stream] = torch.cuda.current_stream(self.name)
         return self._streams[stream]
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+        return _NO_CONTEXT if stream == self.current_stream() else torch.cuda.stream(stream)
 
     def event(self, timing: bool = False) -> Event:
-        return _CudaEvent(self.name, timing)
+        return _CudaEvent(self, timing)
 
     def keep(self, tensors: Sequence[Tensor], stream: Any) -> None:
         for tensor in tensors:
@@ -224,6 +224,11 @@ class StreamOrder:
         self._device = device
         self._used: list[Stream] = []
 
+    @property
+    def several(self) -> bool:
+        """Whether the step's work so far lies on several streams."""
+        return len(self._used) > 1
+
     def add(self) -> None:
         """What is on the current stream so far belongs to the step."""
         if self._device.asynchronous and (current := self._device.current_stream()) not in self._used:
@@ -268,15 +273,15 @@ def of(name: torch.device) -> Device:
 class _CudaEvent(Event):
     """Recorded on its own device's current stream, whichever device is current."""
 
-    def __init__(self, device: torch.device, timing: bool) -> None:
+    def __init__(self, device: CudaDevice, timing: bool) -> None:
         self._device = device
         self._event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
 
     def record(self, stream: Any = None) -> None:
-        self._event.record(stream or torch.cuda.current_stream(self._device))
+        self._event.record(stream or self._device.current_stream())
 
     def wait(self, stream: Any = None) -> None:
-        self._event.wait(stream or torch.cuda.current_stream(self._device))
+        self._event.wait(stream or self._device.current_stream())
 
     def query(self) -> bool:
         happened: bool = self._event.query()  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """An engine reduces the gradients of some parameters to their mean over the workers of a group, step after step.
 
-1) Hooks take each gradient as backward has computed it. When a bucket has all of a micro-batch's gradients one kernel
+1) Hooks take gradients as backward has computed them. When a bucket has all of a micro-batch's gradients one kernel
    (`pack`) reads them once: into the flat buffer, scaled by the micro-batch's weight, with the sum of squares of this
    micro-batch's own gradient.
 2) After the step's last micro-batch the bucket's reduction starts while backward goes on (`executor`). Buckets start in
@@ -11,14 +11,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from operator import is_
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.autograd.graph import get_gradient_edge
 
 from kfuse.comm import gradients
-from kfuse.comm.buckets import LARGE, PACKED, Bucket, BucketLayout
+from kfuse.comm.buckets import Bucket, BucketLayout
 from kfuse.comm.gradients import STILL_THERE, without_grad
 from kfuse.comm.group import CommError
 from kfuse.comm.parts import EngineParts
@@ -41,50 +44,80 @@ class Engine(EngineParts):
         super()._build(layouts, buffers, summed)
         try:
             for bucket in self.gradient_buckets:
-                for k, index in enumerate(bucket.layout.params):
-                    self._handles.append(self._register(self.params[index], bucket, k))
+                self._watch(bucket)
         except BaseException:  # by Ctrl-C: nobody has these hooks to remove them
             self.close()
             raise
 
-    def _register(self, param: Parameter, bucket: Bucket, k: int) -> torch.utils.hooks.RemovableHandle:
-        """Registers a hook that moves the parameter's new `.grad` into the bucket's `grads`.
+    def _watch(self, bucket: Bucket) -> None:
+        """Registers a hook for each of the bucket's parameters that has none."""
+        bucket.last, bucket.nodes = None, ()
+        for k, param in enumerate(bucket.tensors):
+            if k not in bucket.hooks:
+                bucket.hooks[k] = param.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, k))
 
-        It is one closure, which calls nothing where all is as usual: it runs for every gradient. Hooks that the user
-        registers later would run after it, and find no gradient. Where it meets a new one it moves itself to the end,
-        and leaves this gradient to them: it is taken as the micro-batch ends.
+    def _watch_last(self, bucket: Bucket, k: int) -> None:
+        """A micro-batch has given all of the bucket's gradients, the k-th at last: from now on its hook takes them all.
+        The first one's stays too, since a bare backward opens a micro-batch, whether the last one comes or not.
+
+        So that the others are there for the stream of that hook, they must go on to be accumulated on it: autograd runs
+        the node that accumulates a gradient on the stream on which it was made, and makes no other while it is held.
         """
-        order, dtype, strided = bucket.orders[k], bucket.layout.dtype, torch.strided
-        numel, name = bucket.shapes[k].numel(), self.names[bucket.layout.params[k]]
-        call = bucket.calls.index([k]) if numel >= LARGE and [k] in bucket.calls else None
+        if self.streams.several:
+            return
+        for other in bucket.hooks.keys() - {bucket.first, k}:
+            bucket.hooks.pop(other).remove()
+        bucket.last = k
+        if self.on_gpu:
+            bucket.nodes = [get_gradient_edge(p).node for p in bucket.tensors]
 
-        def on_gradient(param: Tensor) -> None:
-            if not (self.now.collects or self._wants_gradient()):
-                return  # it stays with its parameter
-            if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-                hooks[handle.id] = hooks.pop(handle.id)  # autograd reads it as a dict: `move_to_end` would do nothing
-                return
-            grad = param.grad
-            if grad is None:
-                return  # a hook of the user's has dropped it
-            if not bucket.grads or bucket.grads[k] is not None or type(grad) is not Tensor or grad is bucket.views[k]:
-                gradients.refuse_another(grad, bucket, k, name)
-            if grad.layout is not strided or param.dtype is not dtype or grad.numel() != numel:
-                gradients.refuse_unfit(grad, param, bucket, k, name)
-            bucket.grads[k], param.grad = grad if order is None else grad.permute(order), None
-            del grad  # once it is packed nothing holds it
-            bucket.missing -= 1
-            if call is not None and self.now.collects:
-                # While it lies in the cache, and its memory is there for the next one.
-                self._pack(bucket, call, [bucket.grads[k]], True)
-                bucket.grads[k] = PACKED
-            if not bucket.missing:
-                self.pack(bucket)
+    def _on_gradient(self, bucket: Bucket, k: int, param: Tensor) -> None:
+        """A hook: the k-th gradient has come.
 
-        handle: torch.utils.hooks.RemovableHandle
-        handle = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+        Hooks that the user registers later would run after it, and find no gradient. Where it meets a new one it moves
+        itself to the end, and leaves this gradient to them: it is taken as the micro-batch ends.
+        """
+        if not self._wants_gradient() or bucket.last not in (None, k):
+            return  # it stays with its parameter
+        handle = bucket.hooks[k]
         hooks: Any = handle.hooks_dict_ref()
-        return handle
+        if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
+            hooks[handle.id] = hooks.pop(handle.id)  # autograd reads it as a dict: `move_to_end` would do nothing
+        elif bucket.last is None:
+            self._take(bucket, k)
+        elif not self._take_all(bucket):
+            self._watch(bucket)
+            for other in range(len(bucket.tensors)):
+                self._take(bucket, other)
+
+    def _take_all(self, bucket: Bucket) -> bool:
+        """Packs all of the bucket's gradients. Returns False, and does nothing, where one is not there, or unusual."""
+        params = bucket.tensors
+        grads = [p.grad for p in params]
+        if (
+            bucket.missing < len(grads)
+            or NoneType in map(type, grads)
+            or any(map(is_, grads, bucket.views))
+            or tuple(map(Tensor.numel, grads)) != bucket.table.numels
+        ):
+            return False
+        for p in params:
+            p.grad = None
+        bucket.grads = [bucket.laid_out(k, grad) for k, grad in enumerate(grads)] if bucket.is_permuted else grads
+        bucket.missing = 0
+        del grads  # once they are packed nothing holds them
+        self.pack(bucket)
+        return True
+
+    def _take(self, bucket: Bucket, k: int) -> None:
+        """Takes the k-th gradient, if it is there; packs the bucket, where none is missing now."""
+        if not gradients.take(bucket, k, self.names[bucket.layout.params[k]]):
+            return  # a hook of the user's has dropped it, or it has not come yet
+        if bucket.missing == len(bucket.tensors) - 1:
+            bucket.first = k
+        if not bucket.missing:
+            self.pack(bucket)
+            self._watch_last(bucket, k)
 
     # -- micro-batches --------------------------------------------------------------------------------------------
 
@@ -126,7 +159,6 @@ class Engine(EngineParts):
         if on_gpu:
             self.streams.add()
         now.alone = self.group.size == 1 and micro_batch.last and not (now.done or on_gpu) and micro_batch.scale == 1.0
-        now.collects = not (on_gpu or self.audited is not None or micro_batch.several_backwards)
         if not now.done:
             self.measurement.stopwatch.start()
             if now.plan is None:
@@ -153,15 +185,14 @@ class Engine(EngineParts):
                 return False  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
             self._begin_implicit()
             gradients.at_the_end_of_outer_backward(self._close_implicit)
-        self.streams.add()
+        if self.on_gpu:
+            self.streams.add()
         return current is None or not current.several_backwards
 
     def _still_there(self) -> bool:
         """Some parameters have the gradients that the last step was made with."""
         last = self.last
-        return (
-            last is not None and last.phase == Phase.TAKEN and gradients.still_there(self.gradient_buckets, self.params)
-        )
+        return last is not None and last.phase == Phase.TAKEN and bool(gradients.shown(self.gradient_buckets))
 
     def _begin_implicit(self) -> None:
         """A bare `loss.backward()`, or gradients set by hand: this worker's next micro-batch of the step's `parts`."""
@@ -220,8 +251,12 @@ class Engine(EngineParts):
         if self.on_gpu:
             self.streams.go_on_here()
         for bucket in self.gradient_buckets:
-            gradients.collect_set_by_hand(bucket, self.params, self.names)
+            if {*map(type, [p.grad for p in bucket.tensors])} != {NoneType}:  # backward did not bring them, or not last
+                for k, index in enumerate(bucket.layout.params):
+                    gradients.take(bucket, k, self.names[index], by_hand=True)
             if bucket.grads:
+                if bucket.last is not None and bucket.missing < len(bucket.grads):
+                    self._watch(bucket)  # not all came, or the last one came earlier
                 self.pack(bucket)
         if now.plan is not None and current.missed and len(current.missed) == len(self.params):
             self.warn_once(
@@ -242,7 +277,7 @@ class Engine(EngineParts):
         if current.last and now.mine is not None and len(now.mine) != now.done:
             raise RuntimeError(f"the plan has {len(now.mine)} micro-batches for this worker: {now.done} were run")
         self._complete(last, current)
-        now.current, now.collects = None, False
+        now.current = None
         if now.implicit and not current.last:
             self.averaged.put_back()  # before the next forward, which no context announces
 
@@ -257,27 +292,16 @@ class Engine(EngineParts):
             current.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
         if self.audited is not None and now.plan is not None and now.mine and now.mine[now.done] == now.plan.audited:
             self.audited.take(bucket)
-        for number, which in enumerate(bucket.calls):
-            if bucket.grads[which[0]] is not PACKED:
-                grads = bucket.grads if len(bucket.calls) == 1 else [bucket.grads[k] for k in which]
-                self._pack(bucket, number, grads, not bucket.missing)
-                del grads  # they go before the bucket's messages begin
-        bucket.grads = []
+        if now.alone and not bucket.missing and not torch.is_grad_enabled():
+            torch._foreach_copy_(bucket.places, bucket.grads)  # type: ignore[arg-type]
+        else:
+            given = bucket.packing(current.leaf.slot, current.leaf.accumulate)
+            given.grads, given.scale = bucket.grads, current.scale
+            pack.run(given)
+            given.grads = ()
+        bucket.grads = []  # they go before the bucket's messages begin
         if bucket is not self.buckets[-1]:
             self._complete(bucket, current)
-
-    def _pack(self, bucket: Bucket, number: int, grads: Sequence[Tensor | None], complete: bool) -> None:
-        """Packs the gradients of one of the bucket's `calls`. complete: none is None."""
-        now, current = self.now, self.now.current
-        assert current is not None
-        if now.alone and complete and not torch.is_grad_enabled():
-            places = bucket.places if len(bucket.calls) == 1 else [bucket.places[k] for k in bucket.calls[number]]
-            torch._foreach_copy_(places, grads)  # type: ignore[arg-type]
-            return
-        given = bucket.packings(current.leaf.slot)[number]
-        given.grads, given.scale, given.accumulate = grads, current.scale, current.leaf.accumulate
-        pack.run(given)
-        given.grads = ()
 
     def _complete(self, bucket: Bucket, current: MicroBatch) -> None:
         for destination, source in current.leaf.merges:
@@ -371,7 +395,7 @@ class Engine(EngineParts):
             self.averaged.apply(self.buckets[-1].layout.params, step.changes, self.measurement.total_weight(step))
         step.record, step.phase = record, Phase.REDUCED
         self._find_unused(step)
-        gradients.show(self.gradient_buckets, self.params, step.left_out)
+        gradients.show(self.gradient_buckets, step.left_out)
 
     def _find_unused(self, step: Step) -> None:
         """Finds the parameters that no worker gave a gradient: they keep no `.grad`, but for those in doubt.
@@ -451,8 +475,8 @@ class Engine(EngineParts):
         self.streams.go_on_here()  # buffers may be dropped, and the next step writes those that stay
         if now.begun and not now.implicit:
             self.averaged.put_back()
-        if now.current is not None and now.current.several_backwards:
-            for param in self.params:
+        if now.current is not None:
+            for param in self.params:  # what has not been taken
                 param.grad = None
         is_kept = self.options.sharded and self.last is now
         if (now.begun or now.closed) and self.executor.abandon(is_kept):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kfuse.comm import devices, transports
-from kfuse.comm.buckets import ALIGN, Bucket
+from kfuse.comm.buckets import ALIGN, Bucket, flat_zeros
 from kfuse.comm.group import CommError, Group, Pending
 from kfuse.comm.schedule import FACTOR, GRADIENT, SHARD, Op, Program
 from kfuse.comm.step import StepPlan
@@ -217,7 +217,7 @@ class Executor:
             slots = [slot[bucket.body :] for slot in slots]
         if run.wire is not None:
             if run.wire.shape != run.sum.shape:
-                run.wire = torch.empty_like(run.sum, dtype=torch.bfloat16)
+                run.wire = flat_zeros(run.sum.numel(), 0, bucket.device, torch.bfloat16, bucket.room)
             slots = [run.wire.copy_(slots[0])]
         stream = self._device.current_stream()
         if run.next.place == SHARD:

@@ -27,70 +27,62 @@ STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() a
 # -- taken ------------------------------------------------------------------------------------------------------------
 
 
-def refuse_another(grad: Tensor, bucket: Bucket, k: int, name: str) -> None:
-    """Raises RuntimeError for the last step's gradient, and for a second one in a micro-batch."""
+def take(bucket: Bucket, k: int, name: str, by_hand: bool = False) -> bool:
+    """Moves the k-th parameter's new `.grad` into the bucket's `grads`. Returns False where there is none.
+
+    by_hand: it was set after the micro-batch's backward, perhaps. Raises RuntimeError for the last step's gradient, for
+    a second one in a micro-batch, and for one that cannot be packed.
+    """
+    param = bucket.tensors[k]
+    if (grad := param.grad) is None:
+        return False
     if grad is bucket.views[k]:
         raise RuntimeError(STILL_THERE)
     if not bucket.grads or bucket.grads[k] is not None:
-        raise RuntimeError(f"{name} received a second gradient: {REMEDY}")
-
-
-def refuse_unfit(grad: Tensor, param: Tensor, bucket: Bucket, k: int, name: str) -> None:
-    """Raises RuntimeError for a gradient that cannot be packed."""
+        if not by_hand:
+            raise RuntimeError(f"{name} received a second gradient: {REMEDY}")
+        raise RuntimeError(
+            f"the gradient of {name} was set by hand in a micro-batch after its backward, whose gradient has been "
+            "taken: change it by register_post_accumulate_grad_hook, compute the micro-batch's gradients by "
+            "torch.autograd.grad, or change their mean before opt.step()"
+        )
     if grad.layout is not torch.strided:
         raise RuntimeError(
             f"{name} of shape {tuple(param.shape)} has a sparse gradient: kfuse reduces dense ones only; make its "
             "layer with sparse=False"
         )
-    was = f"{bucket.layout.dtype} {list(bucket.shapes[k])}"
     if param.dtype != bucket.layout.dtype or grad.numel() != bucket.shapes[k].numel():
         raise RuntimeError(
-            f"{name} was {was} and is {param.dtype} {list(param.shape)} now: change the model first, then make its "
-            "optimizer"
+            f"{name} was {bucket.layout.dtype} {list(bucket.shapes[k])} and is {param.dtype} {list(param.shape)} now: "
+            "change the model first, then make its optimizer"
         )
-
-
-def collect_set_by_hand(bucket: Bucket, params: Sequence[Parameter], names: Sequence[str]) -> None:
-    """Takes gradients that backward did not bring. Raises RuntimeError for the last step's, and for one that was set
-    after a backward whose gradient has been taken.
-    """
-    for k, index in enumerate(bucket.layout.params):
-        if (grad := params[index].grad) is not None:
-            if grad is bucket.views[k]:
-                raise RuntimeError(STILL_THERE)
-            if not bucket.grads or bucket.grads[k] is not None:
-                raise RuntimeError(
-                    f"the gradient of {names[index]} was set by hand in a micro-batch after its backward, whose "
-                    "gradient has been taken: change it by register_post_accumulate_grad_hook, compute the "
-                    "micro-batch's gradients by torch.autograd.grad, or change their mean before opt.step()"
-                )
-            refuse_unfit(grad, params[index], bucket, k, names[index])
-            bucket.grads[k], params[index].grad = bucket.laid_out(k, grad), None
-            bucket.missing -= 1
+    bucket.grads[k], param.grad = bucket.laid_out(k, grad), None
+    bucket.missing -= 1
+    return True
 
 
 # -- given, taken back and dropped ------------------------------------------------------------------------------------
 
 
-def show(buckets: Sequence[Bucket], params: Sequence[Parameter], unused: Collection[int] = ()) -> None:
+def show(buckets: Sequence[Bucket], unused: Collection[int] = ()) -> None:
     """Sets each `p.grad` to what its bucket has, but for those that are `unused`. With sharded state none has."""
     for bucket in buckets:
         if bucket.visible is not bucket.mean:
             bucket.visible.copy_(bucket.mean)
         if not bucket.are_views():  # the model's memory format has changed since, and gradients with it
             bucket.renew_views()
-        for index, view in zip(bucket.layout.params, bucket.views, strict=True):
+        for index, param, view in zip(bucket.layout.params, bucket.tensors, bucket.views, strict=True):
             if view is not None and index not in unused:
-                params[index].grad = view
+                param.grad = view
 
 
-def take_back(buckets: Sequence[Bucket], params: Sequence[Parameter], names: Sequence[str], step: Step) -> None:
+def take_back(buckets: Sequence[Bucket], names: Sequence[str], step: Step) -> None:
     """Where the user replaced a `p.grad` (it may also be changed in place), buckets get the values.
 
     Raises RuntimeError where its `.data` was replaced, and where `p.grad` was set for a parameter that no worker gave
     a gradient: each worker may have set another one.
     """
-    no_backward = step.done > 0 and len(step.in_doubt) == len(params)
+    no_backward = step.done > 0 and len(step.in_doubt) == len(names)
     replaced: list[tuple[Bucket, int, Tensor]] = []
     for bucket in buckets:
         if not bucket.are_views():
@@ -98,7 +90,7 @@ def take_back(buckets: Sequence[Bucket], params: Sequence[Parameter], names: Seq
         if all(map(operator.is_, [p.grad for p in bucket.tensors], bucket.views)):
             continue
         for k, (index, view) in enumerate(zip(bucket.layout.params, bucket.views, strict=True)):
-            grad = params[index].grad
+            grad = bucket.tensors[k].grad
             if grad is None or grad is view:
                 continue
             if (no_backward or index in step.left_out) and grad.any():  # zeros for None are the same everywhere
@@ -110,27 +102,16 @@ def take_back(buckets: Sequence[Bucket], params: Sequence[Parameter], names: Seq
             replaced.append((bucket, k, grad.clone()))  # gradients may lie in each other's places
     for bucket, k, gradient in replaced:
         index = bucket.layout.params[k]
-        params[index].grad = bucket.views[k]
+        bucket.tensors[k].grad = bucket.views[k]
         bucket.view(bucket.visible)[k].copy_(gradient)
         step.in_doubt.discard(index)
         step.left_out.discard(index)
 
 
-def still_there(buckets: Sequence[Bucket], params: Sequence[Parameter]) -> bool:
-    """Whether some parameters have the gradients that the last step was made with."""
-    return any(
-        view is not None and params[index].grad is view
-        for bucket in buckets
-        for index, view in zip(bucket.layout.params, bucket.views, strict=True)
-    )
-
-
-def drop(buckets: Sequence[Bucket], params: Sequence[Parameter]) -> None:
-    """Takes what `show` has given off the parameters."""
-    for bucket in buckets:
-        for index, view in zip(bucket.layout.params, bucket.views, strict=True):
-            if view is not None and params[index].grad is view:
-                params[index].grad = None
+def shown(buckets: Sequence[Bucket]) -> list[Parameter]:
+    """Returns the parameters that have the gradients with which the last step was made."""
+    pairs = ((param, view) for bucket in buckets for param, view in zip(bucket.tensors, bucket.views, strict=True))
+    return [param for param, view in pairs if view is not None and param.grad is view]
 
 
 # -- the end of a backward --------------------------------------------------------------------------------------------

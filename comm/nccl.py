@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfuse.comm.buckets import ALIGN
 from kfuse.comm.communicator import Communicator
 from kfuse.comm.group import REDUCE_OPS, Pending
 
@@ -56,44 +55,31 @@ class NcclGroup(Communicator):
     def exchange(self, sent: Tensor, received: Tensor, peer: int, what: str) -> None:
         self.to_few(received, self._for_one(received, peer), sent, self._for_one(sent, peer), what).wait()
 
-    def shards(self, numel: int, unit: int = ALIGN) -> list[slice]:
-        """Aligned and equal, but the last one has what is left: an all-gather takes equal parts."""
-        step = numel // (self.size * unit) * unit
-        ends = [step * (r + 1) for r in range(self.size - 1)] + [numel]
-        return [slice(step * r, end) for r, end in enumerate(ends)]
-
-    def _parts(self, flat: Tensor, cuts: Sequence[slice]) -> tuple[Tensor, Tensor, Tensor]:
-        """All ranks' equal parts of `flat`, this rank's among them, and what the last rank has beyond its own."""
-        step = cuts[0].stop
-        return flat[: step * self.size], flat[step * self.rank : step * (self.rank + 1)], flat[step * self.size :]
+    def _of_equal_parts(self, flat: Tensor, cuts: Sequence[slice]) -> Tensor | None:
+        """The memory that begins with `flat`, as parts of which each is as long as the first rank's. None where they
+        are cut otherwise, or it has no `room` behind it (`Bucket`).
+        """
+        step, ends = cuts[0].stop, [*(cut.start for cut in cuts), flat.numel()]
+        room = flat.untyped_storage().nbytes() // flat.element_size() - flat.storage_offset()
+        if room < step * self.size or any(end != min(step * r, flat.numel()) for r, end in enumerate(ends)):
+            return None
+        return flat.as_strided((step * self.size,), (1,))
 
     def share(self, flat: Tensor, what: str, cuts: Sequence[slice]) -> Pending:
-        """One all-gather in place, and a broadcast of what the last rank has beyond its equal part. A broadcast of each
-        part where they are not equal.
-        """
-        step = cuts[0].stop
-        if cuts[-1].stop < step * self.size or any(cut.start != step * r for r, cut in enumerate(cuts)):
+        """One all-gather in place; a broadcast of each part where they are not equal."""
+        if (equal := self._of_equal_parts(flat, cuts)) is None:
             parts = [(r, flat[cut]) for r, cut in enumerate(cuts) if cut.stop > cut.start]
             kind = ("share", flat.dtype, *(part.numel() for _, part in parts))
             return self._start(what, kind, lambda pg: [pg.broadcast(part, r) for r, part in parts])
-        equal, mine, rest = self._parts(flat, cuts)
-
-        def enqueue(pg: Any) -> list[Any]:
-            works = [pg._allgather_base(equal, mine)] if equal.numel() else []
-            return [*works, pg.broadcast(rest, self.size - 1)] if rest.numel() else works
-
-        return self._start(what, _kind("share", flat), enqueue)
+        mine = equal.view(self.size, -1)[self.rank]
+        return self._start(what, _kind("share", flat), lambda pg: [pg._allgather_base(equal, mine)])
 
     def reduce_scatter(self, flat: Tensor, what: str, cuts: Sequence[slice]) -> Pending:
-        """One reduce-scatter of equal parts, and the sum of what the last rank has beyond its part."""
-        equal, mine, rest = self._parts(flat, cuts)
-
-        def enqueue(pg: Any) -> list[Any]:
-            # In place, as NCCL allows it: the result is the rank's own part of what it sends.
-            works = [pg._reduce_scatter_base(mine, equal)] if equal.numel() else []
-            return [*works, pg.reduce(rest, self.size - 1)] if rest.numel() else works
-
-        return self._start(what, _kind("reduce_scatter", flat), enqueue)
+        """In place, as NCCL allows it: the result is the rank's own part of what it sends. `flat` has room."""
+        equal = self._of_equal_parts(flat, cuts)
+        assert equal is not None
+        mine = equal.view(self.size, -1)[self.rank]
+        return self._start(what, _kind("reduce_scatter", flat), lambda pg: [pg._reduce_scatter_base(mine, equal)])
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
         peer = source if self.rank != source else None

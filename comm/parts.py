@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kfuse.comm import devices, gradients, transports
-from kfuse.comm.buckets import AveragedBuffers, BucketLayout, dense_order, make_buckets, plan_parameters
+from kfuse.comm.buckets import AveragedBuffers, Bucket, BucketLayout, dense_order, join, make_buckets, plan_parameters
 from kfuse.comm.executor import Executor
 from kfuse.comm.group import Group
 from kfuse.comm.measurement import Measurement
 from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import Phase, Step
+from kfuse.kernels import BLOCK
 
 if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
     from kfuse.comm.audit import AuditedGradient
@@ -32,6 +33,7 @@ _LOG = logging.getLogger("kfuse")
 class EngineParts:
     """The parts of an engine over `groups` (parameters that may share a bucket) and the workers of a `group`."""
 
+    gradient_buckets: Sequence[Bucket] = ()
     audited: AuditedGradient | None = None  # where steps may have an audit
     parts = 1  # bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)
     figures = 0  # slots of the tail for a step function's figures
@@ -64,7 +66,6 @@ class EngineParts:
         """
         self.options, self.lane, self.mirrors = options, lane, mirrors and options.sharded
         self._warned = set[str]()
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []  # of the hooks that take gradients
         self.group = group
         self.lay_out(groups, names, costs)
 
@@ -82,14 +83,17 @@ class EngineParts:
         check_parameters(params, names)
         if self.options.sync != "ssgd" and any(p.dtype == torch.float64 for p in params):
             raise ValueError(f"comm.sync={self.options.sync}: must be ssgd with parameters of float64")
-        if self._handles:
+        if any(bucket.hooks for bucket in self.gradient_buckets):
             self.close()
         self.params, self.names, self.audited, self.last = params, names, None, None
         kinds = [index for index, each in enumerate(groups) for _ in each]
         self.device = params[0].device if params else torch.device("cpu")
         self.streams = devices.StreamOrder(devices.of(self.device))
         self.on_gpu = devices.of(self.device).asynchronous
-        self._build(plan_parameters(params, kinds, self.options.bucket_elements, costs), {})
+        layouts = plan_parameters(params, kinds, self.options.bucket_elements, costs)
+        if self.on_gpu and self.group.size == 1 and self.group.fixed and not self.options.reproducible:
+            layouts = join(layouts, kinds, self.options.bucket_elements)
+        self._build(layouts, {})
         self.set_group(self.group)
 
     def track_buffers(self, buffers: Mapping[str, Tensor], summed: Sequence[Tensor] = ()) -> None:
@@ -147,8 +151,13 @@ class EngineParts:
         if self.choice is not None and group.rank == 0:
             _LOG.info("comm.schedule=%s: %s: %s", options.schedule, self.choice.schedule, self.choice.reason)
         self.measurement.set_group(group.rank, group.size, self.figures)
-        if self.buckets[-1].tail != (numel := self.measurement.tail):
-            self.buckets[-1].renew(numel)
+        room = BLOCK * group.size if self.on_gpu and group.size > 1 else 0
+        for bucket in self.buckets:
+            tail = self.measurement.tail if bucket is self.buckets[-1] else 0
+            if room > bucket.room or tail != bucket.tail:
+                mean, bucket.room = bucket.mean, max(room, bucket.room)
+                bucket.renew(tail)
+                bucket.mean.copy_(mean)  # it may be the last step's, whose update is to be resumed in this group
         whole, matrices, apart = transports.make_programs(
             options, self.transport_name, self.group.adds_up, self.mirrors
         )
@@ -176,11 +185,12 @@ class EngineParts:
 
     def close(self) -> None:
         """Removes the hooks: gradients stay in `p.grad`. Those of a step that the optimizer has made are dropped."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for bucket in self.gradient_buckets:
+            while bucket.hooks:
+                bucket.hooks.popitem()[1].remove()
         if self.reduced is None:
-            gradients.drop(self.gradient_buckets, self.params)
+            for param in gradients.shown(self.gradient_buckets):
+                param.grad = None
         self.group.first_steps.discard(self)
 
     @property

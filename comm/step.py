@@ -93,7 +93,6 @@ class Step:
     done = 0  # micro-batches finished
     weight = 0.0  # sum of the finished ones' weights
     phase = Phase.OPEN
-    collects = False  # hooks take gradients, and need not ask the engine
     had_graph = False  # a gradient came with its graph: backward(create_graph=True)
     # The current micro-batch is the step's only one, on a CPU: its gradient is the mean, and its norm the mean's. (A
     # GPU's kernel measures as it copies, at no further cost.)

@@ -10,8 +10,8 @@ its fields are written once. A step keeps the arguments of each bucket, and runs
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -61,6 +61,9 @@ class Kernel(Generic[P, Given, Result]):
                 return self.run(given)
         if not (getattr(given, self._device_of).is_cuda or INTERPRETED):
             return self._by_torch(given)
+        kept: Launch | None = getattr(given, "kept", None)
+        if kept is not None and kept.again(given):
+            return None  # type: ignore[return-value]  # a kernel whose launches are kept has no result
         module = import_module(self._triton_module)
         launches: Generator[Launch, None, Result] = getattr(module, self.__name__)(given)
         while True:
@@ -69,6 +72,8 @@ class Kernel(Generic[P, Given, Result]):
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             launch.run()
+            if launch.binary is not None:
+                vars(given)["kept"] = launch
 
 
 # -- Triton's launches ------------------------------------------------------------------------------------------------
@@ -105,6 +110,9 @@ class Launch:
         threads: of each program.
         later: what later launches may have in place of some of the arguments and constants. It is compiled with the
             first launch, so that no later step waits for the compiler.
+        varying: the launch is kept with its object of arguments, and made `again` for it without the launcher and
+            Triton's binder. From that object it returns what may differ by then, arguments, as aligned as the first
+            ones, and constants; None where the launch has to be made anew.
     """
 
     kernel: Any
@@ -113,6 +121,11 @@ class Launch:
     constants: dict[str, Any]
     threads: int = 256
     later: tuple[dict[str, Any], ...] = ()
+    varying: Callable[[Any], Mapping[str, Any] | None] | None = None
+    device: torch.device | None = None  # its tensors'
+    # Of one that is kept: the compiled kernel, and all that it takes.
+    binary: Any = None
+    values: dict[str, Any] = field(default_factory=dict)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -127,26 +140,48 @@ class Launch:
         """
         if not all(self.grid):
             return
-        arguments = self.arguments
         first, device = "", None
-        for name, value in arguments.items():
+        for name, value in self.arguments.items():
             if isinstance(value, Tensor):
                 if device is None:
                     first, device = name, value.device
                 elif value.device != device:
                     where = f"{name} is on {value.device}, {first} on {device}"
                     raise ValueError(f"{self.kernel.__name__}: {where}: must be the same")
-        assert device is not None, "every kernel has a tensor"
-        # Triton starts a kernel on the current device, whichever its tensors' is (triton 3.7.1, runtime/jit.py:713).
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            self._start(arguments)
-        else:
-            with torch.cuda.device(device):
-                self._start(arguments)
+        self.device = device
+        self._start_there()
 
-    def _start(self, arguments: dict[str, Any]) -> None:
-        settings = options(self.threads)
+    def again(self, given: Any) -> bool:
+        """Performs the launch again, for its object of arguments; False where it has to be made anew."""
+        if self.varying is None or (changes := self.varying(given)) is None:
+            return False
+        for name, value in changes.items():
+            before = self.values[name]
+            if (value is None) is not (before is None) or (name in self.constants and value is not before):
+                return False  # of another binary
+            self.values[name] = value
+        self._start_there()
+        return True
+
+    def _start_there(self) -> None:
+        # Triton starts a kernel on the current device, whichever its tensors' is (triton 3.7.1, runtime/jit.py:713).
+        assert self.device is not None, "every kernel has a tensor"
+        if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
+            self._start()
+        else:
+            with torch.cuda.device(self.device):
+                self._start()
+
+    def _start(self) -> None:
+        if self.binary is not None:
+            self.binary[(*self.grid, 1, 1)[:3]](*self.values.values())
+            return
+        arguments, settings = self.arguments, options(self.threads)
         binary = self.kernel[self.grid](**arguments, **self.constants, **settings)
+        if self.varying is not None and binary is not None:  # None: in the interpreter
+            every = arguments | self.constants
+            self.binary, self.values = binary, {name: every[name] for name in self.kernel.arg_names}
+            self.given = {}  # it has gradients, which are not to be kept
         if self.later and binary not in _FOLLOWED:
             _FOLLOWED.add(binary)
             for changes in self.later if binary is not None else ():  # None: in the interpreter

@@ -188,9 +188,10 @@ def block_sumsq_by_torch(given: BlockSumsqArguments) -> None:
 Rows = tuple[Tensor, int, Tensor]  # values, along which dimension their norms are taken, and where they are written
 
 
-def row_norms(values: Tensor, width: int, out: Tensor) -> None:
-    """Write the 2-norm of each `width` elements of `values` (1-D, fp32), and of the rest, to `out`."""
-    norms_of_rows(rows_of(values, width, out))
+def row_norms(values: Tensor, width: int, out: Tensor | None) -> None:
+    """Write the 2-norm of each `width` elements of `values` (1-D, fp32), and of the rest, to `out`, if it is given."""
+    if out is not None:
+        norms_of_rows(rows_of(values, width, out))
 
 
 def rows_of(values: Tensor, width: int, out: Tensor) -> list[Rows]:
@@ -237,7 +238,7 @@ class PackArguments:
         flat: 1-D, contiguous, fp32, bf16 or fp16, at least `table.end` elements.
         scale: factor on every gradient, applied in fp32 (of float64 in float64); 1 is a plain copy or addition.
         sumsq: fp32 [table.num_chunks]; receives the sum of squares of each chunk of the raw, unscaled gradients.
-            Its bits do not depend on `accumulate` or `scale`.
+            Its bits do not depend on `accumulate` or `scale`. None: not measured.
 
     A step keeps the arguments, and gives them other gradients of the same shapes, scale and `accumulate`, which are not
     checked again. Raises ValueError where a shape, dtype or device does not fit.
@@ -248,7 +249,7 @@ class PackArguments:
     table: PackTable
     scale: float
     accumulate: bool
-    sumsq: Tensor
+    sumsq: Tensor | None
 
     def __post_init__(self) -> None:
         flat, table = self.flat, self.table
@@ -300,11 +301,13 @@ def pack_by_torch(given: PackArguments) -> None:
     if several and few and len(present) == len(given.grads):
         _pack_together(given, present)
         return
-    for grad, segment, norms in zip(
-        given.grads, given.segments, given.sumsq.split_with_sizes(table.chunk_counts), strict=True
-    ):
+    sums: Sequence[Tensor | None] = [None] * len(given.grads)
+    if given.sumsq is not None:
+        sums = given.sumsq.split_with_sizes(table.chunk_counts)
+    for grad, segment, norms in zip(given.grads, given.segments, sums, strict=True):
         if grad is None:
-            norms.zero_()
+            if norms is not None:
+                norms.zero_()
             if not accumulate:
                 segment.zero_()
             continue
@@ -321,13 +324,17 @@ def pack_by_torch(given: PackArguments) -> None:
         if not needs_scratch or values.numel() <= PIECE:
             _pack_piece(values, segment, norms, given.scale, accumulate, scratch)
             continue
-        targets, sums = torch.split(segment, PIECE), torch.split(norms, PIECE // CHUNK)
-        for part, target, norm in zip(torch.split(values, PIECE), targets, sums, strict=True):
-            _pack_piece(part, target, norm, given.scale, accumulate, scratch)
-    given.sumsq.square_()
+        for start in range(0, values.numel(), PIECE):
+            place, chunks = slice(start, start + PIECE), slice(start // CHUNK, (start + PIECE) // CHUNK)
+            norm = None if norms is None else norms[chunks]
+            _pack_piece(values[place], segment[place], norm, given.scale, accumulate, scratch)
+    if given.sumsq is not None:
+        given.sumsq.square_()
 
 
-def _pack_piece(values: Tensor, target: Tensor, norms: Tensor, scale: float, accumulate: bool, scratch: Tensor) -> None:
+def _pack_piece(
+    values: Tensor, target: Tensor, norms: Tensor | None, scale: float, accumulate: bool, scratch: Tensor
+) -> None:
     if values.dtype != torch.float32:
         values = scratch[: values.numel()].copy_(values)
     row_norms(values, CHUNK, norms)
@@ -353,8 +360,9 @@ def _pack_together(given: PackArguments, grads: list[Tensor]) -> None:
     """The same bits as tensor by tensor, in a number of calls that does not grow with the number of tensors."""
     copies = given.copies
     torch._foreach_copy_(copies.shaped, grads)
-    torch.stack(torch._foreach_norm(copies.chunks), out=given.sumsq)
-    given.sumsq.square_()
+    if given.sumsq is not None:
+        torch.stack(torch._foreach_norm(copies.chunks), out=given.sumsq)
+        given.sumsq.square_()
     if given.scale != 1.0:
         copies.flat.mul_(_scalar(given.scale))
     if given.accumulate:

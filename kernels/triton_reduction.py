@@ -6,7 +6,9 @@ needs no binary but the two that are compiled at its first launch: nothing is co
 the rows' addresses too, in other GPUs' memory: they are read over the links between the GPUs.
 """
 
-from functools import lru_cache
+import functools
+from operator import attrgetter, or_
+from types import NoneType
 from typing import Any
 
 import torch
@@ -173,7 +175,7 @@ def _readable(row: Tensor) -> bool:
     return row.dtype == torch.float32 and row.is_contiguous() and row.data_ptr() % 16 == 0
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def _uploaded_program(
     rows: tuple[int, ...], merges: Merges, by_address: bool, device: torch.device, stream: int
 ) -> tuple[Tensor, int]:
@@ -224,17 +226,19 @@ def _aligned(rows: Tensor) -> Tensor:
 def block_sumsq(given: BlockSumsqArguments) -> Launches:
     numel, tile = given.flat.numel(), tile_size(given.flat.element_size())
     constants = {"LANE": tile // THREADS, "TILE": tile, "BLOCK": BLOCK}
-    yield Launch(block_sumsq_kernel, (num_blocks(numel),), vars(given) | {"numel": numel}, constants)
+    values = vars(given) | {"numel": numel}
+    yield Launch(block_sumsq_kernel, (num_blocks(numel),), values, constants, varying=lambda given: {})
 
 
 def sum_partials(given: SumPartialsArguments) -> Launches:
     values = vars(given) | {"numel": given.partials.numel()}
-    yield Launch(sum_partials_kernel, (1,), values, {"WIDTH": WIDTH})
+    yield Launch(sum_partials_kernel, (1,), values, {"WIDTH": WIDTH}, varying=lambda given: {})
 
 
 # -- pack -------------------------------------------------------------------------------------------------------------
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_DTYPE = attrgetter("dtype")
 
 
 @triton.jit
@@ -275,7 +279,8 @@ def pack_kernel(
     if whole < length:
         rest = whole + tl.arange(0, 16)
         total += _pack_span(source, target, rest, rest < readable, rest < writable, scale, ACCUMULATE)
-    tl.store(sumsq + chunk, total)
+    if sumsq is not None:  # else nothing uses the sums, and the compiler leaves them out
+        tl.store(sumsq + chunk, total)
 
 
 def pack(given: PackArguments) -> Launches:
@@ -294,7 +299,20 @@ def pack(given: PackArguments) -> Launches:
     values = vars(given) | {"pointers": pointers, "chunks": table.chunks, "scale": float(given.scale)}
     # A step of more micro-batches accumulates where the steps before it did not.
     later = ({"ACCUMULATE": not given.accumulate},)
-    yield Launch(pack_kernel, (table.num_chunks,), values, constants, later=later)
+    yield Launch(pack_kernel, (table.num_chunks,), values, constants, later=later, varying=_varying_of_pack)
+
+
+def _varying_of_pack(given: PackArguments) -> dict[str, Any] | None:
+    """None where a gradient is absent, or would be copied."""
+    grads, table = list[Any](given.grads), given.table
+    if NoneType in map(type, grads) or not all(map(Tensor.is_contiguous, grads)):
+        return None
+    dtypes, addresses = {*map(_DTYPE, grads)}, tuple(map(Tensor.data_ptr, grads))
+    if len(dtypes) > 1 or functools.reduce(or_, addresses) % 16:
+        return None
+    pointers = table.pointers(addresses, _stream(table.device))
+    grad = _TRITON_DTYPES[dtypes.pop()]
+    return {"pointers": pointers, "scale": float(given.scale), "GRAD": grad, "ACCUMULATE": given.accumulate}
 
 
 def _loadable(grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ the gradient's dtype free.
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -133,9 +134,19 @@ def adam_numbers(options: AdamOptions) -> dict[str, float]:
 
 
 def adamw(given: AdamWArguments) -> Launches:
-    options = given.options
+    launch = _launch(adamw_kernel, given, _adamw_numbers(given.options), {"MAXIMIZE": given.options.maximize})
+    yield replace(launch, varying=_varying_of_adamw)
+
+
+@lru_cache(maxsize=64)  # the buckets of a step have the same
+def _adamw_numbers(options: AdamOptions) -> dict[str, float]:
     numbers = adam_numbers(options) | {"decay": 1.0 - options.lr * options.weight_decay}
-    yield _launch(adamw_kernel, given, numbers, {"MAXIMIZE": options.maximize})
+    return {name: value for name, value in numbers.items() if name in adamw_kernel.arg_names}
+
+
+def _varying_of_adamw(given: AdamWArguments) -> dict[str, Any]:
+    scalars = {"grad_scale": given.grad_scale, "found_inf": given.found_inf, "MAXIMIZE": given.options.maximize}
+    return _adamw_numbers(given.options) | scalars
 
 
 def sgd(given: SGDArguments) -> Launches:

@@ -113,6 +113,8 @@ def test_any_layout(device: str, numels: list[int], gaps: list[int], absent: set
         value = torch.zeros(numel, device=device) if grad is None else grad
         expected[offset : offset + numel] = before[offset : offset + numel] + value if accumulate else value
     assert torch.equal(flat, expected)
+    pack(grads, unmeasured := before.clone(), table, scale=1.0, accumulate=accumulate, sumsq=None)
+    assert torch.equal(unmeasured, expected)
     if table.num_chunks:
         torch.testing.assert_close(sumsq.double().cpu(), chunk_sums(grads, numels), rtol=RTOL, atol=0.0)
 

@@ -68,7 +68,7 @@ class Symmetric:
         """From now on the slots of these buckets that are exchanged lie in symmetric memory."""
         if self._group.size == 1:
             return
-        starts = list(accumulate((-(-(b.body + b.tail) // ALIGN) * ALIGN for b in buckets), initial=0))
+        starts = list(accumulate((-(-(b.body + b.tail + b.room) // ALIGN) * ALIGN for b in buckets), initial=0))
         self._numel = starts[-1]
         self._grow(1)
         for bucket, start in zip(buckets, starts, strict=False):

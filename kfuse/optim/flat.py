@@ -48,7 +48,7 @@ class FlatState(Updates):
 
     def _flatten(self, bucket: Bucket, groups: dict[int, int], steps: Tensor) -> BucketState:
         params = bucket.tensors
-        param = flat_zeros(bucket.body, 1, bucket.device, bucket.layout.dtype)
+        param = flat_zeros(bucket.body, 1, bucket.device, bucket.layout.dtype, bucket.room)
         views = bucket.view(param)
         fill(views, [p.data for p in params])
         for p, view in zip(params, views, strict=True):
@@ -147,7 +147,7 @@ class FlatState(Updates):
     def renew_parameters(self) -> None:
         """Messages under way may still write to the parameters' memory, at any time: takes another one."""
         for bucket, state in self.pairs():
-            param = flat_zeros(bucket.body, 1, bucket.device, bucket.layout.dtype)
+            param = flat_zeros(bucket.body, 1, bucket.device, bucket.layout.dtype, bucket.room)
             state.param = param.copy_(state.param)
             params = bucket.tensors
             for p, view in zip(params, bucket.view(state.param), strict=True):

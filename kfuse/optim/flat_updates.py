@@ -293,6 +293,8 @@ class FlatUpdates(FlatState):
 
     def regroup(self, has_state: bool) -> None:
         if self.sharded:
+            if self.engine.on_gpu:
+                self.renew_parameters()  # with the room that the new group's messages need
             sharding.regroup(self.engine, self.states, has_state)
             for bucket, state in self.pairs():
                 state.rule.lay_out(bucket, (state.own, state.mirror))

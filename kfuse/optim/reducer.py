@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from kfuse.optim.consistency import averaged_buffers, carried_states, salt
 from kfuse.optim.refuse import refuse_sharded
 from kfuse.optim.updates import Updates, named_parameters
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _LOG = logging.getLogger("kfuse")
 
 
@@ -48,7 +51,8 @@ class Reducer(Engine):
         return [[p for p in group["params"] if p.requires_grad] for group in self._updates.opt.param_groups]
 
     def _ids_of_trained(self) -> list[list[int]]:
-        return [[id(p) for p in group["params"] if p.requires_grad] for group in self._updates.opt.param_groups]
+        every = [group["params"] for group in self._updates.opt.param_groups]
+        return [list(compress(map(id, params), map(_REQUIRES_GRAD, params))) for params in every]
 
     def _layout(self) -> tuple[list[list[Parameter]], list[str], list[int | None]]:
         """Returns the arguments of `lay_out`. Raises ValueError for parameters that cannot be laid out."""
@@ -153,7 +157,7 @@ class Reducer(Engine):
                 len(self.params),
             )
         if reduced is not None:
-            gradients.take_back(self.gradient_buckets, self.params, self.names, reduced)
+            gradients.take_back(self.gradient_buckets, self.names, reduced)
         return reduced
 
     def _take_gradients_set_by_hand(self, uses_scaler: bool) -> None:
@@ -178,5 +182,5 @@ class Reducer(Engine):
             return False
         self.lost_worker_error = error
         self.abort()
-        gradients.show(self.gradient_buckets, self.params)
+        gradients.show(self.gradient_buckets)
         return True

@@ -12,35 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.host_stub import Binary, Device, Driver, triton_stood_in
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kfuse.comm import devices
 from kfuse.comm.group import Group, Pending
-from kfuse.comm.nccl import NcclGroup
-from kfuse.kernels import (
-    normalisation,
-    orthogonal,
-    reduction,
-    triton_normalisation,
-    triton_orthogonal,
-    triton_reduction,
-    triton_updates,
-    updates,
-)
-from kfuse.kernels.dispatch import Launches
+from kfuse.kernels.dispatch import Kernel
 
 GPU = torch.device("cuda", 1)
 """Where tensors are pretended to lie: not on the device that is current by default."""
-IMPLEMENTATIONS = {
-    triton_reduction: (reduction, ["pack", "reduce", "block_sumsq", "sum_partials"]),
-    triton_updates: (updates, ["adamw", "sgd", "lamb"]),
-    triton_normalisation: (normalisation, ["norm_forward", "norm_backward"]),
-    triton_orthogonal: (orthogonal, ["orthogonalise"]),
-}
 
 
 @dataclass(frozen=True)
@@ -55,7 +37,7 @@ class Started:
 
 
 @dataclass
-class SeenLaunches:
+class SeenLaunches(Driver):
     """Triton's driver, and torch.cuda's current device."""
 
     started: list[Started] = field(default_factory=list)
@@ -66,40 +48,14 @@ class SeenLaunches:
     device: int = 0
     """The current one."""
 
-    @staticmethod
-    def get_current_target() -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
     def get_current_device(self) -> int:
         return self.device
-
-    @staticmethod
-    def get_current_stream(device: int) -> int:
-        """The stream that is current on a device: another number for each."""
-        return 1000 + device
 
     def exchange(self, device: int) -> int:
         """As torch.cuda._exchange_device: makes `device` current (not for a negative one), returns the one before."""
         before = self.device
         self.device = device if device >= 0 else before
         return before
-
-
-class _Binary:
-    """A compiled kernel that records its launches: of triton's CompiledKernel, what JITFunction.run uses."""
-
-    function, packed_metadata = None, None
-
-    def __init__(self, seen: SeenLaunches, kernel: JITFunction[Any]) -> None:
-        self._seen, self._kernel = seen, kernel
-
-    def launch_metadata(self, *_: Any) -> None:
-        return None
-
-    def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
-        arguments = dict(zip(self._kernel.arg_names, rest[-len(self._kernel.arg_names) :], strict=True))
-        devices = {value.device.index for value in arguments.values() if isinstance(value, Tensor)}
-        self._seen.started.append(Started(self._kernel.__name__, self._seen.device, stream, devices))
 
 
 class _Pretence(TorchFunctionMode):
@@ -137,16 +93,8 @@ class _Pretence(TorchFunctionMode):
 _PINNED: list[Tensor] = []
 
 
-class _Device(devices.Device):
-    """A GPU for which each operation is over when its call returns."""
-
-    asynchronous = True
-
-
 class Echo(Group):
     """A double of a group over NCCL: every other rank sends nothing, or zeros."""
-
-    shards = NcclGroup.shards
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         super().__init__(device=device)
@@ -159,42 +107,35 @@ class Echo(Group):
         return Pending(self, what, [])
 
 
-def _computed(implementation: Callable[[Any], Launches], by_torch: Callable[[Any], Any]) -> Callable[[Any], Launches]:
-    """The launches of a Triton implementation; its result, and its writes, are PyTorch's."""
-
-    def run(given: Any) -> Launches:
-        yield from implementation(given)
+def _run(kernel: Kernel[..., Any, Any], given: Any, run: Any = Kernel.run) -> Any:
+    """A kernel's launches; its result, and its writes, are PyTorch's."""
+    with torch.no_grad():
+        result = run(kernel, given)
+        if not getattr(given, kernel._device_of).is_cuda:
+            return result
         with torch._C.DisableTorchFunction():  # with tensors of the CPU: nothing is launched
-            return by_torch(given)  # type: ignore[no-any-return]
-
-    return run
+            return kernel._by_torch(given)
 
 
 @contextlib.contextmanager
 def recorded(on: torch.device = GPU) -> Iterator[SeenLaunches]:
     """Context: every tensor is on `on`, and device 0 is current. Yields what is launched meanwhile."""
     seen = SeenLaunches()
-    with pytest.MonkeyPatch.context() as patch, _Pretence(seen, on):
+
+    def compile_(jit: JITFunction[Any], key: str, *rest: Any) -> Any:
+        def launched(x: int, y: int, z: int, stream: int, *more: Any) -> None:
+            devices = {value.device.index for value in more[-1] if isinstance(value, Tensor)}
+            seen.started.append(Started(jit.__name__, seen.device, stream, devices))
+
+        seen.compiled.append((jit.__name__, key))
+        binary = jit.device_caches[rest[-5]][0][key] = Binary(launched)
+        return binary
+
+    with pytest.MonkeyPatch.context() as patch, _Pretence(seen, on), triton_stood_in(seen, compile_):
         patch.setattr(torch.cuda, "current_device", seen.get_current_device)
         for name in ("_exchange_device", "_maybe_exchange_device"):
             patch.setattr(torch.cuda, name, seen.exchange)
-        patch.setattr(driver, "_active", seen)
-
-        def compile_(jit: JITFunction[Any], key: str, *rest: Any) -> Any:
-            device = rest[-5]
-            seen.compiled.append((jit.__name__, key))
-            binary = jit.device_caches[device][0][key] = _Binary(seen, jit)
-            return binary
-
-        patch.setattr(JITFunction, "_do_compile", compile_)
-        patch.setattr(devices, "of", lambda name: _Device(name))
-        for module, (by_torch, names) in IMPLEMENTATIONS.items():
-            for name in names:
-                both = getattr(module, name), getattr(by_torch, f"{name}_by_torch")
-                patch.setattr(module, name, _computed(*both))
-            for kernel in vars(module).values():
-                if isinstance(kernel, JITFunction):  # an empty cache, as in a new process
-                    patch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
-        triton_reduction._uploaded_program.cache_clear()
+        patch.setattr(devices, "of", lambda name: Device(name))
+        patch.setattr(Kernel, "run", _run)
         yield seen
     _PINNED.clear()

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,11 +100,16 @@ class Job:
         """
         recorder, side = self.recorder, self.recorder.device.new_stream()
 
-        def enter(grad: Tensor) -> Tensor:
+        def enter(grad: Tensor, p: Tensor) -> Tensor:
             side.wait_stream(recorder.main)
             recorder.device.keep([grad], side)
             recorder.current = side
-            return grad.clone()
+            computed = grad.clone()
+            if any(bucket.nodes and any(p is q for q in bucket.members) for bucket in self.opt.engine.gradient_buckets):
+                recorder.current = recorder.main  # the node that accumulates is held, and was made there
+                recorder.main.wait_stream(side)
+                recorder.device.keep([computed], recorder.main)
+            return computed
 
         def leave(*_: object) -> None:
             recorder.current = recorder.main
@@ -112,7 +118,7 @@ class Job:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: recorder.main.wait_stream(side))
 
         for p in self.model.get_submodule(layer).parameters():
-            p.register_hook(enter)
+            p.register_hook(partial(enter, p=p))
             self._nodes.append(p.view_as(p).grad_fn.next_functions[0][0])  # lives as long as somebody holds it
             self._nodes[-1].register_hook(leave)
         self.model.register_forward_hook(lambda module, args, output: output.register_hook(at_the_end) and None)

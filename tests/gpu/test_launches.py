@@ -73,7 +73,7 @@ def test_launches_are_made_on_their_tensors_device() -> None:
 
 def test_without_the_guard_launches_are_found_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness catches what it is for."""
-    monkeypatch.setattr(Launch, "run", lambda launch: launch._start(launch.arguments))
+    monkeypatch.setattr(Launch, "_start_there", Launch._start)
     with recorded() as seen:
         call("pack")
     with pytest.raises(AssertionError, match=r"pack_kernel: device 0, tensors on \{1\}"):

@@ -138,6 +138,16 @@ def test_steps_along_a_tree_of_measured_links() -> None:
         it.step()
 
 
+@pytest.mark.parametrize("layer", ["first", "middle", "last"])
+def test_a_second_stream_after_a_bucket_has_one_hook(layer: str) -> None:
+    with job(all_used=True, bucket_mb=25.0) as it:
+        it.step()
+        assert all(bucket.last is not None for bucket in it.opt.engine.gradient_buckets)
+        it.forwards_on_two_streams(layer)
+        it.step()
+        it.bare_step()
+
+
 def test_accumulated_backwards_and_gradients_set_by_hand() -> None:
     with job() as it:
         it.opt.accumulate(2)
