@@ -20,7 +20,7 @@ from kfuse.kernels.reduction import PIECE, row_norms, sum_partials
 from kfuse.kernels.table import CHUNK, PackTable
 
 
-@dataclass(unsafe_hash=True)  # not frozen: each update makes one
+@dataclass(unsafe_hash=True)  # made anew in each step, and `frozen` takes longer; nothing changes one
 class AdamOptions:
     """Settings of AdamW and LAMB, named as in torch.optim."""
 
