@@ -16,7 +16,7 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.devices import Place, quick
 from kfuse.comm.sum_tree import LeafStep
-from kfuse.kernels import BLOCK, PackArguments, PackTable, num_blocks, pack, take_changed
+from kfuse.kernels import BLOCK, PackArguments, PackTable, num_blocks, pack
 
 ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
 JOINED = 4  # buckets that a GPU packs, measures and updates at a time where no messages are sent
@@ -274,11 +274,6 @@ class Bucket:
         addresses, strides = self._shown_at
         same = list(map(Tensor.data_ptr, self._shown)) == addresses
         return same and list(map(Tensor.stride, self._shown)) == strides
-
-    def take_visible(self) -> None:
-        """Elements of 16-bit gradients that were changed since p.grad was set replace those of the mean in fp32."""
-        if self.visible is not self.mean:
-            take_changed(self.visible, self.mean)
 
     def begin_micro_batch(self) -> None:
         self.grads = [None] * len(self.shapes)

@@ -67,8 +67,6 @@ def take(bucket: Bucket, k: int, name: str, by_hand: bool = False) -> bool:
 def show(buckets: Sequence[Bucket], unused: Collection[int] = ()) -> None:
     """Sets each `p.grad` to what its bucket has, but for those that are `unused`. With sharded state none has."""
     for bucket in buckets:
-        if bucket.visible is not bucket.mean:
-            bucket.visible.copy_(bucket.mean)
         if not bucket.are_views():  # the model's memory format has changed since, and gradients with it
             bucket.renew_views()
         for index, param, view in zip(bucket.layout.params, bucket.tensors, bucket.views, strict=True):

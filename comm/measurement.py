@@ -134,7 +134,8 @@ class Measurement:
         self._blocks_of: dict[int, BlockSumsqArguments] = {}  # by bucket
 
     def measure(self, total_weight: Tensor | None, measured: Collection[int]) -> None:
-        """Has the reduced buckets hold the mean gradient, and `norms` its sums of squares; 0 of other workers' shards.
+        """Has the reduced buckets hold the mean gradient, `visible` what p.grad is to show of it, and `norms` its sums
+        of squares; 0 of other workers' shards.
 
         measured: buckets of which it has those of this worker's part of the sum, by index. That is the mean where the
         total weight was known before.
@@ -149,6 +150,7 @@ class Measurement:
                     bucket.mean[bucket.mirrored].mul_(share)
         for bucket, norms in zip(self._buckets, self.norms_of, strict=True):
             is_measured = bucket.index in measured
+            visible = None if bucket.visible is bucket.mean else bucket.visible
             shard = bucket.part if is_measured else bucket.shard
             if shard.stop - shard.start < bucket.body:
                 first = shard.start // BLOCK
@@ -159,10 +161,12 @@ class Measurement:
             if is_measured and (share is None or not bucket.sharded):  # else it may hold rounded values
                 if share is not None:
                     norms.mul_(share * share)
+                if visible is not None:
+                    visible.copy_(bucket.mean)
             elif norms.numel():
                 kept = self._blocks_of.get(bucket.index)
                 if kept is None or kept.flat is not bucket.own:
-                    kept = self._blocks_of[bucket.index] = BlockSumsqArguments(bucket.own, norms)
+                    kept = self._blocks_of[bucket.index] = BlockSumsqArguments(bucket.own, norms, visible)
                 block_sumsq.run(kept)
 
     def record(self, tail: Place, now: Step) -> Tensor:

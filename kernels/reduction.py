@@ -105,15 +105,18 @@ class BlockSumsqArguments:
     Args:
         flat: 1-D, contiguous, fp32, bf16 or fp16; on a GPU its address is a multiple of 16 bytes.
         out: fp32 [num_blocks(flat.numel())].
+        visible: bf16 or fp16, as long as `flat`, whose rounded values it gets in the same pass. Or None.
 
-    Raises ValueError when `out` does not fit.
+    Raises ValueError when `out` or `visible` does not fit.
     """
 
     flat: Tensor
     out: Tensor
+    visible: Tensor | None = None
 
     def __post_init__(self) -> None:
         require("block_sumsq: out", self.out, (num_blocks(self.flat.numel()),), torch.float32)
+        require("block_sumsq: visible", self.visible, self.flat.shape, *DTYPES[1:])
 
     @cached_property
     def rows(self) -> list[Rows]:
@@ -183,6 +186,8 @@ def block_sumsq_by_torch(given: BlockSumsqArguments) -> None:
         for values, norms in zip(torch.split(flat, PIECE), torch.split(out, num_blocks(PIECE)), strict=True):
             row_norms(values.float(), BLOCK, norms)
     out.square_()
+    if given.visible is not None:
+        given.visible.copy_(flat)
 
 
 Rows = tuple[Tensor, int, Tensor]  # values, along which dimension their norms are taken, and where they are written

@@ -112,8 +112,8 @@ def sum_rows_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["out"])
-def block_sumsq_kernel(flat, out, numel, LANE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of squares of one block, a tile at a time."""
+def block_sumsq_kernel(flat, out, visible, numel, LANE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of squares of one block, a tile at a time; and its rounded values."""
     block = tl.program_id(0)
     start = block.to(tl.int64) * BLOCK
     squares = tl.zeros((TILE // LANE,), tl.float32)
@@ -121,6 +121,8 @@ def block_sumsq_kernel(flat, out, numel, LANE: tl.constexpr, TILE: tl.constexpr,
         index = start + at + tl.arange(0, TILE)
         value = tl.load(flat + index, mask=index < numel, other=0.0).to(tl.float32)
         squares += lane_sums(value * value, LANE)
+        if visible is not None:
+            tl.store(visible + index, value.to(visible.dtype.element_ty), mask=index < numel)
     tl.store(out + block, tl.sum(squares, axis=0))
 
 

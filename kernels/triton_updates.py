@@ -49,9 +49,18 @@ def weights(param, master, at, mask):
     return p.to(tl.float32)
 
 
+@triton.jit
+def gradient(grad, visible, at, mask):
+    """fp32: the gradient, but for elements of `visible` that are not its rounded values any more."""
+    if visible is None:
+        return tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        return weights(visible, grad, at, mask)
+
+
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def adamw_kernel(
-    param, master, grad, exp_avg, exp_avg_sq, step, grad_scale, found_inf,
+    param, master, grad, visible, exp_avg, exp_avg_sq, step, grad_scale, found_inf,
     numel,
     lr, decay, beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps,
     MAXIMIZE: tl.constexpr, TILE: tl.constexpr,
@@ -63,7 +72,7 @@ def adamw_kernel(
     correction1, correction2 = bias_correction(step, log_beta1), bias_correction(step, log_beta2)
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = index < numel
-    g = tl.load(grad + index, mask=mask, other=0.0).to(tl.float32)
+    g = gradient(grad, visible, index, mask)
     p = weights(param, master, index, mask)
     m = tl.load(exp_avg + index, mask=mask).to(tl.float32)
     v = tl.load(exp_avg_sq + index, mask=mask).to(tl.float32)
@@ -88,7 +97,7 @@ def adamw_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def sgd_kernel(
-    param, master, grad, momentum_buffer, grad_scale, found_inf,
+    param, master, grad, visible, momentum_buffer, grad_scale, found_inf,
     numel,
     lr, momentum, one_minus_dampening, weight_decay,
     NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, FIRST_STEP: tl.constexpr, TILE: tl.constexpr,
@@ -99,7 +108,7 @@ def sgd_kernel(
             return
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = index < numel
-    g = tl.load(grad + index, mask=mask, other=0.0).to(tl.float32)
+    g = gradient(grad, visible, index, mask)
     p = weights(param, master, index, mask)
 
     if grad_scale is not None:
@@ -182,12 +191,12 @@ def _direction(p, m, v, correction1, correction2, eps, weight_decay):
 
 @triton.jit
 def _moments_span(
-    at, mask, param, master, grad, exp_avg, exp_avg_sq,
+    at, mask, param, master, grad, visible, exp_avg, exp_avg_sq,
     scale, beta1, beta2, gain1, gain2, correction1, correction2, eps, decay,
 ):  # fmt: skip
     """Update the moments of the elements `at`; return the squares of the parameter and of the update's direction."""
     p = weights(param, master, at, mask)
-    g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32) * scale
+    g = gradient(grad, visible, at, mask) * scale
     m = tl.load(exp_avg + at, mask=mask, other=0.0) * beta1 + g * gain1
     v = tl.load(exp_avg_sq + at, mask=mask, other=0.0) * beta2 + g * g * gain2
     tl.store(exp_avg + at, m, mask=mask)
@@ -198,7 +207,7 @@ def _moments_span(
 
 @triton.jit
 def lamb_moments_kernel(
-    chunks, param, master, grad, exp_avg, exp_avg_sq, partials, step, grad_scale, found_inf,
+    chunks, param, master, grad, visible, exp_avg, exp_avg_sq, partials, step, grad_scale, found_inf,
     beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps, weight_decay,
     MAXIMIZE: tl.constexpr, OFFSET_ALIGNMENT: tl.constexpr,
     LANE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
@@ -223,7 +232,7 @@ def lamb_moments_kernel(
     for start in range(0, CHUNK, TILE):
         index = start + tl.arange(0, TILE)
         pp, uu = _moments_span(
-            offset + index, index < whole, param, master, grad, exp_avg, exp_avg_sq,
+            offset + index, index < whole, param, master, grad, visible, exp_avg, exp_avg_sq,
             scale, beta1, beta2, one_minus_beta1, one_minus_beta2, correction1, correction2, eps, weight_decay,
         )  # fmt: skip
         squares_p += lane_sums(pp, LANE)
@@ -232,7 +241,7 @@ def lamb_moments_kernel(
     if whole < length:
         index = whole + tl.arange(0, 16)
         pp, uu = _moments_span(
-            offset + index, index < length, param, master, grad, exp_avg, exp_avg_sq,
+            offset + index, index < length, param, master, grad, visible, exp_avg, exp_avg_sq,
             scale, beta1, beta2, one_minus_beta1, one_minus_beta2, correction1, correction2, eps, weight_decay,
         )  # fmt: skip
         total_p += tl.sum(pp, axis=0)

@@ -55,6 +55,8 @@ class UpdateArguments:
         param, grad, and the states: 1-D, contiguous, of one length. On a GPU each may be fp32, bf16 or fp16, and the
             arithmetic is fp32; on the CPU parameters and states have one dtype. With `master` the states are fp32.
         grad: after the call its content is unspecified.
+        visible: bf16 or fp16, what the user has seen of `grad`, which is fp32 then: its elements that are not the
+            rounded gradient were changed since, and replace it. None: the gradient is as it was.
         grad_scale: 0-dim fp32 on the same device that multiplies the gradient (clip coefficient, inverse loss scale),
             or None.
         found_inf: 0-dim fp32 on the same device; nonzero leaves parameters and states untouched. Or None.
@@ -68,13 +70,15 @@ class UpdateArguments:
     param: Tensor
     grad: Tensor
     _: KW_ONLY
+    visible: Tensor | None = None
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     master: Tensor | None = None
 
     def __post_init__(self) -> None:
         numel = self.param.numel()
-        require("the update's gradient", self.grad, (numel,), *DTYPES)
+        require("the update's gradient", self.grad, (numel,), *(DTYPES if self.visible is None else DTYPES[:1]))
+        require("the update's visible gradient", self.visible, (numel,), *DTYPES[1:])
         require("the update's parameter", self.param, (numel,), *DTYPES)
         require("the update's master", self.master, (numel,), torch.float32)
 
@@ -193,6 +197,8 @@ def _fused(
 ) -> None:
     if given.skipped:
         return
+    if given.visible is not None:
+        take_changed(given.visible, given.grad, looks=True)
     if given.master is not None:
         take_changed(given.param, given.master, looks=True)
     # PyTorch's fused optimizers divide by the scale, and write the quotient back to the gradient.
@@ -230,6 +236,8 @@ def lamb_by_torch(given: LAMBArguments) -> None:
     if given.skipped:
         return
     table, trust = given.table, given.trust
+    if given.visible is not None:
+        take_changed(given.visible, given.grad, looks=True)
     gradients = [g.float() for g in table.split(given.grad)]  # its own place, where it is fp32
     if trust is None:
         partials = torch.empty(2, table.num_chunks, dtype=torch.float32) if given.partials is None else given.partials

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES, INTERPRETED
+from devices import DEVICES, INTERPRETED, rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -140,13 +140,15 @@ def test_bits_do_not_depend_on_threads_or_place_and_out_may_be_a_row(device: str
     assert all(same(results[0], other) for other in results[1:])
 
 
-def test_block_sumsq_matches_oracle(device: str) -> None:
+def test_block_sumsq_matches_oracle_and_rounds(device: str) -> None:
     for numel in (0, 1, 15, 16, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77):
-        for dtype in DTYPES:
+        for dtype, to in itertools.product(DTYPES, DTYPES[1:]):
             flat = contributions(1, numel, dtype, device)[0]
             expected = [block.square().sum() for block in flat.double().split(BLOCK) if numel]
             exact = flat.new_tensor(expected, dtype=torch.float64)
             torch.testing.assert_close(squares(flat).double(), exact, rtol=RTOL, atol=0.0)
+            block_sumsq(flat, out := torch.empty_like(squares(flat)), visible := torch.empty_like(flat, dtype=to))
+            assert same((out, visible), (squares(flat), rounded(flat.float(), to)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

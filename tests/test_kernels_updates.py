@@ -135,7 +135,9 @@ def test_adamw_bias_correction_at_any_step(device: str) -> None:
 def test_master_weights_are_those_of_fp32_parameters(
     device: str, name: str, numel: int, dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> None:
-    """A 16-bit parameter has its master's rounded values; elements that were changed meanwhile replace the master's."""
+    """A 16-bit parameter has its master's rounded values; elements that were changed meanwhile replace the master's. So
+    it is with a visible gradient and the exact one.
+    """
     plain, kept = ([normal(numel, seed, device).abs() for seed in range(4)] for _ in range(2))
     master, kept[0] = kept[0], rounded(kept[0], dtype)
     for t in range(1, STEPS + 1):
@@ -143,9 +145,13 @@ def test_master_weights_are_those_of_fp32_parameters(
             kept[0][10:20] *= 2
             plain[0][10:20] = kept[0][10:20].float()
         grad = normal(numel, 10 + t, device).to(grad_dtype)
-        plain[1], kept[1] = grad.clone(), grad.clone()
+        plain[1], kept[1], visible = grad.clone(), grad.clone(), None
+        if grad_dtype == torch.float32:
+            visible = rounded(grad, dtype)
+            visible[:15] *= 2
+            plain[1][:15] = visible[:15].float()
         update(name, plain, t)
-        update(name, kept, t, master=master)
+        update(name, kept, t, master=master, visible=visible)
     assert same([plain[0], *plain[2:]], [master, *kept[2:]])
     assert torch.equal(kept[0], rounded(master, dtype))
 

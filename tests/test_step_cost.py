@@ -12,12 +12,12 @@ import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from types import FrameType
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from problems import update
 from rich.console import Console
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import kfuse as kf
 from kfuse.comm.gloo import GlooPending
@@ -35,6 +36,7 @@ from kfuse.comm.group import Group
 from kfuse.elastic import protocol
 from kfuse.elastic.processes import Worker
 from kfuse.elastic.supervisor import Supervisor
+from kfuse.kernels.dispatch import Kernel
 from kfuse.observe.recorder import Display, Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.statistics.noise_scale import NoiseScale
@@ -129,6 +131,43 @@ def test_launches_and_calls_of_a_step_on_a_gpu() -> None:
         assert len(launched) / (3 * STEPS) <= 19
         of_model, _ = count(host_stub.gpt_steps(none), root="")
     assert calls - of_model <= 900
+
+
+class Moved(Operators):
+    """Counts the bytes of large tensors that operators take and return, and that kernels read and write."""
+
+    numel, bytes = 2**14, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.add([] if func.is_view else {id(leaf): leaf for leaf in tree_leaves((args, kwargs, result))}.values())
+        return result
+
+    def add(self, values: Iterable[Any]) -> None:
+        large = (each for each in values if isinstance(each, torch.Tensor) and each.numel() >= self.numel)
+        self.bytes += sum(each.nbytes for each in large)
+
+    def run(self, kernel: Any, given: Any) -> None:
+        """In place of a kernel's `run`: names what it reads, and what it writes."""
+        updated = "param master exp_avg exp_avg_sq "
+        names = {"pack": "grads flat", "block_sumsq": "flat visible", "adamw": 2 * updated + "grad visible"}
+        self.add(tree_leaves([getattr(given, name) for name in names.get(kernel.__name__, "").split()]))
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [(torch.float32, 40), (torch.bfloat16, 46)])
+def test_bytes_a_parameter_of_a_step_on_a_gpu(dtype: torch.dtype, wanted: int) -> None:
+    """Of one micro-batch on one worker, with clipping; bf16 parameters have masters."""
+    host_stub = pytest.importorskip("gpu.host_stub")
+    kf.init()
+    p = nn.Parameter(torch.zeros(Moved.numel, dtype=dtype))
+    with host_stub.no_gpu():
+        opt = kf.FusedAdamW([p], lr=0.1, clip_norm=1.0)
+        for _ in range(2):
+            p.grad, moved = torch.ones_like(p), Moved()
+            with moved, patch.object(Kernel, "run", lambda kernel, given, moved=moved: moved.run(kernel, given)):
+                opt.step()
+            opt.zero_grad()
+    assert moved.bytes // Moved.numel == wanted  # a flat buffer has a tail
 
 
 def test_torchs_hooks_and_profiler_see_each_step_once() -> None:

@@ -105,7 +105,6 @@ class FlatUpdates(FlatState):
         Updates are counted on each worker, also those of parameters that are not its own.
         """
         params, options = bucket.tensors, self.options_of(state)
-        bucket.take_visible()
         keeps = state.rule.keeps_state(options)
         if self._all_in_one_call(bucket, state, given):
             calls = [range(len(params))]

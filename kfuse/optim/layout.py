@@ -120,13 +120,14 @@ class Part:
 class Piece:
     """What one call updates.
 
-    All tensors are flat and of one length, and fp32, but for 16-bit parameters, which have a master.
+    All tensors are flat and of one length, and fp32, but for 16-bit parameters, which have a master, and `visible`.
     """
 
     extent: Extent
     param: Tensor
     master: Tensor | None
     grad: Tensor
+    visible: Tensor | None  # the same rounded to 16 bits, and perhaps changed: see `kernels.updates.UpdateArguments`
     moments: dict[str, Tensor]
     step: Tensor  # 0-dim fp32, the number of this update, from 1
     first: bool  # it is the first update of these parameters
@@ -155,6 +156,7 @@ def piece_of(
         param=_cut(param, extent.place),
         master=None if part.master is None else _cut(part.master, extent.within),
         grad=_cut(bucket.mean, extent.place),
+        visible=None if bucket.visible is bucket.mean else _cut(bucket.visible, extent.place),
         moments={name: _cut(tensor, extent.within) for name, tensor in part.moments.items()},
         step=steps[extent.tensors[0]],
         first=first,

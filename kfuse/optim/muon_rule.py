@@ -73,7 +73,8 @@ class MuonRule(Rule):
         for bucket, state in reversed(list(updates.pairs())):
             if state.rule is not self:
                 continue
-            bucket.take_visible()
+            if bucket.visible is not bucket.mean:
+                take_changed(bucket.visible, bucket.mean)
             options = updates.options_of(state)
             flat = self._shared[bucket.index] = torch.empty(bucket.body, dtype=_type(options), device=bucket.device)
             buffer = state.own.tensors.get(_BUFFER)
@@ -91,6 +92,8 @@ class MuonRule(Rule):
         if known_to_skip(piece.skip):
             return
         extent, weights = piece.extent, _weights(piece)
+        if piece.visible is not None:
+            take_changed(piece.visible, piece.grad)
         begins = zip(extent.tensors, extent.offsets, extent.numels, strict=True)
         places = [(k, slice(at, at + numel)) for k, at, numel in begins]
         params, gradients, buffers = (

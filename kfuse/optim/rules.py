@@ -155,8 +155,8 @@ class AdamWRule(Rule):
         adam = adam_options(options, given)
         if piece.arguments is None:
             m, v = piece.moments.values()
-            kept = AdamWArguments(piece.param, piece.grad, m, v, adam, step=piece.step, master=piece.master)
-            piece.arguments = kept
+            optional = {"visible": piece.visible, "master": piece.master}
+            piece.arguments = AdamWArguments(piece.param, piece.grad, m, v, adam, step=piece.step, **optional)
         kept = piece.arguments
         kept.options, kept.grad_scale, kept.found_inf = adam, given.factor, piece.skip
         adamw.run(kept)
@@ -185,7 +185,8 @@ class SGDRule(Rule):
 
 
 def _scalars(piece: Piece, given: Update) -> dict[str, Tensor | None]:
-    return {"grad_scale": given.factor, "found_inf": piece.skip, "master": piece.master}
+    optional = {"visible": piece.visible, "master": piece.master}
+    return {"grad_scale": given.factor, "found_inf": piece.skip, **optional}
 
 
 def adam_options(options: Options, given: Update) -> AdamOptions:

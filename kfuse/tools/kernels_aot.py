@@ -51,14 +51,15 @@ THOROUGH = "sm_90"  # the target on which every case is compiled; elsewhere one 
 
 AMD_SIZES = {"byte": 8, "short": 16, "dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
 
-# What each kernel reads, and writes, from end to end, by the names of its arguments; those that are None do not.
+# What each kernel reads, and writes, 128 bits at a time from end to end, by the names of its arguments; those that are
+# None do not. (`block_sumsq` stores `visible` 64 bits at a time: its tile decides the order of its sums.)
 STREAMS = {
     "pack_kernel": ("grads flat", "flat"),
     "sum_rows_kernel": ("rows", "out"),
     "block_sumsq_kernel": ("flat", ""),
-    "adamw_kernel": ("param master grad exp_avg exp_avg_sq", "param master exp_avg exp_avg_sq"),
-    "sgd_kernel": ("param master grad momentum_buffer", "param master momentum_buffer"),
-    "lamb_moments_kernel": ("param master grad exp_avg exp_avg_sq", "exp_avg exp_avg_sq"),
+    "adamw_kernel": ("param master grad visible exp_avg exp_avg_sq", "param master exp_avg exp_avg_sq"),
+    "sgd_kernel": ("param master grad visible momentum_buffer", "param master momentum_buffer"),
+    "lamb_moments_kernel": ("param master grad visible exp_avg exp_avg_sq", "exp_avg exp_avg_sq"),
     "lamb_apply_kernel": ("param master exp_avg exp_avg_sq", "param master"),
 }
 
@@ -127,12 +128,9 @@ def _launches() -> Iterator[tuple[str, bool, Iterable[Launch]]]:
         pack = PackArguments(grads, to, table, scale=0.5, accumulate=accumulate, sumsq=few)
         yield label, accumulate and of_grad == F32, triton_reduction.pack(pack)
 
-    for dtype in (F32, BF16):
-        yield (
-            NAMES[dtype],
-            dtype == F32,
-            triton_reduction.block_sumsq(BlockSumsqArguments(like(BLOCK, dtype=dtype), few)),
-        )
+    for dtype, visible in ((F32, None), (BF16, None), (F32, like(BLOCK, dtype=BF16))):
+        squares = triton_reduction.block_sumsq(BlockSumsqArguments(like(BLOCK, dtype=dtype), few, visible))
+        yield f"{NAMES[dtype]}{'' if visible is None else ' rounded'}", dtype == F32, squares
     yield "", True, triton_reduction.sum_partials(SumPartialsArguments(like(16), like(dtype=torch.float64)))
     ahead, order = triton_reduction.AHEAD, balanced(triton_reduction.AHEAD)
     for (of_rows, of_out), sumsq in product(((F32, F32), (BF16, BF16), (BF16, F32)), (None, few)):
@@ -153,15 +151,17 @@ def _launches() -> Iterator[tuple[str, bool, Iterable[Launch]]]:
 
     adam = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
     for param, grad, master in ((F32, F32, 0), (F32, BF16, 0), (BF16, BF16, 0), (BF16, BF16, 1), (BF16, F32, 1)):
-        label = f"{NAMES[param]} param{' fp32 master' * master} {NAMES[grad]} grad"
+        mixed = param != grad == F32
+        label = f"{NAMES[param]} param{' fp32 master' * master} {NAMES[grad]} grad{' visible' * mixed}"
         given: dict[str, Any] = {"param": like(BLOCK, dtype=param), "grad": like(BLOCK, dtype=grad)}
         given |= {"grad_scale": one, "found_inf": one, "master": flat if master else None}
+        given["visible"] = like(BLOCK, dtype=param) if mixed else None
         moments: dict[str, Any] = {"exp_avg": flat, "exp_avg_sq": flat, "options": adam, "step": one}
         everywhere = param == grad == F32
         yield label, everywhere, triton_updates.adamw(AdamWArguments(**given, **moments))
-        if everywhere or (master == 1 and grad == BF16):
+        if everywhere or master:
             yield label, everywhere, triton_updates.lamb(LAMBArguments(**given, **moments, table=table))
-        if param == grad:
+        if param == grad or mixed:
             for mode in ("plain", "first step", "momentum", "nesterov") if param == F32 else ("momentum",):
                 momentum = 0.0 if mode == "plain" else 0.9
                 sgd = SGDOptions(lr=0.1, momentum=momentum, nesterov=mode == "nesterov")
