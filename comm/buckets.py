@@ -151,6 +151,7 @@ class Bucket:
     # Each parameter's gradient, a view of `visible`; with sharded state None, since no worker has all of it.
     views: Sequence[Tensor | None]
     sumsq: Tensor  # fp32: sums of squares of one micro-batch's own gradient, which `pack` writes. Measurement sets it
+    stored: Tensor | None  # the same of the sum so far; None where what is reduced is measured
     places: list[Tensor]  # of each parameter in `mean`, laid out as its gradients are
     grads: list[Tensor | None]  # of the micro-batch; none once they are packed
     missing: int  # how many of these have not come

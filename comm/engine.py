@@ -296,7 +296,7 @@ class Engine(EngineParts):
             torch._foreach_copy_(bucket.places, bucket.grads)  # type: ignore[arg-type]
         else:
             given = bucket.packing(current.leaf.slot, current.leaf.accumulate)
-            given.grads, given.scale = bucket.grads, current.scale
+            given.grads, given.scale, given.stored = bucket.grads, current.scale, bucket.stored
             pack.run(given)
             given.grads = ()
         bucket.grads = []  # they go before the bucket's messages begin

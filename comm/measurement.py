@@ -47,7 +47,7 @@ _LAPS = 8  # steps that a host may be ahead of its GPU, before the time of a mic
 class Measurement:
     """Measures the gradients in an engine's buckets; writes each micro-batch's tail, and reads the step's record."""
 
-    norms: Tensor  # fp32: sums of squares of the mean gradient, one for each block of each bucket
+    norms: Tensor  # fp32: sums of squares of the mean gradient, of each block of the buckets, or `pack`'s of each chunk
     norms_of: Sequence[Tensor]  # of each bucket, its part of them
 
     def __init__(self, gradient_buckets: Sequence[Bucket], params: int, device: torch.device) -> None:
@@ -62,11 +62,15 @@ class Measurement:
         # Of a record: |gbar|^2, and 0 for an update that is not left out.
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._quick_totals = quick(self._totals)
-        self.renew()
         self.stopwatch = Stopwatch(device)
 
-    def set_group(self, rank: int, size: int, figures: int) -> None:
-        """Goes on with other workers. Between steps. figures: slots of the tail for a step function's figures."""
+    def set_group(self, rank: int, size: int, figures: int, in_pack: bool) -> None:
+        """Goes on with other workers. Between steps. figures: slots of the tail for a step function's figures.
+
+        in_pack: `pack` measures the mean too.
+        """
+        self._in_pack = in_pack
+        self.renew()
         self._rank, self._figures, self.tail = rank, figures, self._params + TAIL_SLOTS + size + figures  # elements
         self._usual = np.zeros(self.tail, np.float32)  # what every micro-batch's tail begins from
         self._usual[: self._params] = self._usual[self._params + MICRO_BATCHES] = 1.0
@@ -127,9 +131,11 @@ class Measurement:
 
     def renew(self) -> None:
         """Takes other memory for `norms`: messages under way may still write to this."""
-        blocks = [num_blocks(bucket.body) for bucket in self._buckets]
+        blocks = [b.table.num_chunks if self._in_pack else num_blocks(b.body) for b in self._buckets]
         self.norms = torch.zeros(sum(blocks), dtype=torch.float32, device=self._totals.device)
         self.norms_of = self.norms.split_with_sizes(blocks) if blocks else ()
+        for bucket, norms in zip(self._buckets, self.norms_of, strict=True):
+            bucket.stored = norms if self._in_pack else None
         self._norm = SumPartialsArguments(self.norms, self._totals[0])
         self._blocks_of: dict[int, BlockSumsqArguments] = {}  # by bucket
 
@@ -148,6 +154,7 @@ class Measurement:
                 bucket.own.mul_(exact if bucket.kind is torch.float64 else share)
                 if bucket.mirrored.stop:
                     bucket.mean[bucket.mirrored].mul_(share)
+        scaled: list[Tensor] = []
         for bucket, norms in zip(self._buckets, self.norms_of, strict=True):
             is_measured = bucket.index in measured
             visible = None if bucket.visible is bucket.mean else bucket.visible
@@ -158,9 +165,8 @@ class Measurement:
                 for others in (norms[:first], norms[last:]):  # the other workers' sums of the last step lie there
                     others.zero_()
                 norms = norms[first:last]
-            if is_measured and (share is None or not bucket.sharded):  # else it may hold rounded values
-                if share is not None:
-                    norms.mul_(share * share)
+            if self._in_pack or (is_measured and (share is None or not bucket.sharded)):  # else `own` may be rounded
+                scaled.append(norms)
                 if visible is not None:
                     visible.copy_(bucket.mean)
             elif norms.numel():
@@ -168,6 +174,8 @@ class Measurement:
                 if kept is None or kept.flat is not bucket.own:
                     kept = self._blocks_of[bucket.index] = BlockSumsqArguments(bucket.own, norms, visible)
                 block_sumsq.run(kept)
+        if scaled and share is not None:
+            torch._foreach_mul_(scaled, share * share)
 
     def record(self, tail: Place, now: Step) -> Tensor:
         """The step's record from the reduced tail, once `norms` has the sums of squares of all shards.

@@ -91,7 +91,7 @@ class EngineParts:
         self.streams = devices.StreamOrder(devices.of(self.device))
         self.on_gpu = devices.of(self.device).asynchronous
         layouts = plan_parameters(params, kinds, self.options.bucket_elements, costs)
-        if self.on_gpu and self.group.size == 1 and self.group.fixed and not self.options.reproducible:
+        if self.joins:
             layouts = join(layouts, kinds, self.options.bucket_elements)
         self._build(layouts, {})
         self.set_group(self.group)
@@ -150,7 +150,7 @@ class EngineParts:
         self.group.costs = group.costs  # a lane of its own
         if self.choice is not None and group.rank == 0:
             _LOG.info("comm.schedule=%s: %s: %s", options.schedule, self.choice.schedule, self.choice.reason)
-        self.measurement.set_group(group.rank, group.size, self.figures)
+        self.measurement.set_group(group.rank, group.size, self.figures, in_pack=self.joins)
         room = BLOCK * group.size if self.on_gpu and group.size > 1 else 0
         for bucket in self.buckets:
             tail = self.measurement.tail if bucket is self.buckets[-1] else 0
@@ -192,6 +192,11 @@ class EngineParts:
             for param in gradients.shown(self.gradient_buckets):
                 param.grad = None
         self.group.first_steps.discard(self)
+
+    @property
+    def joins(self) -> bool:
+        """Whether buckets are joined, and measured as they are packed: on a GPU that sends no messages ever."""
+        return self.on_gpu and self.group.size == 1 and self.group.fixed and not self.options.reproducible
 
     @property
     def reduced(self) -> Step | None:

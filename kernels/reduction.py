@@ -244,6 +244,7 @@ class PackArguments:
         scale: factor on every gradient, applied in fp32 (of float64 in float64); 1 is a plain copy or addition.
         sumsq: fp32 [table.num_chunks]; receives the sum of squares of each chunk of the raw, unscaled gradients.
             Its bits do not depend on `accumulate` or `scale`. None: not measured.
+        stored: the same of what lies in the flat buffer afterwards, or None.
 
     A step keeps the arguments, and gives them other gradients of the same shapes, scale and `accumulate`, which are not
     checked again. Raises ValueError where a shape, dtype or device does not fit.
@@ -255,6 +256,7 @@ class PackArguments:
     scale: float
     accumulate: bool
     sumsq: Tensor | None
+    stored: Tensor | None = None
 
     def __post_init__(self) -> None:
         flat, table = self.flat, self.table
@@ -271,6 +273,7 @@ class PackArguments:
             raise ValueError(f"pack: flat has {flat.numel()} elements, the table needs {table.end}")
         require("pack: flat", flat, (flat.numel(),), *kinds)
         require("pack: sumsq", self.sumsq, (table.num_chunks,), torch.float32)
+        require("pack: stored", self.stored, (table.num_chunks,), torch.float32)
 
     @cached_property
     def segments(self) -> tuple[Tensor, ...]:
@@ -299,6 +302,15 @@ class _Copies(NamedTuple):
 
 
 def pack_by_torch(given: PackArguments) -> None:
+    _pack(given)
+    if given.stored is not None:
+        sums = given.stored.split_with_sizes(given.table.chunk_counts)
+        for segment, norms in zip(given.segments, sums, strict=True):
+            row_norms(segment.float(), CHUNK, norms)
+        given.stored.square_()
+
+
+def _pack(given: PackArguments) -> None:
     flat, table, accumulate = given.flat, given.table, given.accumulate
     present = [grad for grad in given.grads if grad is not None and grad.dtype == flat.dtype == torch.float32]
     several = len(given.grads) > 1  # one alone would not be copied by `_pack_together`, and is not ours to change

@@ -244,19 +244,20 @@ _DTYPE = attrgetter("dtype")
 
 
 @triton.jit
-def _pack_span(source, target, index, read, write, scale, ACCUMULATE: tl.constexpr):
+def _pack_span(source, target, index, read, mask, scale, ACCUMULATE: tl.constexpr):
     raw = tl.load(source + index, mask=read, other=0.0).to(tl.float32)
     value = (raw * scale).to(target.dtype.element_ty)  # a scale of 1 changes no bits
     if ACCUMULATE:
-        old = tl.load(target + index, mask=read, other=0.0)
+        old = tl.load(target + index, mask=mask, other=0.0)
         value = (old.to(tl.float32) + value.to(tl.float32)).to(target.dtype.element_ty)
-    tl.store(target + index, value, mask=write)
-    return tl.sum(raw * raw, axis=0)
+    tl.store(target + index, value, mask=read if ACCUMULATE else mask)
+    stored = value.to(tl.float32)
+    return tl.sum(raw * raw, axis=0), tl.sum(stored * stored, axis=0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["sumsq"])
+@triton.jit(do_not_specialize_on_alignment=["sumsq", "stored"])
 def pack_kernel(
-    pointers, chunks, flat, sumsq, scale,
+    pointers, chunks, flat, sumsq, stored, scale,
     GRAD: tl.constexpr, OFFSET_ALIGNMENT: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Pack one chunk. The chunk table says which tensor it is of, and the pointer table where that tensor lies."""
@@ -270,19 +271,20 @@ def pack_kernel(
     source = tl.multiple_of(address.to(tl.pointer_type(GRAD)), 16) + start
     target = flat + offset
     readable = tl.where(address == 0, 0, length)
-    writable = readable if ACCUMULATE else length
 
     # A mask that changes only at multiples of 16 elements keeps 128-bit accesses; the few elements after it go apart.
     whole = length // 16 * 16
     index = tl.arange(0, CHUNK)
     read = index < readable // 16 * 16
-    write = index < writable // 16 * 16
-    total = _pack_span(source, target, index, read, write, scale, ACCUMULATE)
+    total, total_stored = _pack_span(source, target, index, read, index < whole, scale, ACCUMULATE)
     if whole < length:
         rest = whole + tl.arange(0, 16)
-        total += _pack_span(source, target, rest, rest < readable, rest < writable, scale, ACCUMULATE)
+        of_rest = _pack_span(source, target, rest, rest < readable, rest < length, scale, ACCUMULATE)
+        total, total_stored = total + of_rest[0], total_stored + of_rest[1]
     if sumsq is not None:  # else nothing uses the sums, and the compiler leaves them out
         tl.store(sumsq + chunk, total)
+    if stored is not None:
+        tl.store(stored + chunk, total_stored)
 
 
 def pack(given: PackArguments) -> Launches:
@@ -314,7 +316,8 @@ def _varying_of_pack(given: PackArguments) -> dict[str, Any] | None:
         return None
     pointers = table.pointers(addresses, _stream(table.device))
     grad = _TRITON_DTYPES[dtypes.pop()]
-    return {"pointers": pointers, "scale": float(given.scale), "GRAD": grad, "ACCUMULATE": given.accumulate}
+    varying = {"pointers": pointers, "stored": given.stored, "scale": float(given.scale)}
+    return varying | {"GRAD": grad, "ACCUMULATE": given.accumulate}
 
 
 def _loadable(grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -42,12 +42,17 @@ def gradients(numels: list[int], dtype: torch.dtype, device: str, seed: int = 0)
 
 
 def run(
-    grads: list[Tensor | None], flat: Tensor, table: PackTable, scale: float = 1.0, accumulate: bool = False
+    grads: list[Tensor | None],
+    flat: Tensor,
+    table: PackTable,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    stored: Tensor | None = None,
 ) -> Tensor:
     """Pack the gradients, which are left as they are; return the sums of squares."""
     sumsq = torch.full((table.num_chunks,), math.nan, device=flat.device)
     copies = [None if grad is None else grad.clone() for grad in grads]
-    pack(grads, flat, table, scale=scale, accumulate=accumulate, sumsq=sumsq)
+    pack(grads, flat, table, scale=scale, accumulate=accumulate, sumsq=sumsq, stored=stored)
     torch.testing.assert_close(grads, copies, rtol=0.0, atol=0.0, equal_nan=True)
     return sumsq
 
@@ -106,7 +111,8 @@ def test_any_layout(device: str, numels: list[int], gaps: list[int], absent: set
         grads[index] = None
     before = torch.full((end + 3,), SENTINEL, device=device)
     flat = before.clone()
-    sumsq = run(grads, flat, table, accumulate=accumulate)
+    stored = torch.full((table.num_chunks,), math.nan, device=device)
+    sumsq = run(grads, flat, table, accumulate=accumulate, stored=stored)
 
     expected = before.clone()
     for grad, offset, numel in zip(grads, offsets, numels, strict=True):
@@ -116,7 +122,8 @@ def test_any_layout(device: str, numels: list[int], gaps: list[int], absent: set
     pack(grads, unmeasured := before.clone(), table, scale=1.0, accumulate=accumulate, sumsq=None)
     assert torch.equal(unmeasured, expected)
     if table.num_chunks:
-        torch.testing.assert_close(sumsq.double().cpu(), chunk_sums(grads, numels), rtol=RTOL, atol=0.0)
+        for sums, of in ((sumsq, grads), (stored, list(table.split(expected)))):
+            torch.testing.assert_close(sums.double().cpu(), chunk_sums(of, numels), rtol=RTOL, atol=0.0)
 
 
 @pytest.mark.parametrize("flat_dtype", DTYPES)

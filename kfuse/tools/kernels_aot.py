@@ -125,7 +125,8 @@ def _launches() -> Iterator[tuple[str, bool, Iterable[Launch]]]:
     for (of_grad, of_flat), accumulate in product(((F32, F32), (BF16, F32), (BF16, BF16), (F16, F32)), (False, True)):
         label = f"{NAMES[of_grad]}->{NAMES[of_flat]}{' accumulate' * accumulate}"
         grads, to = [like(CHUNK, dtype=of_grad)], like(CHUNK, dtype=of_flat)
-        pack = PackArguments(grads, to, table, scale=0.5, accumulate=accumulate, sumsq=few)
+        stored = few if of_flat == F32 else None
+        pack = PackArguments(grads, to, table, scale=0.5, accumulate=accumulate, sumsq=few, stored=stored)
         yield label, accumulate and of_grad == F32, triton_reduction.pack(pack)
 
     for dtype, visible in ((F32, None), (BF16, None), (F32, like(BLOCK, dtype=BF16))):

@@ -318,8 +318,9 @@ def test_what_is_left_out_on_the_device(optimizer: str, act: Callable[[Job], Any
             act(it)
             if not asynchronous:
                 it.recorder.errors.clear()  # the CPU's way of reading memory
-        found.append((list(it.model.parameters()), it.opt.state_dict()["state"]))
-    (ours, state), (theirs, expected) = found
+        found.append((list(it.model.parameters()), it.opt.state_dict()["state"], it.opt.stats.grad_norm))
+    (ours, state, norm), (theirs, expected, of_host) = found
+    assert norm == pytest.approx(of_host, rel=1e-6, nan_ok=True)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
     zeros = {key: {name: torch.zeros_like(value) for name, value in of.items()} for key, of in state.items()}
     torch.testing.assert_close(state, zeros | expected, rtol=1e-6, atol=1e-8)

@@ -102,6 +102,7 @@ class Steps:
     def __init__(self, make: Callable[[list[nn.Parameter]], Any], reproducible: bool) -> None:
         schedule = "all_to_all" if reproducible else "allreduce"
         current().comm = CommOptions(schedule, reproducible=reproducible, bucket_mb=0.004)
+        current().group.fixed = False  # it grows
         self.model = network()
         self.opt = make(list(self.model.parameters()))
 
