@@ -181,7 +181,7 @@ class EngineParts:
         elements = [bucket.layout.numel for bucket in self.gradient_buckets] or [1]
         if group.costs is None:
             group.costs = cost.known(group, before) or cost.probe(group, max(elements))
-        return cost.choose_program(group.costs, group.size, elements)
+        return cost.choose(group.costs, group.size, elements)
 
     def close(self) -> None:
         """Removes the hooks: gradients stay in `p.grad`. Those of a step that the optimizer has made are dropped."""
