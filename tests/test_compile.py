@@ -14,10 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
-from functorch.compile import make_boxed_func
 from problems import assert_close, update
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import kfuse as kf
@@ -28,32 +26,6 @@ from kfuse.session import reset
 from kfuse.train.evaluation import params_sha256
 
 BACKEND = "aot_eager"  # traces forward and backward as Inductor's are, and needs no C++ compiler
-
-
-def graph_pool() -> Any:
-    """A double of `mode="reduce-overhead"`, as a backend. Backward graphs write to a pool, whose memory is written
-    again from the first compiled forward after a compiled backward on (torch/_inductor/cudagraph_trees.py,
-    `can_start_new_generation`): here at once, with NaN.
-    """
-    written: list[Tensor] = []
-
-    def forward(graph: Any, _: Any) -> Any:
-        def replay(*inputs: Tensor) -> Any:
-            while written:
-                written.pop().fill_(torch.nan)
-            return graph(*inputs)
-
-        return make_boxed_func(replay)
-
-    def backward(graph: Any, _: Any) -> Any:
-        def replay(*inputs: Tensor) -> Any:
-            made = graph(*inputs)
-            written.extend(each for each in made if each is not None)
-            return [None if each is None else each.detach() for each in made]  # each becomes a p.grad as it is
-
-        return make_boxed_func(replay)
-
-    return aot_autograd(fw_compiler=forward, bw_compiler=backward)
 
 
 class Block(nn.Module):
@@ -100,10 +72,27 @@ def made(way: str) -> tuple[Net, nn.Module]:
         return net, torch.compile(net, backend=BACKEND, dynamic=False)  # type: ignore[return-value]
     if way == "in place":
         net.compile(backend=BACKEND, dynamic=False)
-    backend = graph_pool() if way == "graphs" else BACKEND
-    for block in net.blocks if way in ("blocks", "graphs") else ():
-        block.compile(backend=backend, dynamic=False)
+    if way == "graphs":
+        in_graphs(net)
+    for block in net.blocks if way == "blocks" else ():
+        block.compile(backend=BACKEND, dynamic=False)
     return net, net
+
+
+def in_graphs(net: Net) -> None:
+    """A double of the blocks with `mode="reduce-overhead"`: their gradients lie in the memory of a pool. It is written
+    again from the first compiled forward after a compiled backward on (torch/_inductor/cudagraph_trees.py,
+    `can_start_new_generation`): here at once, with NaN.
+    """
+    written: list[Tensor] = []
+
+    def write_again(*_: object) -> None:
+        while written:
+            written.pop().fill_(torch.nan)
+
+    for p in net.blocks.parameters():  # nobody else has what becomes its p.grad
+        p.register_hook(lambda grad: written.append(grad) or grad.detach())
+    net.register_forward_pre_hook(write_again)
 
 
 @pytest.fixture(autouse=True)
