@@ -206,8 +206,8 @@ class Events:
 def one_step(patch: pytest.MonkeyPatch) -> Events:
     kf.init(comm_bucket_mb=0.001)
     net, model = made("blocks")
+    events = Events(patch)  # before the optimizer's hooks are there
     opt = kf.FusedAdamW(model.parameters(), lr=0.01)
-    events = Events(patch)
     x, y = problem()
     net.seen = []
     out = model(x)
