@@ -169,9 +169,8 @@ def run(part: Part, device: str) -> Outcome:
     print("\n".join(said if status == "ok" else said[-KEPT_LINES:]), flush=True)
     note = said[-1][:160] if said else "no output"
     result = _result(part)
-    rows = _rows(result)
-    if not rows and status != "absent":
-        rows = {part.name: row(float(status != "ok"), 0.0, device)}
+    rows = {} if status == "absent" else {f"{part.name}: failed": row(float(status != "ok"), 0.0, device)}
+    rows |= _rows(result)
     if len(said) < len(lines):
         for way, most in (("P2P", None), ("NET", 0.0)):
             rows[f"NCCL's channels via {way}"] = row(float(sum(f"via {way}" in line for line in lines)), most, device)
