@@ -30,8 +30,7 @@ TRAINING = words(
 )
 GROWTH = {"phases": [{"step": 5, "workers": 2}]}
 AND_BACK = {"phases": [*GROWTH["phases"], {"step": 30, "workers": 1}], "gates": [{"step": 20, "workers": 2}]}
-PAUSE_S = 10.0
-"""The longest that is accepted, after a kill too."""
+PAUSE_S = 10.0  # the longest that is accepted, after a kill too
 JOBS: dict[str, dict[str, Any]] = {
     "one worker": {},
     "growth from 1 to 2, and back": AND_BACK,

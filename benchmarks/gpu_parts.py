@@ -21,7 +21,6 @@ from typing import Any
 
 HERE = Path(__file__).parent
 KEPT_LINES = 40
-MISSING = "ModuleNotFoundError"
 ABSENT = 3  # a part's exit status, as in gpu_workers, which needs torch
 PATIENCE_ON_CPU = 3
 """On a CPU each part may take so many times its limit. On GPUs all limits together are ten minutes."""
@@ -163,7 +162,7 @@ def run(part: Part, device: str) -> Outcome:
             _kill_group(process)
         output.seek(0)
         lines = [line.rstrip() for line in output.read().splitlines() if line.strip()]
-    if status == "failed" and any("Device not supported" in line or line.startswith(MISSING) for line in lines):
+    if status == "failed" and any("Device not supported" in line or "ModuleNotFoundError" in line for line in lines):
         status = "absent"  # compute-sanitizer does not know this GPU yet, or a package is not here
     said = [line for line in lines if "NCCL INFO" not in line]
     print("\n".join(said if status == "ok" else said[-KEPT_LINES:]), flush=True)

@@ -40,8 +40,7 @@ SIZES = {"cpu": "1,64", "cuda": "1,16,64,256,1024,4096,gpt2"}
 """On a CPU two: a case takes seconds, and a model's tensors take torch.compile a minute."""
 PACKAGES = ("torch", "triton", "numpy")
 OF_COPY = {"pack": 0.91, "layer_norm": 0.85}
-"""The least share of a copy's speed that is accepted, from `LARGE` MB on; of the others 0.95."""
-LARGE = 64
+"""The least share of a copy's speed that is accepted, from 64 MB on; of the others 0.95."""
 CACHE_BYTES = 2**28
 """The sets of buffers that take turns are at least this large together: four times a large last-level cache."""
 MOST_IN_A_GRAPH = 200
@@ -254,7 +253,7 @@ def _beside_copy(result: Result) -> tuple[str, dict[str, float], float | None]:
     seconds, kernel, size = result["seconds"], result["kernel"], result["size"]
     ratio = median_interval([time / copy for time, copy in zip(seconds["kfuse"], seconds["copy"], strict=True)])
     bar = round(1 / OF_COPY.get(kernel, 0.95), 3)
-    return f"{kernel} {size} / a copy", ratio, bar if size in MODELS or int(size.split()[0]) >= LARGE else None
+    return f"{kernel} {size} / a copy", ratio, bar if size in MODELS or int(size.split()[0]) >= 64 else None
 
 
 def summary(result: Result) -> dict[str, dict[str, float]]:
