@@ -1,4 +1,4 @@
-"""The runner of step.py, hooks.py and comm.py: variants take turns in the same processes, and are compared in pairs.
+"""The runner of step.py, gpu_step.py and comm.py: variants take turns in the same processes, and are compared in pairs.
 
 All variants first train alike: their losses are compared with DDP's. Then they take turns in blocks of a few steps, in
 an order shuffled anew each round, so that a drifting machine drifts for all of them. Ratios are formed within a round;
@@ -8,7 +8,6 @@ reported is their median, with a bootstrap interval over rounds.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import os
 import random
@@ -61,6 +60,10 @@ class Schedule:
     rounds: int
     steps: int | None = None
     """Timed steps a block; one more before them warms the caches. None: see `BLOCK_S`."""
+    checked: int = CHECK_STEPS
+    """Steps whose losses are compared first."""
+    tolerance: float | None = None
+    """How far losses may be from torch's, relatively. None: the problem's, `ON_A_GPU` or `IN_BF16`."""
     own_interface: bool = False
     """Workers have a network interface of the run's own, whose counters are theirs; else the machine's loopback."""
     link: str | None = None
@@ -92,17 +95,18 @@ def _worker(rank: int, settings: Settings, schedule: Schedule, places: list[Plac
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     say = messages.put if rank == 0 else lambda message: None
-    say(("outcome", _turns(rank, settings, schedule, places, say)))
+    say(("outcome", turns(rank, settings, schedule, places, say)))
     dist.barrier()
     del store
     leave(messages)
 
 
-def _turns(rank: int, settings: Settings, schedule: Schedule, places: list[Place], say: Say) -> dict[str, Any]:
-    """Each round's figures of all variants, means over the workers, and what else there is to report."""
+def turns(rank: int, settings: Settings, schedule: Schedule, places: list[Place], say: Say) -> dict[str, Any]:
+    """Each round's figures of all variants, means over the workers, and what else there is to report. In a worker."""
     variants = {name: VARIANTS[name](settings, rank) for name in schedule.names}
     parameters = sum(p.numel() for p in variants["local"].parameters)
-    differences, seconds = _check(variants, settings)
+    base = "ddp" if settings.workers > 1 and "ddp" in variants else "local"
+    differences, seconds = _check(variants, settings, schedule, base)
     counts = {name: schedule.steps or min(MOST_STEPS, max(2, round(BLOCK_S / seconds[name]))) for name in variants}
     sharers = settings.workers if len(set(places)) == 1 else 1  # whose bytes the interface counts
     order, names, measured = random.Random(settings.seed), list(variants), []
@@ -114,12 +118,12 @@ def _turns(rank: int, settings: Settings, schedule: Schedule, places: list[Place
     everyone: list[Any] = [None] * settings.workers
     dist.all_gather_object(everyone, measured)
     rounds = [{name: np.mean([m[i][name] for m in everyone], axis=0) for name in names} for i in range(schedule.rounds)]
-    variants.clear()
-    peaks = {name: _peak_bytes(name, settings, rank) for name in names}
-    return {"rounds": rounds, "loss_differences": differences, "parameters": parameters, "peak_bytes": peaks}
+    return {"rounds": rounds, "base": base, "loss_differences": differences, "parameters": parameters}
 
 
-def _check(variants: dict[str, Variant], settings: Settings) -> tuple[dict[str, float], dict[str, float]]:
+def _check(
+    variants: dict[str, Variant], settings: Settings, schedule: Schedule, base_name: str
+) -> tuple[dict[str, float], dict[str, float]]:
     """The largest difference of each variant's losses to torch's, over all workers; seconds of each one's last step.
 
     Raises RuntimeError if a difference is too large. With several workers the losses of those that average nothing
@@ -128,19 +132,19 @@ def _check(variants: dict[str, Variant], settings: Settings) -> tuple[dict[str, 
     losses, seconds = {}, {}
     for name, variant in variants.items():
         with variant.turn():
-            values = [variant.step() for _ in range(CHECK_STEPS - 1)]
+            values = [variant.step() for _ in range(schedule.checked - 1)]
             started = time.perf_counter()
             values.append(variant.step())
             seconds[name] = time.perf_counter() - started
         losses[name] = _average(torch.stack(values).float())
-    base = losses["ddp" if "ddp" in losses else "local"]
+    base = losses[base_name]
     problem = variants["local"].problem
     if problem.learns and base[-1] >= base[0]:
         raise RuntimeError(f"the model does not learn: losses {base.tolist()}")
     compared = [name for name, variant in variants.items() if settings.workers == 1 or not variant.alone]
     differences = {name: float(((losses[name] - base) / base).abs().max()) for name in compared}
-    tolerance = ON_A_GPU if settings.device == "cuda" else problem.tolerance
-    allowed = {name: IN_BF16 if "bf16" in name else tolerance for name in compared}
+    tolerance = schedule.tolerance or (ON_A_GPU if settings.device == "cuda" else problem.tolerance)
+    allowed = {name: max(tolerance, IN_BF16) if "bf16" in name else tolerance for name in compared}
     wrong = {name: difference for name, difference in differences.items() if not difference <= allowed[name]}
     if wrong:
         raise RuntimeError(f"these variants do not train what torch trains (largest loss difference): {wrong}")
@@ -178,22 +182,6 @@ def _block(variant: Variant, steps: int, interface: str) -> tuple[float, ...]:
     return tuple(each / steps for each in (elapsed, exposed, cpu, enqueued, variant.tables - tables, received))
 
 
-def _peak_bytes(name: str, settings: Settings, rank: int) -> int | None:
-    """Bytes that torch allocates for two steps of a variant alone, NCCL's buffers not included; None on a CPU."""
-    if settings.device == "cpu":
-        return None
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    variant = VARIANTS[name](settings, rank)
-    with variant.turn():
-        for _ in range(2):
-            variant.step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
@@ -204,10 +192,9 @@ def figures(outcome: dict[str, Any], order: Sequence[str], own_interface: bool =
     seconds, exposed, cpu, host, tables, received = (
         {name: np.array([each[name][what] for each in rounds]) for name in names} for what in range(6)
     )
-    base = "ddp" if "ddp" in names else "local"
-    found = {}
+    base, found = outcome["base"], {}
     for name in names:
-        alone, peak = VARIANTS[name].base, outcome["peak_bytes"][name]
+        alone = VARIANTS[name].base
         found[name] = {
             "step_ms": _milliseconds(seconds[name]),
             f"to_{base}": median_interval(seconds[name] / seconds[base]),
@@ -215,9 +202,8 @@ def figures(outcome: dict[str, Any], order: Sequence[str], own_interface: bool =
             "over_alone_ms": alone and _milliseconds(seconds[name] - seconds[alone if alone in names else "local"]),
             "cpu_ms": _milliseconds(cpu[name]),
             f"cpu_to_{base}": median_interval(cpu[name] / cpu[base]),
-            "host_ms": None if peak is None else _milliseconds(host[name]),
+            "host_ms": _milliseconds(host[name]),
             "tables_a_step": round(float(np.mean(tables[name])), 2),
-            "peak_gib": None if peak is None else round(peak / 2**30, 3),
             "bytes_a_parameter": round(float(np.median(received[name])) / outcome["parameters"], 2)
             if own_interface
             else None,
@@ -248,7 +234,7 @@ def show(title: str, found: dict[str, Any]) -> None:
     """Prints the figures of all variants, and of the pairs."""
     base = found["base"]
     kinds = {"exposed": "exposed_ms", "+alone": "over_alone_ms", "bytes/param": "bytes_a_parameter"}
-    kinds |= {"cpu ms": "cpu_ms", "host ms": "host_ms", "peak GiB": "peak_gib"}
+    kinds |= {"cpu ms": "cpu_ms"}
     heads = ("variant", "step ms", f"to {base}", "95 %", f"cpu to {base}", *kinds)
     rows = [
         (

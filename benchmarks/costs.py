@@ -21,13 +21,13 @@ from rich.progress import Progress
 
 HERE = Path(__file__).parent
 RUNS = {
-    "fixed_cost": ["--rounds", "30"],
-    "job_cost": ["--rounds", "8"],
-    "step": ["--rounds", "24", "--steps", "3", "--variants", "allreduce,allreduce-no-stats,reproducible"],
-    "hooks": ["--rounds", "24", "--steps", "3", "--variants", "ddp-kf-hook"],
-    "comm": ["--rounds", "12", "--megabytes", "1,16,64", "--variants", "zero,allreduce,sharded"],
+    "fixed_cost": ["fixed_cost.py", "--rounds", "30"],
+    "job_cost": ["job_cost.py", "--rounds", "8"],
+    "step": ["step.py", "--rounds", "24", "--steps", "3", "--variants", "allreduce,allreduce-no-stats,reproducible"],
+    "hooks": ["step.py", "--hooks", "--rounds", "24", "--steps", "3", "--variants", "ddp-kf-hook"],
+    "comm": ["comm.py", "--rounds", "12", "--megabytes", "1,16,64", "--variants", "zero,allreduce,sharded"],
 }
-"""The arguments of each benchmark."""
+"""The script and arguments of each benchmark."""
 
 
 def main() -> None:
@@ -36,10 +36,10 @@ def main() -> None:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="kfuse-costs-") as folder, Progress() as progress:
         task = progress.add_task("", total=len(RUNS))
-        for name, options in RUNS.items():
-            progress.update(task, description=f"{name}.py")
+        for name, (script, *options) in RUNS.items():
+            progress.update(task, description=script)
             path = Path(folder) / f"{name}.json"
-            command = [sys.executable, str(HERE / f"{name}.py"), *options, "--json", str(path)]
+            command = [sys.executable, str(HERE / script), *options, "--json", str(path)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             found[name] = json.loads(path.read_text())
             progress.advance(task)

@@ -1,30 +1,30 @@
-"""Are the kernels right on this device? Beside the PyTorch implementations on the CPU. Needs torch and kfuse alone.
+"""Are the kernels, and steps of all kinds, right on this device? Needs torch and kfuse alone.
 
     python benchmarks/gpu_check.py --device cuda --json check.json
     python benchmarks/gpu_check.py --device cuda --small       small buffers, for compute-sanitizer
-    python benchmarks/gpu_check.py --device cuda --processes 4      compiles the kernels, several at a time
     python benchmarks/gpu_check.py --device cuda --large       buffers of more than 2^31 elements, in bf16
 
-Each kernel gets the same random arguments on the device, twice, and on the CPU: the device's bits must be the same each
-time, and near the CPU's. The tests hold the CPU's to float64. An index that is kept in 32 bits anywhere reads or writes
-large buffers at the wrong place; windows of them are compared with small buffers of the same content.
+Each kernel gets the same random arguments on the device, twice, and in its PyTorch implementation on the CPU: the
+device's bits must be the same each time, and near the CPU's. The tests hold the CPU's to float64. An index that is kept
+in 32 bits anywhere reads or writes large buffers at the wrong place; windows of them are compared with small buffers of
+the same content. Steps must give parameters that are known.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import gpu_kinds
 import torch
 from gpu_workers import ABSENT
 from report import parser_of, write
 from torch import Tensor
 
+import kfuse as kf
 import kfuse.kernels as k
 from kfuse.kernels import BLOCK, CHUNK, num_blocks
 from kfuse.kernels.normalisation import norm_forward
@@ -154,25 +154,13 @@ def result_of(act: Callable[[], str | None]) -> str:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def shared_out(device: str, small: bool, processes: int) -> int:
-    """Runs the checks in so many processes, each with its share of the calls. Exit status 1 where one failed."""
-    command = [sys.executable, __file__, "--device", device, *(["--small"] if small else [])]
-    shares = [[*command, "--share", f"{number}/{processes}"] for number in range(processes)]
-    return int(any([process.wait() for process in [subprocess.Popen(share) for share in shares]]))
-
-
 def main() -> int:
     """Runs all checks. Exit status 1 where one found something wrong, ABSENT where no large buffer fits."""
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--small", action="store_true", help="small buffers, for compute-sanitizer")
     parser.add_argument("--large", type=int, nargs="?", const=LARGE, metavar="ELEMENTS", help="large buffers instead")
-    parser.add_argument("--processes", type=int, default=1, help="run in so many processes at a time")
-    parser.add_argument("--share", default="0/1", help="of the calls, for one of several processes: 1/4 is the second")
     options = parser.parse_args()
-    number, processes = map(int, options.share.split("/"))
-    if options.processes > 1:
-        return shared_out(options.device, options.small, options.processes)
     torch.manual_seed(0)
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -180,8 +168,10 @@ def main() -> int:
     if options.large:
         results = run_large(device, options.large)
     else:
-        mine = itertools.islice(calls(options.small), number, None, processes)
-        results = {name: result_of(lambda call=call: check(call, device)) for name, call in mine}  # type: ignore[misc]
+        kf.init(comm_bucket_mb=gpu_kinds.BUCKET_MB)
+        acts = {name: partial(check, call, device) for name, call in calls(options.small)}
+        acts |= {f"steps, {kind}": partial(gpu_kinds.check, kind, device) for kind in gpu_kinds.KINDS}
+        results = {name: result_of(act) for name, act in acts.items()}
     for name, result in results.items():
         if result != "ok":
             print(f"{name}: {result}")

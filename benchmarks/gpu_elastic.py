@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_workers import PlacedLauncher, last_line, report, scratch
-from report import parser_of
+from report import parser_of, row
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
@@ -29,9 +29,11 @@ TRAINING = words(
     "workers.max=2 elastic.replace=false",
 )
 GROWTH = {"phases": [{"step": 5, "workers": 2}]}
+AND_BACK = {"phases": [*GROWTH["phases"], {"step": 30, "workers": 1}], "gates": [{"step": 20, "workers": 2}]}
+PAUSE_S = 10.0  # the longest that is accepted, after a kill too
 JOBS: dict[str, dict[str, Any]] = {
     "one worker": {},
-    "growth from 1 to 2": {**GROWTH, "gates": [{"step": 20, "workers": 2}]},
+    "growth from 1 to 2, and back": AND_BACK,
     "SIGKILL in backward": {"events": [{"step": 20, "moment": "mid_reduction", "rank": 1, "how": "kill"}]},
     "SIGKILL while sums are shared": {"events": [{"step": 20, "moment": "point", "rank": 1, "how": "kill"}]},
     "SIGKILL while a group forms": {
@@ -66,8 +68,9 @@ def _run(device: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 kinds = [event["kind"] for event in job.events]
                 right = ("failure" in kinds) == ("events" in faults) and len(job.views) > (number > 0)
                 verdict = "ok" if right else f"what should have happened did not: {kinds}"
-                pauses = [view.get("pause_s") for view in job.views]
-                found = {"pause_s": pauses, "params_sha256": job.summary["params_sha256"], "events": job.events}
+                pauses = [view["pause_s"] for view in job.views if "pause_s" in view]
+                found = {"rows": {f"{name}, longest pause in s": row(max(pauses, default=0.0), PAUSE_S, device)}}
+                found |= {"pause_s": pauses, "params_sha256": job.summary["params_sha256"], "events": job.events}
             except (AssertionError, OSError, RuntimeError) as error:
                 print(said.getvalue())
                 verdict = f"failed: {last_line(error)}"

@@ -1,7 +1,8 @@
 """The kernels beside their peers and the hardware's limit: the time a copy takes for the same bytes.
 
     python benchmarks/kernels.py                     two sizes on a CPU, in a few minutes; all of them on a GPU
-    python benchmarks/kernels.py --full --json out.json
+    python benchmarks/kernels.py --sizes 1,8,64,256,gpt2 --json out.json
+    python benchmarks/kernels.py --graphs            on a GPU, without the host's time, and no peer but a copy
 
 Every contestant's result is checked against float64 first. Then they take turns in blocks, in an order shuffled anew
 each round, with a plain copy among them; ratios are formed within a round, and reported are their medians. A block runs
@@ -25,7 +26,7 @@ import torch
 from kernels_cases import CASES, Buffers, Case, ends
 from kernels_orthogonal import ITERATED_IN_BF16, orthogonalise_case
 from kernels_shapes import MODELS, Layout, flat
-from report import parser_of, table, warn_if_busy, write
+from report import median_interval, parser_of, row, show_rows, table, warn_if_busy, write
 
 Result = dict[str, Any]
 KERNELS: dict[str, Callable[..., Case]] = {
@@ -34,13 +35,15 @@ KERNELS: dict[str, Callable[..., Case]] = {
     "orthogonalise_fp32": orthogonalise_case(torch.float32),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PEERS = ("eager", "compile", "torch", "apex", "transformer-engine", "deepspeed")
-FULL_SIZES = {"cpu": "1,8,64,256,resnet50,gpt2", "cuda": "1,16,64,256,1024,4096,resnet50,gpt2"}
-SIZES = {**FULL_SIZES, "cpu": "1,64"}
-"""Without --full: on a CPU, where a case takes seconds and a model's tensors take torch.compile a minute, two sizes."""
-PACKAGES = ("torch", "triton", "numpy", "apex", "transformer-engine", "deepspeed")
+PEERS = ("eager", "compile", "torch")
+SIZES = {"cpu": "1,64", "cuda": "1,16,64,256,1024,4096,gpt2"}
+"""On a CPU two: a case takes seconds, and a model's tensors take torch.compile a minute."""
+PACKAGES = ("torch", "triton", "numpy")
+OF_COPY = {"pack": 0.91, "layer_norm": 0.85}
+"""The least share of a copy's speed that is accepted, from 64 MB on; of the others 0.95."""
 CACHE_BYTES = 2**28
 """The sets of buffers that take turns are at least this large together: four times a large last-level cache."""
+MOST_IN_A_GRAPH = 200
 COPY_BYTES = 2**31
 """A copy moves at most this much; longer times are extrapolated."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
@@ -57,8 +60,6 @@ def main() -> None:
     warn_if_busy()
     device = torch.device(options.device)
     torch.manual_seed(0)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     results: list[Result] = []
     left_out: list[str] = []
     cases = [(k, s, d) for s in options.sizes for d in options.dtypes for k in options.kernels]
@@ -72,15 +73,14 @@ def main() -> None:
         try:
             case = KERNELS[kernel](layout, DTYPES[dtype], device)
             measured = _measure(case, DTYPES[dtype], device, options)
-        except (torch.OutOfMemoryError, MemoryError, NotImplementedError) as error:
+        except (RuntimeError, MemoryError) as error:  # no memory, not implemented, not to be captured
             left_out.append(f"{name}: {str(error).splitlines()[0]}")
             continue
         finally:
             torch.compiler.reset()  # else its limit on recompiling one function would be met
             gc.collect()
         results.append({"kernel": kernel, "dtype": dtype, "size": layout.name, **measured})
-        said = f"{name}: {in_words(results[-1])}  ({time.monotonic() - begun:.0f} s)"
-        print(f"[{number}/{len(cases)}] {said}", file=sys.stderr, flush=True)
+        print(f"[{number}/{len(cases)}] {name} ({time.monotonic() - begun:.0f} s)", file=sys.stderr, flush=True)
     results.sort(key=lambda result: (options.kernels.index(result["kernel"]), options.dtypes.index(result["dtype"])))
     for result in results:
         result["summary"] = summary(result)
@@ -88,6 +88,11 @@ def main() -> None:
     settings = {"device": options.device, "threads": torch.get_num_threads()}
     settings |= {"rounds": options.rounds, "block_ms": options.block_ms}
     about = {"settings": settings, "left_out": left_out, "results": [_rounded(result) for result in results]}
+    if options.graphs:
+        found = map(_beside_copy, [result for result in results if not result["wrong"]])
+        about["rows"] = {name: row(ratio, bar, options.device) for name, ratio, bar in found}
+        about["rows"] |= {line: row(1.0, 0.0, options.device) for line in left_out}
+        show_rows(about["rows"])
     write(options.json, PACKAGES, benchmark="kernels", **about)
     sys.exit(any(result["wrong"] for result in results))
 
@@ -144,6 +149,8 @@ def _clone(buffers: Buffers) -> Buffers:
         if isinstance(value, list):
             source = copies[value[0].untyped_storage().data_ptr()]
             out[key] = [source.as_strided(v.shape, v.stride(), v.storage_offset()) for v in value]
+        else:
+            out.setdefault(key, value)
     return out
 
 
@@ -179,6 +186,11 @@ def _time(
     for name, turn in contestants.items():
         clock(turn, 0, count)  # every set once: memory is touched, peers' optimizers are made
         repeats[name] = max(1, round(o.block_ms / 1e3 / max(1e-7, clock(turn, 0, 3) / 3)))
+    calls = repeats
+    if o.graphs:
+        repeats = {name: max(count, min(MOST_IN_A_GRAPH, number)) for name, number in repeats.items()}
+        contestants = {name: _replayed(turn, repeats[name], device) for name, turn in contestants.items()}
+        calls = dict.fromkeys(contestants, 1)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     order = random.Random(0)
     at = dict.fromkeys(contestants, 0)
@@ -186,7 +198,7 @@ def _time(
         names = list(contestants)
         order.shuffle(names)
         for name in names:
-            elapsed = clock(contestants[name], at[name], repeats[name]) / repeats[name]
+            elapsed = clock(contestants[name], at[name], calls[name]) / repeats[name]
             seconds[name].append(elapsed * (longer if name == "copy" else 1.0))
             at[name] += repeats[name]
     return seconds
@@ -194,6 +206,25 @@ def _time(
 
 def _turn(run: Callable[[Buffers], Any], sets: list[Buffers], k: int) -> None:
     run(sets[k % len(sets)])
+
+
+def _replayed(turn: Callable[[int], Any], count: int, device: torch.device) -> Callable[[int], Any]:
+    """A CUDA graph of so many runs. On a CPU they are made each time."""
+
+    def every(_: int = 0) -> None:
+        for k in range(count):
+            turn(k)
+
+    if device.type == "cpu":
+        return every
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        every()  # what is made at a first use on this stream, as tables of addresses, is no part of the graph
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        every()
+    return lambda _: graph.replay()
 
 
 def _seconds(run: Callable[[int], Any], first: int, count: int) -> float:
@@ -217,21 +248,12 @@ def _cuda_seconds(run: Callable[[int], Any], first: int, count: int) -> float:
 # -- report -----------------------------------------------------------------------------------------------------------
 
 
-# GB/s of memory by NVIDIA's data sheets; the first name that is part of the device's.
-DATA_SHEETS = {
-    **{"B200": 8000, "H200": 4800, "H100 PCIe": 2000, "H100 NVL": 3900, "H100": 3350, "A100-SXM4-40GB": 1555},
-    **{"A100-PCIE-40GB": 1555, "A100 80GB PCIe": 1935, "A100": 2039, "L40S": 864, "L4": 300, "A10": 600, "T4": 320},
-    **{"V100": 900, "RTX 4090": 1008, "RTX 3090": 936},
-}
-
-
-def in_words(result: Result) -> str:
-    """One result in a line, as it comes."""
-    of = summary(result)
-    if "kfuse" not in of:
-        return f"WRONG: {result['wrong'].get('kfuse')}"
-    peers = [f"{of[name]['kfuse_to_it']:.2f} of {name}'s time" for name in of if name not in ("kfuse", "copy")]
-    return ", ".join([f"{of['kfuse']['gb_per_s']:.1f} GB/s", f"{of['kfuse']['of_copy']:.2f} of copy's speed", *peers])
+def _beside_copy(result: Result) -> tuple[str, dict[str, float], float | None]:
+    """A row: the kernel's time over a copy's of as many bytes."""
+    seconds, kernel, size = result["seconds"], result["kernel"], result["size"]
+    ratio = median_interval([time / copy for time, copy in zip(seconds["kfuse"], seconds["copy"], strict=True)])
+    bar = round(1 / OF_COPY.get(kernel, 0.95), 3)
+    return f"{kernel} {size} / a copy", ratio, bar if size in MODELS or int(size.split()[0]) >= 64 else None
 
 
 def summary(result: Result) -> dict[str, dict[str, float]]:
@@ -264,9 +286,7 @@ def show(results: list[Result], left_out: list[str], options: argparse.Namespace
     threads = f", {torch.get_num_threads()} threads" if options.device == "cpu" else ""
     print(f"kfuse's kernels on {options.device}{threads}: medians of {options.rounds} rounds")
     if options.device == "cuda":
-        name = torch.cuda.get_device_name()
-        known = next((f"{speed} GB/s" for card, speed in DATA_SHEETS.items() if card in name), "not known here")
-        print(f"{name}: bandwidth by its data sheet {known}; copy GB/s is what a copy reaches")
+        print(f"{torch.cuda.get_device_name()}: copy GB/s is what a copy reaches")
     rows = []
     for result in results:
         of, row = result["summary"], [result["kernel"], result["dtype"], result["size"]]
@@ -293,28 +313,29 @@ def show(results: list[Result], left_out: list[str], options: argparse.Namespace
 def _arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--full", action="store_true", help="on a CPU, all sizes and the models")
     parser.add_argument("--sizes", help=f"MB of fp32 parameters, or {', '.join(MODELS)}; comma-separated")
     parser.add_argument("--dtypes", type=_among(DTYPES), default=("fp32",), help="of gradients: fp32,bf16,fp16")
     parser.add_argument("--kernels", type=_among(KERNELS), default=tuple(KERNELS), help=", ".join(KERNELS))
     parser.add_argument("--peers", type=_among(PEERS), default=PEERS, help=", ".join(PEERS))
-    parser.add_argument("--threads", type=int, help="of torch on the CPU")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--block-ms", type=float, default=10.0, help="a contestant's turn lasts about this long")
+    parser.add_argument(
+        "--graphs", action="store_true", help="replay CUDA graphs: the kernels' time without the host's"
+    )
     parser.add_argument("--limit-s", type=float, help="begin no further case after this many seconds")
     options = parser.parse_args()
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; allowed here is cpu")
-    if options.full and options.sizes is not None:
-        parser.error("--full: has sizes of its own; allowed is --full or --sizes")
-    sizes = options.sizes or (FULL_SIZES if options.full else SIZES)[options.device]
+    if options.graphs:
+        options.peers, options.kernels = (), tuple(name for name in options.kernels if name in CASES)
+        options.sizes = options.sizes or "64,512,8,1"
     try:
-        options.sizes = [_layout(size) for size in sizes.split(",")]
+        options.sizes = [_layout(size) for size in (options.sizes or SIZES[options.device]).split(",")]
     except ValueError as error:
         parser.error(f"argument --sizes: {error}")
-    if options.rounds < 3 or not options.block_ms > 0 or (options.threads is not None and options.threads < 1):
-        parser.error("--rounds must be 3 or more, --block-ms above 0, --threads 1 or more")
+    if options.rounds < 3 or not options.block_ms > 0:
+        parser.error("--rounds must be 3 or more, --block-ms above 0")
     return options
 
 

@@ -1,6 +1,6 @@
 """What the kernel benchmark runs: each kernel on its buffers, beside plain torch and torch.compile of the same.
 
-Other libraries are in kernels_peers.py. Gradients have the case's dtype, and so has what `pack` and `reduce` write;
+Torch's operations are in kernels_peers.py. Gradients have the case's dtype, and so has what `pack` and `reduce` write;
 parameters, states and sums are fp32 or wider. (Totals have one element and not none: torch.compile does not write to a
 0-dim float64 CPU tensor.)
 """
@@ -55,7 +55,6 @@ class Case:
 
 def pack_case(layout: Layout, dtype: torch.dtype, device: torch.device, accumulate: bool = False) -> Case:
     """Tensors to a flat buffer, scaled, and the sum of squares of what was read."""
-    table = layout.table(device)
 
     def make() -> Buffers:
         grads, flat = _normal(layout, dtype, device), _normal(layout, dtype, device)
@@ -64,12 +63,13 @@ def pack_case(layout: Layout, dtype: torch.dtype, device: torch.device, accumula
             "grads": layout.views(grads),
             "flat": flat,
             "segments": layout.views(flat),
+            "table": (table := layout.table(device)),  # it keeps the addresses of few sets of buffers
             "sumsq": torch.empty(table.num_chunks, device=device),
             "total": torch.empty(1, dtype=torch.float64, device=device),
         }
 
     def ours(b: Buffers) -> None:
-        pack(b["grads"], b["flat"], table, scale=SCALE, accumulate=accumulate, sumsq=b["sumsq"])
+        pack(b["grads"], b["flat"], b["table"], scale=SCALE, accumulate=accumulate, sumsq=b["sumsq"])
         sum_partials(b["sumsq"], b["total"][0])
 
     def eager(b: Buffers) -> None:
@@ -93,7 +93,7 @@ def pack_case(layout: Layout, dtype: torch.dtype, device: torch.device, accumula
         old = ends(b["flat"]) if accumulate else 0.0
         return {"flat": old + ends(b["all"]) * SCALE, "total": sum_of_squares(b["all"])}
 
-    others, absent = peers.pack(dtype, device, SCALE, accumulate)
+    others, absent = peers.pack(dtype, SCALE, accumulate)
     runs: dict[str, Run] = {"kfuse": ours, "eager": eager, **others}
     runs["compile"] = lambda b: compiled(b["grads"], b["segments"], b["total"])
     bytes_moved = (3 if accumulate else 2) * layout.numel * dtype.itemsize
@@ -207,7 +207,7 @@ def optimizer_case(name: str, clip: bool) -> Callable[..., Case]:
             return {key: value for key, value in values.items() if key != "grad"}
 
         compiled = torch.compile(formula, dynamic=False)
-        others, absent = peers.optimizer(name, clip, layout, dtype, device)
+        others, absent = peers.optimizer(name, clip, layout, dtype)
         runs: dict[str, Run] = {"kfuse": ours, "eager": lambda b: formula(*(b[key] for key in names)), **others}
         runs["compile"] = lambda b: compiled(*(b[key] for key in names))
         states_bytes = 4 * (2 * len(states) + 2) * layout.numel
@@ -263,7 +263,7 @@ def lamb_case(layout: Layout, dtype: torch.dtype, device: torch.device) -> Case:
         return {name: ends(flat) for name, flat in changed.items() if flat is not None}
 
     compiled = torch.compile(formula, dynamic=False)
-    others, absent = peers.optimizer("lamb", False, layout, dtype, device)
+    others, absent = peers.optimizer("lamb", False, layout, dtype)
     runs: dict[str, Run] = {
         "kfuse": lambda b: lamb(*(b[name] for name in names), table, options, step=b["step"]),  # type: ignore[misc]
         "eager": lambda b: formula(*(b[f"{name}s"] for name in names)),
@@ -332,9 +332,7 @@ def norm_case(layout: Layout, dtype: torch.dtype, device: torch.device) -> Case:
 CASES: dict[str, Callable[..., Case]] = {
     "pack": pack_case,
     "accumulate": accumulate_case,
-    "reduce2": reduce_case(2),
-    "reduce4": reduce_case(4),
-    "reduce8": reduce_case(8),
+    **{f"reduce{count}": reduce_case(count) for count in (2, 3, 4, 8, 33)},
     "block_sumsq": block_sumsq_case,
     "adamw": optimizer_case("adamw", clip=False),
     "clip+adamw": optimizer_case("adamw", clip=True),

@@ -52,26 +52,6 @@ def flat(megabytes: int) -> Layout:
     return Layout(f"{megabytes} MB", ((megabytes * 2**18,),))
 
 
-def resnet50() -> Layout:
-    """torchvision's ResNet-50: 161 tensors, 25,557,032 parameters."""
-    shapes: list[Shape] = []
-
-    def convolution(out: int, into: int, kernel: int) -> None:
-        shapes.extend([(out, into, kernel, kernel), (out,), (out,)])  # and its BatchNorm
-
-    convolution(64, 3, 7)
-    into = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            convolution(width, into, 1)
-            convolution(width, width, 3)
-            convolution(4 * width, width, 1)
-            if block == 0:
-                convolution(4 * width, into, 1)
-            into = 4 * width
-    return Layout("resnet50", (*shapes, (1000, into), (1000,)))
-
-
 def gpt2() -> Layout:
     """GPT-2 small: 148 tensors, 124,439,808 parameters."""
     width = 768
@@ -84,4 +64,4 @@ def gpt2() -> Layout:
     return Layout("gpt2", ((50257, width), (1024, width), *(layer * 12), (width,), (width,)))
 
 
-MODELS = {"resnet50": resnet50, "gpt2": gpt2}
+MODELS = {"gpt2": gpt2}

@@ -1,4 +1,4 @@
-"""What step.py, hooks.py and comm.py compare: a model, trained by each peer as its users would.
+"""What step.py, gpu_step.py and comm.py compare: a model, trained by each peer as its users would.
 
 Every variant is a replica of its own with its own optimizer and communication, so that all of them can take turns in
 the same processes. All start from the same parameters, see the same data and update by fused AdamW.
@@ -126,12 +126,19 @@ class Variant(ABC):
     """Whether it averages nothing over workers, so that its losses are its own."""
     tables = 0
     """Of gradients' addresses, that were copied to the GPU so far."""
+    dtype = torch.float32
+    """The parameters'."""
+    compiled: str | None = None
+    """The mode in which torch.compile takes the problem's units, but for the last, one by one."""
 
     def __init__(self, settings: Settings, rank: int) -> None:
         self.settings, self.rank, self.device = settings, rank, settings.torch_device
         torch.manual_seed(settings.seed)
         self.problem = PROBLEMS[settings.problem](settings, rank)
-        self.model: nn.Module = self.problem.model
+        self.model: nn.Module = self.problem.model.to(self.dtype)
+        for unit in self.problem.units[:-1] if self.compiled else ():  # on a CPU without a compiler of C++
+            how = {"mode": self.compiled} if self.device.type == "cuda" else {"backend": "aot_eager"}
+            unit.compile(dynamic=False, **how)  # type: ignore[arg-type]
         self.parameters = list(self.model.parameters())
         self._steps = 0
         self._last_gradient = self.exposed_s = 0.0

@@ -67,6 +67,30 @@ def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], left:
     print(title, *map("  ".join, zip(*aligned, strict=True)), sep="\n")
 
 
+def row(found: Mapping[str, float] | float, at_most: float | None, device: str) -> dict[str, Any]:
+    """What was found, the most that is accepted of it, or of its interval's upper end, and the verdict. None: any.
+
+    On a CPU it is a rehearsal.
+    """
+    upper = found["high"] if isinstance(found, Mapping) else float(found)
+    verdict = "-" if at_most is None else "accept" if upper <= at_most else "miss"
+    return {
+        "found": found if isinstance(found, Mapping) else upper,
+        "at_most": at_most,
+        "verdict": verdict if device == "cuda" else "rehearsal",
+    }
+
+
+def show_rows(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Prints what `row` has made, by name."""
+    cells = []
+    for name, each in rows.items():
+        found, most = each["found"], each["at_most"]
+        text = told(found) if isinstance(found, Mapping) else found if isinstance(found, str) else f"{found:.4g}"
+        cells.append((name, text, "" if most is None else f"{most:g}", each["verdict"]))
+    table("", ("row", "found", "at most", "verdict"), cells)
+
+
 def progress_bar(**more: Any) -> Any:
     """A bar of rich's on stderr: what is done, how much of it, for how long."""
     from rich.console import Console

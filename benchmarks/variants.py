@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,6 +39,45 @@ class LocalNoiseScale(Local):
         super().update()
         torch._foreach_zero_(self._total)
         self._squares.zero_()
+
+
+class Masters(Local):
+    """bf16 parameters, whose fp32 masters torch's fused AdamW updates: by hand, in foreach operations."""
+
+    dtype = torch.bfloat16
+
+    def build(self) -> None:
+        super().build()
+        self._masters = [parameter.detach().float() for parameter in self.parameters]
+        for master in self._masters:
+            master.grad = torch.empty_like(master)
+        self._updates = torch.optim.AdamW(self._masters, lr=self.settings.lr, fused=True)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_copy_([m.grad for m in self._masters], [p.grad for p in self.parameters])
+        self._updates.step()
+        torch._foreach_copy_(self.parameters, self._masters)
+        self.optimizer.zero_grad()
+
+
+class LocalGraphs(Local):
+    """Blocks in CUDA graphs. The next micro-batch's would overwrite the gradients before it, so they are cloned."""
+
+    compiled = "reduce-overhead"
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        for parameter in self.parameters:
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        return nullcontext()
+
+
+class Model(Local):
+    """Forward and backward alone."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad()  # so that nothing is left to update
 
 
 class DDPInBf16(DDP):
@@ -127,6 +167,10 @@ class KfuseFSDP(FSDP):
 VARIANTS: dict[str, type[Variant]] = {
     "local": Local,
     "local-noise-scale": LocalNoiseScale,
+    "local-masters-bf16": Masters,
+    "local-compiled": type("Compiled", (Local,), {"compiled": "default"}),
+    "local-graphs": LocalGraphs,
+    "model": Model,
     "kfuse-alone": kfuse_variant(alone=True),
     "kfuse-alone-no-stats": kfuse_variant(alone=True, statistics=False),
     "ddp": DDP,
@@ -152,3 +196,10 @@ _PROGRAMS: dict[str, dict[str, Any]] = {
 for _name, _options in _PROGRAMS.items():
     VARIANTS[_name] = kfuse_variant(**_options)
     VARIANTS[f"{_name}-no-stats"] = kfuse_variant(statistics=False, **_options)
+_CHANGED: dict[str, dict[str, Any]] = {
+    "masters-bf16": {"dtype": torch.bfloat16},
+    "compiled": {"compiled": "default"},
+    "graphs": {"compiled": "reduce-overhead"},
+}
+for _name, _options in _CHANGED.items():
+    VARIANTS[f"allreduce-{_name}"] = type("Kfuse", (VARIANTS["allreduce"],), _options)

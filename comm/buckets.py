@@ -155,10 +155,6 @@ class Bucket:
     places: list[Tensor]  # of each parameter in `mean`, laid out as its gradients are
     grads: list[Tensor | None]  # of the micro-batch; none once they are packed
     missing: int  # how many of these have not come
-    hooks: dict[int, torch.utils.hooks.RemovableHandle]  # of its parameters
-    first: int  # which one came first, when they were last taken one by one
-    last: int | None = None  # which one comes last, where its hook takes all; None: each has a hook
-    nodes: Sequence[object] = ()  # of autograd, which accumulate the gradients
 
     def __init__(
         self,
@@ -177,7 +173,7 @@ class Bucket:
         self.index, self.layout, self.name, self.sharded = index, layout, name, sharded
         self.body = layout.numel  # elements of the gradients, padding included
         self.tensors = mine = [tensors[i] for i in layout.params]
-        self.device, self.hooks = device, {}
+        self.device = device
         self.shapes = [t.shape for t in mine]
         self.orders = [
             None if strides is None else dense_order(torch.empty_strided(shape, strides, device="meta"))

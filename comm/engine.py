@@ -11,19 +11,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from operator import is_
-from types import NoneType
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from kfuse.comm import gradients
 from kfuse.comm.buckets import Bucket, BucketLayout
 from kfuse.comm.gradients import STILL_THERE, without_grad
 from kfuse.comm.group import CommError
+from kfuse.comm.hooks import BucketHooks
 from kfuse.comm.parts import EngineParts
 from kfuse.comm.step import REMEDY, MicroBatch, Phase, Step, StepPlan
 from kfuse.comm.sum_tree import ADD, WRITE
@@ -44,80 +40,12 @@ class Engine(EngineParts):
         super()._build(layouts, buffers, summed)
         try:
             for bucket in self.gradient_buckets:
-                self._watch(bucket)
+                streams = self.streams if self.on_gpu else None
+                self.hooks.append(BucketHooks(bucket, self.names, streams, self._wants_gradient, self.pack))
+                self.hooks[-1].watch()
         except BaseException:  # by Ctrl-C: nobody has these hooks to remove them
             self.close()
             raise
-
-    def _watch(self, bucket: Bucket) -> None:
-        """Registers a hook for each of the bucket's parameters that has none."""
-        bucket.last, bucket.nodes = None, ()
-        for k, param in enumerate(bucket.tensors):
-            if k not in bucket.hooks:
-                bucket.hooks[k] = param.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, k))
-
-    def _watch_last(self, bucket: Bucket, k: int) -> None:
-        """A micro-batch has given all of the bucket's gradients, the k-th at last: from now on its hook takes them all.
-        The first one's stays too, since a bare backward opens a micro-batch, whether the last one comes or not.
-
-        So that the others are there for the stream of that hook, they must go on to be accumulated on it: autograd runs
-        the node that accumulates a gradient on the stream on which it was made, and makes no other while it is held.
-        """
-        if self.streams.several:
-            return
-        for other in bucket.hooks.keys() - {bucket.first, k}:
-            bucket.hooks.pop(other).remove()
-        bucket.last = k
-        if self.on_gpu:
-            bucket.nodes = [get_gradient_edge(p).node for p in bucket.tensors]
-
-    def _on_gradient(self, bucket: Bucket, k: int, param: Tensor) -> None:
-        """A hook: the k-th gradient has come.
-
-        Hooks that the user registers later would run after it, and find no gradient. Where it meets a new one it moves
-        itself to the end, and leaves this gradient to them: it is taken as the micro-batch ends.
-        """
-        if not self._wants_gradient() or bucket.last not in (None, k):
-            return  # it stays with its parameter
-        handle = bucket.hooks[k]
-        hooks: Any = handle.hooks_dict_ref()
-        if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-            hooks[handle.id] = hooks.pop(handle.id)  # autograd reads it as a dict: `move_to_end` would do nothing
-        elif bucket.last is None:
-            self._take(bucket, k)
-        elif not self._take_all(bucket):
-            self._watch(bucket)
-            for other in range(len(bucket.tensors)):
-                self._take(bucket, other)
-
-    def _take_all(self, bucket: Bucket) -> bool:
-        """Packs all of the bucket's gradients. Returns False, and does nothing, where one is not there, or unusual."""
-        params = bucket.tensors
-        grads = [p.grad for p in params]
-        if (
-            bucket.missing < len(grads)
-            or NoneType in map(type, grads)
-            or any(map(is_, grads, bucket.views))
-            or tuple(map(Tensor.numel, grads)) != bucket.table.numels
-        ):
-            return False
-        for p in params:
-            p.grad = None
-        bucket.grads = [bucket.laid_out(k, grad) for k, grad in enumerate(grads)] if bucket.is_permuted else grads
-        bucket.missing = 0
-        del grads  # once they are packed nothing holds them
-        self.pack(bucket)
-        return True
-
-    def _take(self, bucket: Bucket, k: int) -> None:
-        """Takes the k-th gradient, if it is there; packs the bucket, where none is missing now."""
-        if not gradients.take(bucket, k, self.names[bucket.layout.params[k]]):
-            return  # a hook of the user's has dropped it, or it has not come yet
-        if bucket.missing == len(bucket.tensors) - 1:
-            bucket.first = k
-        if not bucket.missing:
-            self.pack(bucket)
-            self._watch_last(bucket, k)
 
     # -- micro-batches --------------------------------------------------------------------------------------------
 
@@ -250,14 +178,8 @@ class Engine(EngineParts):
         assert current is not None
         if self.on_gpu:
             self.streams.go_on_here()
-        for bucket in self.gradient_buckets:
-            if {*map(type, [p.grad for p in bucket.tensors])} != {NoneType}:  # backward did not bring them, or not last
-                for k, index in enumerate(bucket.layout.params):
-                    gradients.take(bucket, k, self.names[index], by_hand=True)
-            if bucket.grads:
-                if bucket.last is not None and bucket.missing < len(bucket.grads):
-                    self._watch(bucket)  # not all came, or the last one came earlier
-                self.pack(bucket)
+        for hooks in self.hooks:
+            hooks.take_rest()
         if now.plan is not None and current.missed and len(current.missed) == len(self.params):
             self.warn_once(
                 "step %d: a micro-batch ended without a backward: its samples count with a gradient of zero, in the "

@@ -84,11 +84,10 @@ class Links:
 
 @dataclass(frozen=True)
 class Costs:
-    """A group's constants, as `cost.probe` fits them: alpha and beta by kind of message (`cost.PROBED`)."""
+    """A group's constants, as `cost.probe` fits them: alpha and beta of each schedule (`cost.SCHEDULES`)."""
 
     alpha: Mapping[str, float]
     beta: Mapping[str, float]
-    gamma: float
     largest_bytes: float = float("inf")  # of the messages that were measured: nothing is known of much larger ones
     probe_s: float = 0.0
     hosts: Sequence[str] = ()  # names of the machines on which they were measured, sorted

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kfuse.comm import devices, gradients, transports
-from kfuse.comm.buckets import AveragedBuffers, Bucket, BucketLayout, dense_order, join, make_buckets, plan_parameters
+from kfuse.comm.buckets import AveragedBuffers, BucketLayout, dense_order, join, make_buckets, plan_parameters
 from kfuse.comm.executor import Executor
 from kfuse.comm.group import Group
+from kfuse.comm.hooks import BucketHooks
 from kfuse.comm.measurement import Measurement
 from kfuse.comm.settings import CommOptions
 from kfuse.comm.step import Phase, Step
@@ -33,7 +34,6 @@ _LOG = logging.getLogger("kfuse")
 class EngineParts:
     """The parts of an engine over `groups` (parameters that may share a bucket) and the workers of a `group`."""
 
-    gradient_buckets: Sequence[Bucket] = ()
     audited: AuditedGradient | None = None  # where steps may have an audit
     parts = 1  # bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)
     figures = 0  # slots of the tail for a step function's figures
@@ -65,7 +65,7 @@ class EngineParts:
         mirrors: with sharded state, the worker after this one gets its shard of the mean gradient too.
         """
         self.options, self.lane, self.mirrors = options, lane, mirrors and options.sharded
-        self._warned = set[str]()
+        self._warned, self.hooks = set[str](), list[BucketHooks]()
         self.group = group
         self.lay_out(groups, names, costs)
 
@@ -83,7 +83,7 @@ class EngineParts:
         check_parameters(params, names)
         if self.options.sync != "ssgd" and any(p.dtype == torch.float64 for p in params):
             raise ValueError(f"comm.sync={self.options.sync}: must be ssgd with parameters of float64")
-        if any(bucket.hooks for bucket in self.gradient_buckets):
+        if self.hooks:
             self.close()
         self.params, self.names, self.audited, self.last = params, names, None, None
         kinds = [index for index, each in enumerate(groups) for _ in each]
@@ -181,13 +181,12 @@ class EngineParts:
         elements = [bucket.layout.numel for bucket in self.gradient_buckets] or [1]
         if group.costs is None:
             group.costs = cost.known(group, before) or cost.probe(group, max(elements))
-        return cost.choose_program(group.costs, group.size, elements)
+        return cost.choose(group.costs, group.size, elements)
 
     def close(self) -> None:
         """Removes the hooks: gradients stay in `p.grad`. Those of a step that the optimizer has made are dropped."""
-        for bucket in self.gradient_buckets:
-            while bucket.hooks:
-                bucket.hooks.popitem()[1].remove()
+        while self.hooks:
+            self.hooks.pop().close()
         if self.reduced is None:
             for param in gradients.shown(self.gradient_buckets):
                 param.grad = None

@@ -69,9 +69,10 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(script: Script, tmp_path: 
             for name, code in (("fails", "raise SystemExit('no')"), ("absent", "raise SystemExit(3)"), ("right", right))
         ),
     ]
-    outcomes = [gpu.run(part) for part in parts]
+    outcomes = [gpu.run(part, "cuda") for part in parts]
     assert [each.status for each in outcomes] == ["timed out", "failed", "absent", "ok"]
     assert (outcomes[3].note, outcomes[3].result) == ("fine", {"a": 1})
+    assert [row["verdict"] for each in outcomes for row in each.rows.values()] == ["miss", "miss", "accept"]
     wait_until("the end of the part that hung", lambda: not is_alive(int(pid.read_text())))
 
 
@@ -103,10 +104,11 @@ def test_a_wrong_kernel_is_seen(script: Script, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("name", "arguments", "last"),
     [
-        ("gpu_check", "--device cpu --small", "40 of 40 checks passed"),
+        ("gpu_check", "--device cpu --small", "47 of 47 checks passed"),
         ("step", f"--workers 1 --micro-batches 2 --samples 1 --rounds 3 --steps 1 --variants {STEPS}", ""),
         ("gpu_ranks", "--device cpu", "9 of 9 transports give what one worker gives"),
         ("gpu_state", "--device cpu --parameters 2e5", "0 M parameters: regroup"),
+        ("kernels", "--device cpu --graphs --sizes 1 --kernels pack,reduce33 --rounds 3", ""),
         ("kernels", "--device cpu --sizes 1 --kernels reduce4,clip+adamw,sgd --peers eager,torch --rounds 3", ""),
         ("time_to_accuracy", "--problems quadratic --seeds 1 --part 0.03", ""),
     ],
@@ -114,6 +116,15 @@ def test_a_wrong_kernel_is_seen(script: Script, monkeypatch: pytest.MonkeyPatch)
 def test_a_benchmark_runs_on_a_cpu(name: str, arguments: str, last: str, tmp_path: Path) -> None:
     record, said = run(tmp_path, name, *arguments.split())
     assert record and last in said[-1]
+
+
+@pytest.mark.full
+@pytest.mark.jobs
+@pytest.mark.parametrize("part", [["steps beside torch"], ["steps beside DDP", "--two"]])
+def test_gpu_sh_is_rehearsed(part: list[str], script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as gpu_parts sets it
+    monkeypatch.setattr(sys, "argv", ["gpu_parts", "--device", "cpu", "--out", str(tmp_path), "--only", *part])
+    assert script("gpu_parts").main() == 0
 
 
 @pytest.mark.full

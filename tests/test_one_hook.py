@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import kfuse as kf
-from kfuse.comm.engine import Engine
+from kfuse.comm.hooks import BucketHooks
 
 
 class Loop:
@@ -96,11 +96,11 @@ def test_what_is_unusual_is_as_with_a_hook_for_each(case: str, monkeypatch: pyte
     found = []
     for one_hook in (True, False):
         if not one_hook:
-            monkeypatch.setattr(Engine, "_watch_last", lambda *_: None)
+            monkeypatch.setattr(BucketHooks, "watch_last", lambda *_: None)
         it = Loop()
         for _ in range(2):
             it.step(it.loss())
-        assert (it.opt.engine.gradient_buckets[0].last is not None) == one_hook
+        assert (it.opt.engine.hooks[0].last is not None) == one_hook
         try:
             UNUSUAL[case](it)
         except RuntimeError as error:

@@ -105,7 +105,7 @@ class Job:
             recorder.device.keep([grad], side)
             recorder.current = side
             computed = grad.clone()
-            if any(bucket.nodes and any(p is q for q in bucket.tensors) for bucket in self.opt.engine.gradient_buckets):
+            if any(hooks.nodes and any(p is q for q in hooks.bucket.tensors) for hooks in self.opt.engine.hooks):
                 recorder.current = recorder.main  # the node that accumulates is held, and was made there
                 recorder.main.wait_stream(side)
                 recorder.device.keep([computed], recorder.main)

@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import nccl_double
@@ -20,7 +19,7 @@ from nccl_double import Faults, installed, messages, records
 from torch._C._distributed_c10d import Backend
 from torch.distributed import PrefixStore
 
-from kfuse.comm import communicator, cost, topology
+from kfuse.comm import communicator, topology
 from kfuse.comm import group as groups
 from kfuse.comm.communicator import NcclPending
 from kfuse.comm.group import CommError
@@ -121,22 +120,6 @@ def test_the_doubles_of_a_group_of_messages_take_what_torch_takes() -> None:
         assert re.match(rf"{name}\(self: [\w.]+\)", str(getattr(Backend, name).__doc__))
         for double in (nccl_double.ProcessGroupNCCL, StandInProcessGroup):
             assert list(inspect.signature(getattr(double, name)).parameters) == ["self"]
-
-
-def test_a_probe_has_room_for_what_the_last_rank_receives() -> None:
-    """Its shard is the largest here, as it has the remainder."""
-
-    def check(out: torch.Tensor, into: list[int], tensor: torch.Tensor, cut: list[int], what: str) -> SimpleNamespace:
-        assert out.numel() == sum(into) and tensor.numel() == sum(cut)
-        return SimpleNamespace(wait=lambda: None)
-
-    for size in range(2, 17):
-        group: Any = NcclGroup.__new__(NcclGroup)
-        group.size, group.rank, group.device, group.all_to_all = size, size - 1, torch.device("cpu"), check
-        for elements in (1024, 13_777):
-            messages = cost._Messages(group)
-            messages.grow(elements)
-            messages.seconds("all_to_all", elements)
 
 
 # -- failures -------------------------------------------------------------------------------------------------------

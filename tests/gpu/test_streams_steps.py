@@ -142,7 +142,7 @@ def test_steps_along_a_tree_of_measured_links() -> None:
 def test_a_second_stream_after_a_bucket_has_one_hook(layer: str) -> None:
     with job(all_used=True, bucket_mb=25.0) as it:
         it.step()
-        assert all(bucket.last is not None for bucket in it.opt.engine.gradient_buckets)
+        assert all(hooks.last is not None for hooks in it.opt.engine.hooks)
         it.forwards_on_two_streams(layer)
         it.step()
         it.bare_step()

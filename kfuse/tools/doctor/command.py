@@ -77,7 +77,7 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
 def _transport(options: CommOptions) -> Line:
     chosen = options.transport()
     if options.leaves_choice:
-        chosen = "allreduce; on CPUs perhaps all_to_all, by measured messages: kfuse schedule measures them"
+        chosen = "allreduce; on CPUs perhaps all_to_all, as the job measures"
     return Line("transport", "ok", f"{chosen}, gradients in {options.dtype}")
 
 

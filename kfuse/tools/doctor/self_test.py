@@ -1,6 +1,6 @@
-"""The processes that `kfuse doctor` and `kfuse schedule` start (`processes`): each tries one thing.
+"""The processes that `kfuse doctor` starts (`processes`): each tries one thing.
 
-    python -m kfuse.tools.doctor.self_test devices|training|costs|kernels '{"argument": ...}'
+    python -m kfuse.tools.doctor.self_test devices|training|kernels '{"argument": ...}'
 
 Each prints lines of JSON: {"at": what it begins}, so that a process that hangs has said where, and at its end
 {"found": ...} or {"problem": one line}. Of ranks the environment has rank and address of a store.
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from kfuse import session
-from kfuse.comm.cost import probe
 from kfuse.comm.settings import CommOptions
 from kfuse.observe import first_line
 from kfuse.tools.doctor.kernel_checks import CHECKS, check
@@ -28,15 +27,12 @@ from kfuse.tools.doctor.kernel_checks import CHECKS, check
 BUCKET_MB = 0.005  # makes several buckets of the model
 # How far the loss after ten steps may be from that of one worker, as a part of it, where the sums have another order.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
-# How long measuring messages should take. More than in a job, whose workers wait for it: on a busy machine the job's
-# time may be too short for messages from which one of a whole bucket can be predicted.
-_BUDGET_S = 1.0
 
 
 def main() -> int:
     """Runs one process's part, as the command line says. Exit status 0 where it printed what it found."""
     what, arguments = sys.argv[1], json.loads(sys.argv[2])
-    parts: tuple[Callable[..., Any], ...] = (devices, training, costs, kernels)
+    parts: tuple[Callable[..., Any], ...] = (devices, training, kernels)
     try:
         _say(found={part.__name__: part for part in parts}[what](**arguments))
     except Exception as error:
@@ -93,17 +89,6 @@ def _start_nccl() -> str:
 
 
 # -- messages between ranks -------------------------------------------------------------------------------------------
-
-
-def costs(settings: dict[str, Any], timeout_s: float, elements: int) -> dict[str, Any]:
-    """One rank's part. Measures the group's messages: the fields of `kfuse.comm.cost.Costs`.
-
-    elements: of the largest message. Raises CommError where another rank does not come, or is lost.
-    """
-    _say(at="connecting to the other processes")
-    group = session.init(comm_timeout_s=timeout_s, **settings).group
-    _say(at="measuring messages")
-    return asdict(probe(group, elements, _BUDGET_S))
 
 
 def training(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
