@@ -112,8 +112,8 @@ class Device:
     def synchronize(self) -> None:
         """The host waits for all work on the device."""
 
-    def holds(self, tensor: Tensor) -> bool:
-        return tensor.device == self.name
+    def holds(self, *tensors: Tensor) -> bool:
+        return {tensor.device for tensor in tensors} == {self.name}
 
     def reads(self, number: int) -> bool:
         """Whether kernels on this device can read the memory of the GPU of that number."""

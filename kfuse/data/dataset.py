@@ -74,7 +74,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     A leaf that has a method `to` (a PackedSequence, a tokenizer's BatchEncoding) is moved by it. Other leaves stay.
     """
     there = devices.of(device)
-    if is_flat(batch) and {leaf.device for leaf in batch} == {there.name}:
+    if is_flat(batch) and there.holds(*batch):
         return batch
 
     def move(leaf: Any) -> Any:

@@ -155,8 +155,8 @@ class RecordedDevice(devices.Device):
             _join(self._order.host, stream.clock)
         self._order.host_waits_for({}, "device.synchronize")
 
-    def holds(self, tensor: Tensor) -> bool:
-        return self._order.memory_of(tensor).kind == "device"
+    def holds(self, *tensors: Tensor) -> bool:
+        return all(self._order.memory_of(tensor).kind == "device" for tensor in tensors)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         with _disable_current_modes():
