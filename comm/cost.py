@@ -82,12 +82,8 @@ def known(group: Group, before: Group) -> Costs | None:
     Raises CommError.
     """
     costs = before.costs
-    holds = costs is not None and [*costs.hosts] == _machines(group)
+    holds = costs is not None and [*costs.hosts] == sorted({*group.hosts})
     return _from_first(group, costs if holds else None)
-
-
-def _machines(group: Group) -> list[str]:
-    return sorted({*group.hosts})
 
 
 def _from_first(group: Group, costs: Costs | None) -> Costs | None:
@@ -101,7 +97,7 @@ def _from_first(group: Group, costs: Costs | None) -> Costs | None:
     if not largest_bytes:
         return None
     alpha, beta = (dict(zip(SCHEDULES, part, strict=True)) for part in (constants[:2], constants[2:]))
-    return Costs(alpha, beta, largest_bytes, probe_s, _machines(group))
+    return Costs(alpha, beta, largest_bytes, probe_s, sorted({*group.hosts}))
 
 
 # -- the probe --------------------------------------------------------------------------------------------------------

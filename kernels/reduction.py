@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from itertools import accumulate as running_sums
 from itertools import pairwise
 from typing import NamedTuple
@@ -367,12 +367,6 @@ def _pack_piece(
         target.copy_(values)
 
 
-@lru_cache(64)
-def _scalar(value: float) -> Tensor:
-    """fp32: torch multiplies a small tensor by it in two thirds of the time that a Python number takes."""
-    return torch.tensor(value, dtype=torch.float32, device="cpu")
-
-
 def _pack_together(given: PackArguments, grads: list[Tensor]) -> None:
     """The same bits as tensor by tensor, in a number of calls that does not grow with the number of tensors."""
     copies = given.copies
@@ -381,7 +375,7 @@ def _pack_together(given: PackArguments, grads: list[Tensor]) -> None:
         torch.stack(torch._foreach_norm(copies.chunks), out=given.sumsq)
         given.sumsq.square_()
     if given.scale != 1.0:
-        copies.flat.mul_(_scalar(given.scale))
+        copies.flat.mul_(given.scale)
     if given.accumulate:
         copies.bucket.add_(copies.flat)
     else:

@@ -155,8 +155,8 @@ class AdamWRule(Rule):
         adam = adam_options(options, given)
         if piece.arguments is None:
             m, v = piece.moments.values()
-            optional = {"visible": piece.visible, "master": piece.master}
-            piece.arguments = AdamWArguments(piece.param, piece.grad, m, v, adam, step=piece.step, **optional)
+            kept = AdamWArguments(piece.param, piece.grad, m, v, adam, step=piece.step, **_scalars(piece, given))
+            piece.arguments = kept
         kept = piece.arguments
         kept.options, kept.grad_scale, kept.found_inf = adam, given.factor, piece.skip
         adamw.run(kept)
@@ -185,8 +185,7 @@ class SGDRule(Rule):
 
 
 def _scalars(piece: Piece, given: Update) -> dict[str, Tensor | None]:
-    optional = {"visible": piece.visible, "master": piece.master}
-    return {"grad_scale": given.factor, "found_inf": piece.skip, **optional}
+    return {"grad_scale": given.factor, "found_inf": piece.skip, "visible": piece.visible, "master": piece.master}
 
 
 def adam_options(options: Options, given: Update) -> AdamOptions:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from kfuse.comm import devices
@@ -16,9 +14,8 @@ from kfuse.comm.transports import make_programs
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.observe.recorder import table
 from kfuse.settings import instantiate
-from kfuse.settings.instantiate import class_arguments
 from kfuse.settings.tree import flat
-from kfuse.train.loss import cast_parameters
+from kfuse.train.build import data_and_model
 
 USAGE = """\
 kfuse schedule [override ...]
@@ -37,16 +34,14 @@ def main(config: dict[str, Any]) -> int:
     if options.schedule == "tree" or "." in options.schedule:
         print(f"comm.schedule={options.schedule}: the messages of a tree, or of your own transport, are not known")
         return 1
-    params = [p for p in _model(config).parameters() if p.requires_grad]
+    _, _, model = data_and_model(config)
+    params = [p for p in model.parameters() if p.requires_grad]
     buckets = [it.numel for it in plan_parameters(params, [0] * len(params), options.bucket_elements)]
-    elastic = instantiate.locate(config["launcher"]["_target_"]) is not TorchrunLauncher
-    mirrored = elastic and options.redundancy == "mirror"
+    launcher = instantiate.locate(config["launcher"]["_target_"])
+    mirrored = options.redundancy == "mirror" and launcher is not TorchrunLauncher
     name = options.transport()
     program, _, _ = make_programs(options, name, devices.count() > 0, mirrored)
-    print(
-        f"{name}, {workers} workers: {sum(buckets) / 1e6:.3f} M parameters in {len(buckets)} "
-        f"bucket{'s' * (len(buckets) > 1)}"
-    )
+    print(f"{name}, {workers} workers: {sum(buckets) / 1e6:.3f} M parameters, buckets: {len(buckets)}")
     shown = table("operation", "place", "stream", "MB sent", texts=3)
     for op in program.ops:
         sent = sent_bytes(op, sum(buckets), workers, 4 if options.dtype == "fp32" else 2) / 1e6
@@ -71,11 +66,3 @@ def sent_bytes(op: Op, elements: int, workers: int, wire_bytes: int) -> float:
         case "mirror":
             return 4 * elements / workers
     return 0.0
-
-
-def _model(config: Mapping[str, Any]) -> torch.nn.Module:
-    node, _ = instantiate.initial_weights(config["model"])
-    model: torch.nn.Module = instantiate.build(node, **instantiate.build(class_arguments("data", config["data"])).spec)
-    if config["train"]["precision"] == "bf16-true":
-        cast_parameters(model)
-    return model

@@ -43,13 +43,7 @@ def build_trainer(config: dict[str, Any], report: Report = ignore) -> Trainer:
     """Data, model, policy and optimizer as configured, ready to run. Needs a session. report: takes its records."""
     torch.manual_seed(config["seed"])
     values = flat(config)
-    split: DataSplit = instantiate.build(class_arguments("data", config["data"]))
-    node, weights = instantiate.initial_weights(config["model"])
-    model: torch.nn.Module = instantiate.build(node, **split.spec)
-    if weights is not None:
-        load_weights(model, weights)
-    if values["train_precision"] == "bf16-true":
-        cast_parameters(model)
+    split, node, model = data_and_model(config)
     session = current()
     model.to(session.group.device)
     # The optimizer has the norm to clip to: see `_optimizer`.
@@ -75,6 +69,18 @@ def build_trainer(config: dict[str, Any], report: Report = ignore) -> Trainer:
         exits_are_errors=True,
     )
     return assemble(arguments)
+
+
+def data_and_model(config: dict[str, Any]) -> tuple[DataSplit, dict[str, Any], torch.nn.Module]:
+    """Data and model as configured, and the model's node without its initial weights."""
+    split: DataSplit = instantiate.build(class_arguments("data", config["data"]))
+    node, weights = instantiate.initial_weights(config["model"])
+    model: torch.nn.Module = instantiate.build(node, **split.spec)
+    if weights is not None:
+        load_weights(model, weights)
+    if config["train"]["precision"] == "bf16-true":
+        cast_parameters(model)
+    return split, node, model
 
 
 def _optimizer(config: dict[str, Any], model: torch.nn.Module) -> DistributedOptimizer:
