@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from distributed import run_workers
 from sharded import batch, init, loss_of, net, optimizer, same, tensors, values
-from torch import Tensor, nn
+from torch import nn
 
 import kfuse as kf
 from kfuse.comm.group import CommError
@@ -58,10 +57,8 @@ def test_lamb_does_not_end_a_step_with_the_first_half_of_another() -> None:
     models = net(), net()
     other, this = (optimizer("lamb", model) for model in models)
 
-    def fails(broken: dict[str, str], *sums: Tensor, **what: str) -> None:
-        if what == broken:
-            raise CommError("another worker is lost")
-        share_sums(*sums, **what)
+    def fails(*_: Any, **what: str) -> None:
+        raise CommError("another worker is lost")
 
     def backward(step: int, *of: nn.Module) -> None:
         for model in of:
@@ -71,13 +68,13 @@ def test_lamb_does_not_end_a_step_with_the_first_half_of_another() -> None:
         backward(0, *models)
         other.step()
         this.step()
-        share_sums = this.engine.executor.share_sums
-        for step, broken in ((1, {"what": "LAMB's norms"}), (2, {})):
+        places = (this.engine.executor, "share_sums"), (this.engine.measurement, "record")  # LAMB's norms; all sums
+        for step, place in enumerate(places, 1):
             other.zero_grad()
             this.zero_grad()
             backward(step, models[0])
             other.step()
-            with patch.object(this.engine.executor, "share_sums", partial(fails, broken)), pytest.raises(CommError):
+            with patch.object(*place, fails), pytest.raises(CommError):
                 backward(step, models[1])
                 this.step()
             this.engine.abort()
@@ -109,7 +106,7 @@ def test_a_worker_without_the_tail_takes_it_from_one_that_has_begun(used: bool) 
         opt.engine.track_buffers({name: b for name, b in norm.named_buffers() if b.is_floating_point()})
     before = models[1].sometimes.weight.detach().clone()
 
-    def fails(*_: Tensor) -> None:
+    def fails(*_: Any) -> None:
         this.engine.buckets[-1].sum.fill_(torch.nan)
         raise CommError("another worker is lost")
 
@@ -121,7 +118,7 @@ def test_a_worker_without_the_tail_takes_it_from_one_that_has_begun(used: bool) 
 
     try:
         step(other, models[0], norms[0], 3 if used else 0)
-        with patch.object(this.engine.executor, "share_sums", fails), pytest.raises(CommError):
+        with patch.object(this.engine.measurement, "record", fails), pytest.raises(CommError):
             step(this, models[1], norms[1], 0)
         this.engine.abort()
         this.zero_grad()
