@@ -16,10 +16,10 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.devices import Place, quick
 from kfuse.comm.sum_tree import LeafStep
-from kfuse.kernels import BLOCK, PackArguments, PackTable, num_blocks, pack
+from kfuse.kernels import BLOCK, PackArguments, PackTable, pack
 
 ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
-JOINED = 4  # buckets that a GPU packs, measures and updates at a time where no messages are sent
+JOINED = 4  # configured buckets that are one where a GPU sends no messages
 
 
 @dataclass(frozen=True)
@@ -87,25 +87,6 @@ def plan_parameters(
     return sorted(layouts, key=lambda layout: -layout.params[-1])
 
 
-def join(layouts: Sequence[BucketLayout], kinds: Sequence[object], capacity: int) -> list[BucketLayout]:
-    """Joins up to JOINED layouts of `capacity` elements that follow each other, of one kind and dtype.
-
-    Each begins at a block of the sums of squares there, so that all sums have the same bits as without.
-    """
-    joined: list[BucketLayout] = []
-    for layout in layouts:
-        before = joined[-1] if joined else layout
-        start, alike = num_blocks(before.numel) * BLOCK, (before.dtype, kinds[before.params[0]], before.costs)
-        fits = joined and start + layout.numel <= JOINED * capacity and not layout.costs
-        if fits and alike == (layout.dtype, kinds[layout.params[0]], ()):
-            offsets = (*before.offsets, *(start + offset for offset in layout.offsets))
-            params, strides = before.params + layout.params, before.strides + layout.strides
-            joined[-1] = replace(before, params=params, offsets=offsets, numel=start + layout.numel, strides=strides)
-        else:
-            joined.append(layout)
-    return joined
-
-
 def dense_order(tensor: Tensor) -> tuple[int, ...] | None:
     """The dimensions, the outermost in memory first; None if the memory has gaps or overlaps.
 
@@ -151,7 +132,7 @@ class Bucket:
     # Each parameter's gradient, a view of `visible`; with sharded state None, since no worker has all of it.
     views: Sequence[Tensor | None]
     sumsq: Tensor  # fp32: sums of squares of one micro-batch's own gradient, which `pack` writes. Measurement sets it
-    stored: Tensor | None  # the same of the sum so far; None where what is reduced is measured
+    stored: Tensor | None  # fp32: the same of the slot after `pack`. None: the reduced sum is measured instead
     places: list[Tensor]  # of each parameter in `mean`, laid out as its gradients are
     grads: list[Tensor | None]  # of the micro-batch; none once they are packed
     missing: int  # how many of these have not come

@@ -2,8 +2,8 @@
 
 Both send as much over n workers: 2 (n - 1) messages after one another, and 2 (n - 1) / n of the bytes through each
 worker's link (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH";
-Patarasuk and Yuan 2009). So two constants of each are measured (Hockney 1994), which hold for other numbers of workers
-on the same machines too:
+Patarasuk and Yuan 2009). So two constants of each are measured (Hockney 1994). They are taken for other numbers of
+workers on the same machines too, though two exchange in another way: a new probe would make survivors wait.
 
     alpha   seconds a message: the network's latency and the hosts' work
     beta    seconds a byte on the wire, with the additions
@@ -46,7 +46,7 @@ Rounds = dict[int, list[dict[str, float]]]  # by elements of a message: the seco
 
 @dataclass(frozen=True)
 class Choice:
-    """The schedule that is taken by measured messages, and why."""
+    """The schedule that is chosen by measured times, and why."""
 
     schedule: str  # a name in `SCHEDULES`
     workers: int

@@ -215,7 +215,7 @@ def current() -> int:
 
 
 class StreamOrder:
-    """The streams that a step's work lies on, and its order where they are several.
+    """The streams of a GPU that a step's work lies on, and its order where they are several.
 
     Autograd runs a layer's backward, and its hooks, on the stream of that layer's forward.
     """
@@ -231,7 +231,7 @@ class StreamOrder:
 
     def add(self) -> None:
         """What is on the current stream so far belongs to the step."""
-        if self._device.asynchronous and (current := self._device.current_stream()) not in self._used:
+        if (current := self._device.current_stream()) not in self._used:
             self._used.append(current)
 
     def go_on_here(self, reads: Sequence[Tensor | None] = ()) -> None:
@@ -239,8 +239,6 @@ class StreamOrder:
 
         reads: memory of the other streams that it uses, and that may be dropped before it has run.
         """
-        if not self._device.asynchronous:
-            return
         current = self._device.current_stream()
         others = [stream for stream in self._used if stream != current]
         for stream in others:

@@ -40,8 +40,8 @@ class Engine(EngineParts):
         super()._build(layouts, buffers, summed)
         try:
             for bucket in self.gradient_buckets:
-                streams = self.streams if self.on_gpu else None
-                self.hooks.append(BucketHooks(bucket, self.names, streams, self._wants_gradient, self.pack))
+                acts = self._wants_gradient, self._may_learn, self.pack
+                self.hooks.append(BucketHooks(bucket, self.names, self.streams if self.on_gpu else None, *acts))
                 self.hooks[-1].watch()
         except BaseException:  # by Ctrl-C: nobody has these hooks to remove them
             self.close()
@@ -117,6 +117,12 @@ class Engine(EngineParts):
             self.streams.add()
         return current is None or not current.several_backwards
 
+    def _may_learn(self) -> bool:
+        """Whether one hook may do for a bucket in the next micro-batch. A bare backward may reach no parameter that has
+        one: on one worker `step` then takes its gradients as set by hand, with the same result.
+        """
+        return not self.now.implicit or (self.group.size == 1 and self.parts == 1)
+
     def _still_there(self) -> bool:
         """Some parameters have the gradients that the last step was made with."""
         last = self.last
@@ -131,6 +137,8 @@ class Engine(EngineParts):
             raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
         now.implicit, now.weights_are_known = True, True
         now.parts, now.mine = self.parts, range(self.parts)
+        for hooks in self.hooks if not self._may_learn() else ():
+            hooks.watch()
         self.open(MicroBatch(1.0, last=now.done + 1 == self.parts))
 
     def _close_implicit(self) -> None:
@@ -219,8 +227,10 @@ class Engine(EngineParts):
         else:
             given = bucket.packing(current.leaf.slot, current.leaf.accumulate)
             given.grads, given.scale, given.stored = bucket.grads, current.scale, bucket.stored
-            pack.run(given)
-            given.grads = ()
+            try:
+                pack.run(given)
+            finally:
+                given.grads = ()
         bucket.grads = []  # they go before the bucket's messages begin
         if bucket is not self.buckets[-1]:
             self._complete(bucket, current)
@@ -228,7 +238,7 @@ class Engine(EngineParts):
     def _complete(self, bucket: Bucket, current: MicroBatch) -> None:
         for destination, source in current.leaf.merges:
             bucket.slot(destination).add_(bucket.slot(source))
-        if current.last and not (self.options.sharded and bucket is self.buckets[-1] and self._tail_waits):
+        if current.last and not (bucket is self.buckets[-1] and self._tail_waits):
             self.executor.launch([bucket], self.step, self.now.is_local)
 
     @property
@@ -394,7 +404,8 @@ class Engine(EngineParts):
     def abort(self) -> None:
         """Drops the step under way, and what the last one brought. With sharded state `last` stays."""
         now = self.now
-        self.streams.go_on_here()  # buffers may be dropped, and the next step writes those that stay
+        if self.on_gpu:
+            self.streams.go_on_here()  # buffers may be dropped, and the next step writes those that stay
         if now.begun and not now.implicit:
             self.averaged.put_back()
         if now.current is not None:

@@ -1,4 +1,4 @@
-"""Hooks by which a bucket gets its gradients from backward: one for each parameter at first, then one for all.
+"""Hooks by which a bucket gets its gradients from backward: one for each parameter, then one that takes all.
 
 A hook costs more than what it does for one gradient. So once a micro-batch has brought all of a bucket's gradients, the
 hook of the one that came last takes all of them in the next one. Where it does not find them all, or finds something
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from types import NoneType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
@@ -20,6 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from kfuse.comm import gradients
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.devices import StreamOrder
+
+_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
 
 
 class BucketHooks:
@@ -35,13 +38,16 @@ class BucketHooks:
         names: Sequence[str],
         streams: StreamOrder | None,
         wanted: Callable[[], bool],
+        may_learn: Callable[[], bool],
         pack: Callable[[Bucket], None],
     ) -> None:
         """names: of all parameters. streams: of a GPU. wanted: whether to take a gradient that has just come.
 
-        pack: is called when the bucket has all of a micro-batch's gradients.
+        may_learn: whether one hook may do for all in the next micro-batch. pack: is called when the bucket has all of a
+        micro-batch's gradients.
         """
-        self.bucket, self._streams, self._wanted, self._pack = bucket, streams, wanted, pack
+        self.bucket, self._streams = bucket, streams
+        self._wanted, self._may_learn, self._pack = wanted, may_learn, pack
         self._names = [names[index] for index in bucket.layout.params]
         self._handles: dict[int, RemovableHandle] = {}
 
@@ -56,8 +62,8 @@ class BucketHooks:
         """A micro-batch has given all of the bucket's gradients, the k-th at last: from now on its hook takes them all.
         The first one's stays too, since a bare backward opens a micro-batch, whether the last one comes or not.
 
-        So that the others are there for the stream of that hook, they must go on to be accumulated on it: autograd runs
-        the node that accumulates a gradient on the stream on which it was made, and makes no other while it is held.
+        On a GPU that hook reads the other gradients on its own stream. So all must go on to be accumulated on that one:
+        autograd accumulates on the stream on which the accumulating node was made, and keeps a node that is held.
         """
         if self._streams is not None:
             if self._streams.several:
@@ -78,7 +84,7 @@ class BucketHooks:
         moves itself to the end, and leaves this gradient to them: it is taken as the micro-batch ends.
         """
         if not self._wanted() or self.last not in (None, k):
-            return  # it stays with its parameter
+            return  # not now, or a later hook takes it
         handle = self._handles[k]
         hooks: Any = handle.hooks_dict_ref()
         if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
@@ -99,6 +105,8 @@ class BucketHooks:
             or NoneType in map(type, grads)
             or any(map(is_, grads, bucket.views))
             or tuple(map(Tensor.numel, grads)) != bucket.table.numels
+            or {*map(_DTYPE, bucket.tensors)} != {bucket.layout.dtype}
+            or {*map(_LAYOUT, grads)} != {torch.strided}
         ):
             return False
         for p in bucket.tensors:
@@ -118,10 +126,11 @@ class BucketHooks:
             self._first = k
         if not bucket.missing:
             self._pack(bucket)
-            self.watch_last(k)
+            if self._may_learn():
+                self.watch_last(k)
 
     def take_rest(self) -> None:
-        """After backward: packs what it did not bring, or not last. Then the bucket has nothing of the micro-batch."""
+        """After backward: takes the gradients that no hook has taken, and packs the bucket, if that is still to do."""
         bucket = self.bucket
         if {*map(type, [p.grad for p in bucket.tensors])} != {NoneType}:
             for k, name in enumerate(self._names):

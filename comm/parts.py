@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kfuse.comm import devices, gradients, transports
-from kfuse.comm.buckets import AveragedBuffers, BucketLayout, dense_order, join, make_buckets, plan_parameters
+from kfuse.comm.buckets import JOINED, AveragedBuffers, BucketLayout, dense_order, make_buckets, plan_parameters
 from kfuse.comm.executor import Executor
 from kfuse.comm.group import Group
 from kfuse.comm.hooks import BucketHooks
@@ -90,10 +90,8 @@ class EngineParts:
         self.device = params[0].device if params else torch.device("cpu")
         self.streams = devices.StreamOrder(devices.of(self.device))
         self.on_gpu = devices.of(self.device).asynchronous
-        layouts = plan_parameters(params, kinds, self.options.bucket_elements, costs)
-        if self.joins:
-            layouts = join(layouts, kinds, self.options.bucket_elements)
-        self._build(layouts, {})
+        capacity = self.options.bucket_elements * (JOINED if self.joins else 1)
+        self._build(plan_parameters(params, kinds, capacity, costs), {})
         self.set_group(self.group)
 
     def track_buffers(self, buffers: Mapping[str, Tensor], summed: Sequence[Tensor] = ()) -> None:
@@ -194,7 +192,7 @@ class EngineParts:
 
     @property
     def joins(self) -> bool:
-        """Whether buckets are joined, and measured as they are packed: on a GPU that sends no messages ever."""
+        """Whether this is a GPU's only worker for good: buckets are larger then, and `pack` measures the mean."""
         return self.on_gpu and self.group.size == 1 and self.group.fixed and not self.options.reproducible
 
     @property

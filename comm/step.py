@@ -40,8 +40,8 @@ class StepPlan:
 
 
 class MicroBatch:
-    """One micro-batch. Set `loss` (its mean loss) to have it averaged too. As a context of an engine: gradients that
-    arrive in it belong to it.
+    """One micro-batch. Set `loss` (its mean loss) to have it averaged too. With `engine` a context manager:
+    gradients that arrive inside belong to it.
     """
 
     loss: Tensor | float | None = None
@@ -52,12 +52,13 @@ class MicroBatch:
     def __init__(self, weight: float, last: bool, several_backwards: bool = False, engine: Any = None) -> None:
         """weight: in the mean gradient: its samples, if not told otherwise. last: of this worker's in the step.
 
-        several_backwards: gradients add up in `p.grad` until the micro-batch closes. engine: where it is a context.
+        several_backwards: gradients add up in `p.grad` until the micro-batch closes. engine: to use it in `with`.
         """
         self.weight, self.last, self.several_backwards, self.engine = weight, last, several_backwards, engine
         self.missed = set[int]()  # parameters that it gave no gradient
 
     def __enter__(self) -> MicroBatch:
+        self.loss, self.figures, self.missed = None, (), set()  # it may have been used before
         self.engine.open(self)
         return self
 

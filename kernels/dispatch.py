@@ -111,8 +111,8 @@ class Launch:
         later: what later launches may have in place of some of the arguments and constants. It is compiled with the
             first launch, so that no later step waits for the compiler.
         varying: the launch is kept with its object of arguments, and made `again` for it without the launcher and
-            Triton's binder. From that object it returns what may differ by then, arguments, as aligned as the first
-            ones, and constants; None where the launch has to be made anew.
+            Triton's binder. Returns, from that object, the arguments and constants that may have changed since: tensors
+            aligned as the first ones. None where the launch has to be made anew. For a launcher of one launch.
     """
 
     kernel: Any

@@ -282,7 +282,7 @@ class PackArguments:
 
     @cached_property
     def copies(self) -> _Copies:
-        """Made for `grads` as they are at the first call, none of them None."""
+        """Made at the first call, for gradients of these shapes, none of them None."""
         flat = torch.zeros(self.table.end, dtype=torch.float32, device=self.flat.device)
         parts = self.table.split(flat)
         shaped = [part.view(grad.shape) for part, grad in zip(parts, self.grads, strict=True) if grad is not None]

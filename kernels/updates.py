@@ -55,8 +55,8 @@ class UpdateArguments:
         param, grad, and the states: 1-D, contiguous, of one length. On a GPU each may be fp32, bf16 or fp16, and the
             arithmetic is fp32; on the CPU parameters and states have one dtype. With `master` the states are fp32.
         grad: after the call its content is unspecified.
-        visible: bf16 or fp16, what the user has seen of `grad`, which is fp32 then: its elements that are not the
-            rounded gradient were changed since, and replace it. None: the gradient is as it was.
+        visible: bf16 or fp16, the rounded copy of the fp32 `grad` that p.grad shows. Elements that differ from the
+            rounded `grad` were changed by the user, and replace it. None: there is no copy.
         grad_scale: 0-dim fp32 on the same device that multiplies the gradient (clip coefficient, inverse loss scale),
             or None.
         found_inf: 0-dim fp32 on the same device; nonzero leaves parameters and states untouched. Or None.

@@ -45,9 +45,9 @@ def twice(it: Loop, **settings: Any) -> None:
     it.step()
 
 
-def accumulated(it: Loop) -> None:
+def accumulated(it: Loop, *second: int) -> None:
     it.opt.accumulate(2)
-    it.step(it.loss() / 2, it.loss(1, 2) / 2)
+    it.step(it.loss() / 2, it.loss(*second) / 2)
     it.opt.accumulate(1)
 
 
@@ -81,11 +81,12 @@ UNUSUAL: dict[str, Callable[[Loop], None]] = {
     "the first one never comes": lambda it: it.step(it.loss(0, 1)),
     "comes twice": twice,
     "several losses": lambda it: twice(it, several_backwards=True),
-    "two backwards": accumulated,
+    "two backwards": lambda it: accumulated(it, 1, 2),
     "retain_graph": retained,
     "frozen and thawed": frozen_and_thawed,
     "reentrant checkpointing": lambda it: it.step(it.loss(reentrant=True)),
     "a hook that replaces p.grad": replaced,
+    "the second backward reaches neither the first nor the last": lambda it: accumulated(it, 1),
     "a backward that fails": failing,
 }
 

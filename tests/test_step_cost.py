@@ -238,7 +238,7 @@ def sharded() -> tuple[Counts, float]:
     return messages(comm_state="sharded")
 
 
-@pytest.mark.parametrize(("job", "sends", "most"), [(replicated, 1, (200, 60)), (sharded, 3, (310, 90))])
+@pytest.mark.parametrize(("job", "sends", "most"), [(replicated, 1, (225, 60)), (sharded, 3, (330, 90))])
 def test_workers_send_few_messages_a_step(job: Callable[[], Any], sends: int, most: Counts) -> None:
     """With sharded state: the exchange; sums of squares, with the tail; the share."""
     for (calls, operators), sent in run_workers(2, job):

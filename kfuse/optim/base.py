@@ -176,7 +176,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
         """
         self._check_undivided()
-        if samples is not None and samples < 1:
+        if samples is not None and not 1 <= samples < math.inf:
             raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
         unit = "micro-batches" if samples is None else "samples"
         if unit != self.reducer.unit and self.engine.now.begun:
@@ -215,6 +215,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "kf.DataLoader cut a batch into micro-batches themselves"
             )
         self.engine.parts = backwards
+        for hooks in self.engine.hooks:
+            hooks.watch()
 
     def synchronize(self) -> None:
         """Waits for the reduction and sets each `p.grad`. Runs by itself after the last micro-batch's backward.
