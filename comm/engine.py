@@ -40,7 +40,7 @@ class Engine(EngineParts):
         super()._build(layouts, buffers, summed)
         try:
             for bucket in self.gradient_buckets:
-                acts = self._wants_gradient, self._may_learn, self.pack
+                acts = self._wants_gradient, self._announced, self.pack
                 self.hooks.append(BucketHooks(bucket, self.names, self.streams if self.on_gpu else None, *acts))
                 self.hooks[-1].watch()
         except BaseException:  # by Ctrl-C: nobody has these hooks to remove them
@@ -117,11 +117,8 @@ class Engine(EngineParts):
             self.streams.add()
         return current is None or not current.several_backwards
 
-    def _may_learn(self) -> bool:
-        """Whether one hook may do for a bucket in the next micro-batch. A bare backward may reach no parameter that has
-        one: on one worker `step` then takes its gradients as set by hand, with the same result.
-        """
-        return not self.now.implicit or (self.group.size == 1 and self.parts == 1)
+    def _announced(self) -> bool:
+        return not self.now.implicit
 
     def _still_there(self) -> bool:
         """Some parameters have the gradients that the last step was made with."""
@@ -137,8 +134,9 @@ class Engine(EngineParts):
             raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
         now.implicit, now.weights_are_known = True, True
         now.parts, now.mine = self.parts, range(self.parts)
-        for hooks in self.hooks if not self._may_learn() else ():
-            hooks.watch()
+        for hooks in self.hooks:
+            if hooks.are_few:
+                hooks.watch()
         self.open(MicroBatch(1.0, last=now.done + 1 == self.parts))
 
     def _close_implicit(self) -> None:

@@ -3,6 +3,8 @@
 A hook costs more than what it does for one gradient. So once a micro-batch has brought all of a bucket's gradients, the
 hook of the one that came last takes all of them in the next one. Where it does not find them all, or finds something
 unusual, they are taken one by one again, and the bucket learns anew.
+
+A bare backward, in no context, is noticed by the first gradient that comes, whichever it is: there all hooks stay.
 """
 
 from __future__ import annotations
@@ -38,16 +40,16 @@ class BucketHooks:
         names: Sequence[str],
         streams: StreamOrder | None,
         wanted: Callable[[], bool],
-        may_learn: Callable[[], bool],
+        announced: Callable[[], bool],
         pack: Callable[[Bucket], None],
     ) -> None:
         """names: of all parameters. streams: of a GPU. wanted: whether to take a gradient that has just come.
 
-        may_learn: whether one hook may do for all in the next micro-batch. pack: is called when the bucket has all of a
+        announced: whether the micro-batch under way is no bare backward. pack: is called when the bucket has all of a
         micro-batch's gradients.
         """
         self.bucket, self._streams = bucket, streams
-        self._wanted, self._may_learn, self._pack = wanted, may_learn, pack
+        self._wanted, self._announced, self._pack = wanted, announced, pack
         self._names = [names[index] for index in bucket.layout.params]
         self._handles: dict[int, RemovableHandle] = {}
 
@@ -60,7 +62,7 @@ class BucketHooks:
 
     def watch_last(self, k: int) -> None:
         """A micro-batch has given all of the bucket's gradients, the k-th at last: from now on its hook takes them all.
-        The first one's stays too, since a bare backward opens a micro-batch, whether the last one comes or not.
+        The first one's stays too, since a bare backward may follow.
 
         On a GPU that hook reads the other gradients on its own stream. So all must go on to be accumulated on that one:
         autograd accumulates on the stream on which the accumulating node was made, and keeps a node that is held.
@@ -69,9 +71,14 @@ class BucketHooks:
             if self._streams.several:
                 return
             self.nodes = [get_gradient_edge(p).node for p in self.bucket.tensors]
-        for other in self._handles.keys() - {self._first, k}:
+        for other in self._handles.keys() - {self._first, k} if self._announced() else ():
             self._handles.pop(other).remove()
         self.last = k
+
+    @property
+    def are_few(self) -> bool:
+        """Whether some parameters have none."""
+        return len(self._handles) < len(self._names)
 
     def close(self) -> None:
         while self._handles:
@@ -126,8 +133,7 @@ class BucketHooks:
             self._first = k
         if not bucket.missing:
             self._pack(bucket)
-            if self._may_learn():
-                self.watch_last(k)
+            self.watch_last(k)
 
     def take_rest(self) -> None:
         """After backward: takes the gradients that no hook has taken, and packs the bucket, if that is still to do."""

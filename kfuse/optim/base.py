@@ -215,8 +215,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "kf.DataLoader cut a batch into micro-batches themselves"
             )
         self.engine.parts = backwards
-        for hooks in self.engine.hooks:
-            hooks.watch()
 
     def synchronize(self) -> None:
         """Waits for the reduction and sets each `p.grad`. Runs by itself after the last micro-batch's backward.
