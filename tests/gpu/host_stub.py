@@ -49,12 +49,13 @@ class Binary(CompiledKernel):
 
     def __init__(self, launched: Callable[..., None]) -> None:
         self.module = self.function = object()  # it is loaded
+        self._module_pid = None  # of Triton 3.9: nobody unloads it
         self.src, self.name, self.packed_metadata = None, "", ()
         launcher: Any = object.__new__(CudaLauncher)
         launcher.launch = launched
         launcher.global_scratch_size = launcher.profile_scratch_size = 0
         launcher.global_scratch_align = launcher.profile_scratch_align = 1
-        launcher.launch_cooperative_grid = launcher.launch_pdl = False
+        launcher.launch_cooperative_grid = launcher.launch_pdl = launcher.gsan_enabled = False
         launcher.arg_annotations = launcher.kernel_signature = None
         self._run = launcher
 
