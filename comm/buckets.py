@@ -123,7 +123,8 @@ class Bucket:
     orders: list[tuple[int, ...] | None]  # each parameter's `dense_order`; None: the logical one
     tails: list[Place]  # of each slot
     mean: Tensor  # [body], `sum` without the tail: after the reduction, the mean gradient
-    visible: Tensor  # [body], what each p.grad is a view of: `mean`, or for 16-bit parameters its rounded values
+    visible: Tensor  # [body], what each p.grad is a view of: `mean`, or `rounded`
+    rounded: Tensor | None  # of 16-bit parameters the mean's rounded values, which the user may change. None: no copy
     shards: list[slice]  # each rank's part, where the program splits the bucket
     owned: list[slice]  # each rank's parameters, where an update needs the whole gradient of each; else empty
     part: slice  # this worker's of `shards`, which it adds up and measures
@@ -178,9 +179,9 @@ class Bucket:
         self.mean = self.slot(0)[: self.body]
         self.assign(self.part, self.mirrored)
         self.places = [self.laid_out(k, view) for k, view in enumerate(self.view(self.mean))]
-        self.visible = self.mean
+        self.visible, self.rounded = self.mean, None
         if self.layout.dtype != self.kind and not self.sharded:
-            self.visible = torch.zeros(self.body, dtype=self.layout.dtype, device=self.device)
+            self.visible = self.rounded = torch.zeros(self.body, dtype=self.layout.dtype, device=self.device)
         self.renew_views()
 
     def renew_views(self) -> None:

@@ -157,7 +157,6 @@ class Measurement:
         scaled: list[Tensor] = []
         for bucket, norms in zip(self._buckets, self.norms_of, strict=True):
             is_measured = bucket.index in measured
-            visible = None if bucket.visible is bucket.mean else bucket.visible
             shard = bucket.part if is_measured else bucket.shard
             if shard.stop - shard.start < bucket.body:
                 first = shard.start // BLOCK
@@ -167,12 +166,12 @@ class Measurement:
                 norms = norms[first:last]
             if self._in_pack or (is_measured and (share is None or not bucket.sharded)):  # else `own` may be rounded
                 scaled.append(norms)
-                if visible is not None:
-                    visible.copy_(bucket.mean)
+                if bucket.rounded is not None:
+                    bucket.rounded.copy_(bucket.mean)
             elif norms.numel():
                 kept = self._blocks_of.get(bucket.index)
                 if kept is None or kept.flat is not bucket.own:
-                    kept = self._blocks_of[bucket.index] = BlockSumsqArguments(bucket.own, norms, visible)
+                    kept = self._blocks_of[bucket.index] = BlockSumsqArguments(bucket.own, norms, bucket.rounded)
                 block_sumsq.run(kept)
         if scaled and share is not None:
             torch._foreach_mul_(scaled, share * share)

@@ -156,7 +156,7 @@ def piece_of(
         param=_cut(param, extent.place),
         master=None if part.master is None else _cut(part.master, extent.within),
         grad=_cut(bucket.mean, extent.place),
-        visible=None if bucket.visible is bucket.mean else _cut(bucket.visible, extent.place),
+        visible=None if bucket.rounded is None else _cut(bucket.rounded, extent.place),
         moments={name: _cut(tensor, extent.within) for name, tensor in part.moments.items()},
         step=steps[extent.tensors[0]],
         first=first,

@@ -73,8 +73,8 @@ class MuonRule(Rule):
         for bucket, state in reversed(list(updates.pairs())):
             if state.rule is not self:
                 continue
-            if bucket.visible is not bucket.mean:
-                take_changed(bucket.visible, bucket.mean)
+            if bucket.rounded is not None:
+                take_changed(bucket.rounded, bucket.mean)
             options = updates.options_of(state)
             flat = self._shared[bucket.index] = torch.empty(bucket.body, dtype=_type(options), device=bucket.device)
             buffer = state.own.tensors.get(_BUFFER)
