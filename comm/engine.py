@@ -40,7 +40,7 @@ class Engine(EngineParts):
         super()._build(layouts, buffers, summed)
         try:
             for bucket in self.gradient_buckets:
-                acts = self._wants_gradient, self._announced, self.pack
+                acts = self._wants_gradient, lambda: not self.now.implicit, self.pack
                 self.hooks.append(BucketHooks(bucket, self.names, self.streams if self.on_gpu else None, *acts))
                 self.hooks[-1].watch()
         except BaseException:  # by Ctrl-C: nobody has these hooks to remove them
@@ -116,9 +116,6 @@ class Engine(EngineParts):
         if self.on_gpu:
             self.streams.add()
         return current is None or not current.several_backwards
-
-    def _announced(self) -> bool:
-        return not self.now.implicit
 
     def _still_there(self) -> bool:
         """Some parameters have the gradients that the last step was made with."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import on_workers
+from distributed import on_workers, run_workers
 from problems import network, problem, update
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -209,3 +209,22 @@ def test_moving_a_batch_keeps_its_structure_and_its_other_values() -> None:
     assert isinstance(moved["p"], PackedSequence)
     meta = to_device(Sample(torch.ones(2), torch.ones(2)), torch.device("meta"))
     assert meta.image.device.type == meta.label.device.type == "meta"
+
+
+def clipped_by_hand() -> list[float]:
+    """Steps of one sample: one of two workers has none."""
+    kf.init()
+    model, x = torch.nn.Linear(3, 1, bias=False), torch.arange(12.0).view(4, 3)
+    torch.nn.init.ones_(model.weight)
+    opt = kf.FusedSGD(model.parameters(), lr=1.0)
+    for step in kf.DataLoader(model, TensorDataset(x), opt, batch_size=1, micro_batch=1, steps=1):
+        for (batch,) in step:
+            model(batch).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        opt.step()
+    return [float(w) for w in model.weight.detach().flatten()]
+
+
+def test_a_worker_without_a_micro_batch_clips_by_hand_as_the_others() -> None:
+    one, other = run_workers(2, clipped_by_hand)
+    assert one == other and torch.tensor(one).sub(1).norm() == pytest.approx(0.5, rel=1e-4)

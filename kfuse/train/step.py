@@ -176,6 +176,8 @@ class Step:
             for j in self.mine:
                 with self.micro_batch(j, opt) as batch:
                     yield batch
+            if not self.mine:  # no backward of this worker's has set p.grad, which the body may clip
+                opt.synchronize()
         except GeneratorExit:  # `steps` raises it, unless the body leaves the outer loop as well
             self.error = RuntimeError(
                 f"step {self.number}: the loop over its {len(self)} micro-batches ended early (by `break`, "
