@@ -110,7 +110,8 @@ class GlooGroup(Group):
         # the other that it can receive, and on one connection that word waits behind the data: half of a link's speed.
         self._pg, self._share_pg, self._from = made[0], made[1], made[::2]
         self._share_from = made[1::2] if size == 2 else [made[1]] * size
-        self._swap_below = _SWAP_BELOW_ON_ONE_HOST if len(set(self.hosts)) == 1 else _SWAP_BELOW
+        if size == 2:
+            self.swap_below = _SWAP_BELOW_ON_ONE_HOST if len(set(self.hosts)) == 1 else _SWAP_BELOW
 
     def lane(self, number: int) -> Group:
         if number == self._number:
@@ -156,7 +157,7 @@ class GlooGroup(Group):
         self._from, self._share_from = [], []
 
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
-        if self.size == 2 and tensor.nbytes < self._swap_below and op in ("sum", "avg"):
+        if tensor.nbytes < self.swap_below and op in ("sum", "avg"):
             theirs = torch.empty_like(tensor)
             work = self._pass_on(self._pg, theirs, tensor)
             return GlooPending(self, what, [(work, None)], lambda: tensor.add_(theirs))
@@ -164,7 +165,7 @@ class GlooGroup(Group):
 
     def all_to_all(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
         other = 1 - self.rank
-        if self.size > 2 or max(cut[other], into[other]) * tensor.element_size() < self._swap_below:
+        if self.size > 2 or max(cut[other], into[other]) * tensor.element_size() < self.swap_below:
             work = self._pg.alltoall_base(out, tensor, list(into), list(cut))
             return GlooPending(self, what, [(work, None)])
         mine, theirs = tensor.split_with_sizes(list(cut)), out.split_with_sizes(list(into))
@@ -179,7 +180,7 @@ class GlooGroup(Group):
         """Broadcasts: gloo's all-gather takes almost twice as long. They have connections of their own: messages of a
         process group must be started in the same order on all ranks, and these are not.
         """
-        if self.size == 2 and max(part.nbytes for part in parts) < self._swap_below:
+        if max(part.nbytes for part in parts) < self.swap_below:
             return self.pass_on(parts[1 - self.rank], parts[self.rank], what)
         return GlooPending(self, what, self._broadcasts(self._share_from, parts))
 

@@ -101,6 +101,7 @@ class Group:
     costs: Costs | None = None  # what its messages cost, once a probe has measured them (`comm.schedule=auto`)
     in_one_order: bool = False  # whether messages of all optimizers must be started in one order on all ranks
     adds_up: bool = False  # whether it has `reduce_scatter`
+    swap_below: int = 0  # bytes below which two workers exchange a tensor in one message; 0: never
 
     def __init__(
         self,

@@ -161,6 +161,9 @@ class EngineParts:
         )
         programs = [matrices if bucket.layout.costs else whole for bucket in self.gradient_buckets]
         programs += [apart] * (len(self.buckets) - len(programs))
+        for index, bucket in enumerate(self.buckets):
+            if bucket.sum.nbytes < self.group.swap_below:
+                programs[index] = transports.in_one_message(programs[index])
         tree = self.tree or options.tree
         self.executor = Executor(self.buckets, self.group, programs, options.dtype, tree, self.measurement.norms_of)
         self.now = Step()

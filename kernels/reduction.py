@@ -154,6 +154,9 @@ def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
 
     So only the last addition writes there.
     """
+    if len(rows) == 2 and all(row.dtype == out.dtype == torch.float32 for row in rows):
+        torch.add(*rows, out=out)
+        return
     program = postfix(len(rows), merges)
     additions, dtype = program.count(ADD), rows[0].dtype
     kind = torch.float64 if dtype == torch.float64 else torch.float32

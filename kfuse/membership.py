@@ -7,6 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TextIO
 
 from kfuse.comm.group import CommError, Group
@@ -42,6 +43,7 @@ class Session:
         self.lost = False  # training has failed because a worker or the supervisor was lost: exit waits for nothing
         self.left = False  # a view was formed without this worker, which therefore ends
         self._generation = 0  # of the active view, or of the one being entered
+        self._early: tuple[int, Future[Group]] | None = None  # a proposed view, and its group, which is being formed
         self.apart = False  # each worker is at a step of its own (pair averaging): no collective can be made
         self.has_trained = self.in_training = False  # a training has begun in this process; one is under way
         self.run_dir: TextIO | None = None  # holds its lock, so that no other run uses it while this process may write
@@ -122,7 +124,28 @@ class Session:
         """
         if self.elastic and self.view is None:
             self.link.send("ready")
+            from kfuse.comm import chunks, cost  # noqa: F401  # at the switch others would wait for their import
+
             self._enter(self.link.await_view(0), new=True)  # no time limit: the others may train for long before
+
+    def form_early(self) -> None:
+        """Between two steps: if a planned view is proposed, its workers connect beside training, up to the switch.
+
+        On CPUs: a communicator of NCCL is not made beside the messages of another one.
+        """
+        view = self.link.view(self._generation)
+        if view is None or view.recovers or self._early is not None or self.group.in_one_order:
+            return
+        rank = view.rank_of(self.worker)
+        if rank is not None and view.size > 1:
+            from kfuse.elastic.rendezvous import form_early
+
+            def check() -> None:
+                self.link.check()
+                if self.link.view(view.generation) is not None:
+                    raise CommError("another view was formed")
+
+            self._early = view.generation, form_early(view, rank, self.group, check)
 
     def switch(self, generation: int) -> bool:
         """Moves to the view of `generation`, at the same step boundary on every worker; False if this one leaves.
@@ -149,7 +172,7 @@ class Session:
         """
         rank = view.rank_of(self.worker)
         self._generation = view.generation
-        old = self.group
+        old, early, self._early = self.group, self._early, None
         if view.recovers:
             old.abort()
         else:
@@ -163,7 +186,9 @@ class Session:
             return False
         from kfuse.elastic.rendezvous import form_group  # where a supervisor has started this worker
 
-        group = form_group(view, rank, old, self.check, new)
+        begun = early[1] if early is not None and early[0] == view.generation else None
+        group = form_group(view, rank, old, self.check, new, begun)
+        group.check = self.check
         try:
             group.connect_lanes(max(1, self.lanes_used))
             if self.comm.tree == "latency":  # it follows this view's links

@@ -13,6 +13,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from kfuse.elastic.launchers.local import stopped
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
@@ -34,6 +36,7 @@ CONTEXT.set_forkserver_preload(
 
 class WarmProcess:
     running = True
+    cause = ""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
@@ -49,15 +52,23 @@ class WarmProcess:
         """May be awaited once."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._process.sentinel, ended.set)
+        watching = asyncio.create_task(self._kill_once_stopped())
         try:
             await ended.wait()
         finally:
+            watching.cancel()
             loop.remove_reader(self._process.sentinel)
         self._process.join()  # no wait: its end of the pipe is closed
         self.status = self._process.exitcode
         assert self.status is not None
         self._process.close()
         return self.status
+
+    async def _kill_once_stopped(self) -> None:
+        """As a LocalProcess does."""
+        await stopped(self.pid or 0)
+        self.cause = "was stopped by a signal, and killed"
+        self.kill()
 
     def kill(self) -> None:
         if self.status is None:

@@ -99,11 +99,18 @@ def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool)
     return whole, matrices, apart
 
 
+def in_one_message(program: Program) -> Program:
+    """Of two workers each adds up the whole bucket, where the program leaves each one its shard, to be shared then."""
+    own = program.sharded or program.measures_shards or program.has("orthogonalise")
+    return program if own or program.transport != "all_to_all" else schedule.all_reduce("swap")
+
+
 _CLASSES = {  # imported when used: `import kfuse` is quick
     "allreduce": f"{__name__}:AllReduce",
     "reduce_scatter": f"{__name__}:ReduceScatter",
     "all_to_all": f"{__name__}.all_to_all:AllToAll",
     "all_to_all, two workers": f"{__name__}.all_to_all:TwoWorkers",
+    "swap": f"{__name__}.all_to_all:Swap",
     "symmetric": f"{__name__}.symmetric:Symmetric",
     "tree": f"{__name__}.tree:Tree",
 }

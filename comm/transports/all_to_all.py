@@ -162,3 +162,39 @@ class TwoWorkers:
             first, last = last, last + num_blocks(part.elements.stop - part.elements.start)
             squares = None if sumsq is None else sumsq[first:last]
             reduce(rows, self._merges, flat[part.elements], sumsq=squares)
+
+
+class Swap:
+    """The transport of small buckets in such a group: each worker gets the other's contributions whole, and adds up.
+
+    One message, where `TwoWorkers` has a second one for the share of the sums: it costs more than the bytes, of which
+    there are as many where each worker has one contribution.
+    """
+
+    def __init__(self, group: Group, cuts: Cuts | None = None) -> None:
+        self._group, self._received = group, dict[int, list[Tensor]]()
+        self._messages: dict[int, tuple[Sequence[Tensor], list[Pending]]] = {}
+
+    def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
+        self._pieces, self._merges = pieces, merges
+
+    def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
+        rank, theirs, none = self._group.rank, self._received.setdefault(key, []), slots[0][:0]
+        mine, count = self._pieces[rank], self._pieces[1 - rank]
+        if theirs and theirs[0].shape != slots[0].shape:
+            theirs.clear()
+        theirs += [torch.empty_like(slots[0]) for _ in range(count - len(theirs))]
+        exchanges = []
+        for k in range(max(mine, count)):
+            sent, received = slots[k] if k < mine else none, theirs[k] if k < count else none
+            into, cut = ([0 if r == rank else each.numel() for r in range(2)] for each in (received, sent))
+            exchanges.append(self._group.all_to_all(received, into, sent, cut, f"{what} (swap)"))
+        self._messages[key] = slots, exchanges
+
+    def wait(self, key: int) -> None:
+        slots, exchanges = self._messages.pop(key)
+        for exchange in exchanges:
+            exchange.wait()
+        rank = self._group.rank
+        rows = slots[: self._pieces[rank]], self._received[key][: self._pieces[1 - rank]]
+        reduce([*rows[rank], *rows[1 - rank]], self._merges, slots[0])

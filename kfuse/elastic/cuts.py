@@ -19,7 +19,7 @@ Pair = tuple[int, int]  # numbers of two workers, the smaller one first
 
 _log = logging.getLogger("kfuse")
 
-_REACH_S = 5.0  # for a connection: a lost packet of it is sent again after 1 s and 3 s
+_REACH_S = 2.5  # for a connection: a lost packet of it is sent again after 1 s
 _ANSWER_S = _REACH_S + 2.0
 _AGAIN_S = 10.0  # until a new worker that does not reach the others tries again
 

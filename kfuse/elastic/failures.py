@@ -77,9 +77,7 @@ class Failures:
             self._roster.settle("failure")  # without those that it waited for
             return
         self._forget_before_progress()
-        if not self._since_step.contacts:  # it may have been a moment's
-            self._regroup(why)
-        elif job.inquiry != job.view.generation:
+        if job.inquiry != job.view.generation:
             job.inquiry = job.view.generation
             job.run(self._inquire(why))
 
@@ -104,11 +102,13 @@ class Failures:
         self._roster.settle("failure")
 
     async def _inquire(self, why: str) -> None:
-        """Contact was lost again: where some workers do not reach each other the others go on without one side."""
+        """Where some workers do not reach each other the others go on without one side. Else it was a moment's loss of
+        contact; if it comes again, some may hang.
+        """
         row, evicted = self._since_step, await self.cuts.evict()
         if evicted:
             row.lost, row.contacts = row.lost - row.contacts, 0  # these and the loss of those that go are one
-        elif evicted is False and not await self._end_absent():
+        elif evicted is False and not (row.contacts and await self._end_absent()):
             self._regroup(why)
 
     async def _end_absent(self) -> bool:

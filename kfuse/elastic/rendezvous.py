@@ -10,8 +10,10 @@ import functools
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,8 +29,9 @@ from kfuse.elastic.protocol import ControlError, Member, View, place
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _JOB_TIMEOUT_S = 600.0  # rank 0 loads the data before it announces the job
 
-_ARRIVED = "arrived"  # a key in a view's store: a worker of the view before has come
-_POLL_S = 0.01
+# Keys in a view's store: a worker of the view before is at the switch; this rank connects.
+_ARRIVED, _COMES = "arrived", "comes/"
+_POLL_S = 0.002
 _CONNECT_S = 1.0  # an attempt to reach a view's store, which is there before the view is announced
 
 
@@ -160,24 +163,54 @@ def _new_group(
     return GlooGroup(rank, size, store, device, timeout_s, address, check, hosts)
 
 
-def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new: bool) -> Group:
+def form_early(view: View, rank: int, old: Group, check: Callable[[], None]) -> Future[Group]:
+    """Begins to form the group of a planned view, in a thread beside training. The arguments: as of `form_group`."""
+    early: Future[Group] = Future()
+
+    def run() -> None:
+        try:
+            early.set_result(_connected(view, rank, old, check, meets=True))
+        except Exception as error:
+            early.set_exception(error)
+
+    threading.Thread(target=run, name="kfuse-early", daemon=True).start()
+    return early
+
+
+def form_group(
+    view: View, rank: int, old: Group, check: Callable[[], None], new: bool, early: Future[Group] | None = None
+) -> Group:
     """The group of a view, with the old group's device and timeout. `check`: called while waiting; raises to end it.
 
     new: this worker was in no view before. It waits without a time limit until the others come, after the steps that
-    they make before the switch. Raises CommError if the store or another worker cannot be reached, and what `check`
-    raises.
+    they make before the switch. early: what `form_early` has begun. Raises CommError if the store or another worker
+    cannot be reached, and what `check` raises.
     """
     if view.size == 1:
         return Group(device=old.device, timeout_s=old.timeout_s, check=check)
+    joins = new and view.reason in ("grow", "replace")
+    if early is None:
+        group = _connected(view, rank, old, check, meets=joins)
+    else:
+        group = old.connect(early.result, lambda made: None)
+    if not new:
+        group.store.set(_ARRIVED, "")
+    while joins and not group.store.check([_ARRIVED]):
+        check()
+        time.sleep(_POLL_S)  # not `wait`: cut into slices it fails after some hundred
+    return group
+
+
+def _connected(view: View, rank: int, old: Group, check: Callable[[], None], meets: bool) -> Group:
+    """meets: the others come at other moments. Before it connects it waits for them in the store, however long."""
     host, port = view.store
     try:
         store = connect_store(host, port, old.timeout_s, check)
         address = own_address(host, port)
-        if not new:
-            store.set(_ARRIVED, "")
-        while new and view.reason in ("grow", "replace") and not store.check([_ARRIVED]):
+        store.set(f"{_COMES}{rank}", "")
+        while meets and not store.check([f"{_COMES}{each}" for each in range(view.size)]):
             check()
-            time.sleep(_POLL_S)  # not `wait`: cut into slices it fails after some hundred
+            time.sleep(_POLL_S)
     except (CommError, ControlError):
         raise
     except (RuntimeError, OSError) as error:

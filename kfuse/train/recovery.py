@@ -118,6 +118,7 @@ class Recovery:
         session, at = self.session, self.progress
         if session.elastic:
             session.check()
+            session.form_early()
             drop_retired()
         if self.given.checkpoints is not None and not session.apart:  # else each worker has a model of its own
             self.given.checkpoints.save_when_due(at.step, at.epoch, self.state.capture_on_leader)

@@ -225,7 +225,7 @@ class _Agent:
         await asyncio.wait([reading], timeout=_LAST_OUTPUT_S)  # what it started may hold the pipe open
         reading.cancel()
         del self.processes[number]
-        send(self._writer, "ended", worker=number, status=status)
+        send(self._writer, "ended", worker=number, status=status, cause=process.cause)
 
     async def _pass_on(self, number: int, process: LocalProcess) -> None:
         async for line in process.lines():

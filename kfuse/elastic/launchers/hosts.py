@@ -1,6 +1,6 @@
 """Workers on several machines without a cluster manager: each host's agent offers slots and starts workers in them.
 
-agent -> launcher: hello (token, slots, host, only), line (worker, text), ended (worker, status), leaving, alive.
+agent -> launcher: hello (token, slots, host, only), line (worker, text), ended (worker, status, cause), leaving, alive.
 launcher -> agent: welcome (command, folder, share, grace_s, notice_signals), start (worker, env), kill (worker), left
 (no "start" comes any more), alive, over.
 """
@@ -169,7 +169,7 @@ class HostsLauncher:
                 elif process is not None and message["type"] == "ended":
                     del host.processes[process.number]
                     host.cut_off |= process.cut_off
-                    process.end(int(message["status"]))
+                    process.end(int(message["status"]), message.get("cause", ""))
                     self._place()
                 elif message["type"] == "leaving":
                     host.noticed = True

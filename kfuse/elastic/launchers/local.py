@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kfuse.cores import cores
-from kfuse.elastic.protocol import ENV_LOG
+from kfuse.elastic.protocol import ENV_LOG, HEARTBEAT_S
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_LINE = 2**20  # bytes
+_STOPPED_LOOKS = 3  # that find a process stopped: as a whole job goes on after a stop, one look may
+_DRIVERS = ("nvidia*", "nvhost*", "kfd", "dxg")  # files in /dev of CUDA, of its boards, of ROCm, of WSL
 
 
 class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
@@ -27,6 +29,7 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
     """
 
     running = True
+    cause = ""  # why it was killed here
 
     def __init__(self, slot: int, log: BinaryIO | None = None) -> None:
         """slot: its number among those that run on this machine. log: what it prints is written there too."""
@@ -41,11 +44,13 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.SubprocessTransport)
         self._process = transport
+        self._watching = asyncio.create_task(self._kill_once_stopped())
         super().connection_made(transport)
 
     def process_exited(self) -> None:
         """Kills its process group, once: the number may later be another group's."""
         self._kill_group()
+        self._watching.cancel()
         self._exited.set()
         super().process_exited()
 
@@ -78,6 +83,11 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
         status = self._process.get_returncode()
         assert status is not None
         return status
+
+    async def _kill_once_stopped(self) -> None:
+        await stopped(self._process.get_pid())
+        self.cause = "was stopped by a signal, and killed"  # the others wait for it, and nobody knows for how long
+        self.kill()
 
     def kill(self) -> None:
         if not self.ended:
@@ -122,9 +132,7 @@ class LocalLauncher:
     @property
     def gpus(self) -> int:
         """How many GPUs its workers see, as this process does."""
-        from kfuse.comm import devices  # here, as Ray copies this module to where kfuse is not imported
-
-        return devices.count()
+        return gpus()
 
     async def open(self) -> str:
         return "127.0.0.1"
@@ -164,6 +172,25 @@ class LocalLauncher:
 
     async def close(self) -> None:
         """Does nothing: the processes have ended."""
+
+
+async def stopped(pid: int) -> None:
+    """Returns when a signal has stopped this process, and it has not gone on for some looks."""
+    looks = 0
+    while looks < _STOPPED_LOOKS:
+        await asyncio.sleep(HEARTBEAT_S)
+        with contextlib.suppress(OSError):  # it has ended
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            looks = looks + 1 if state == "T" else 0
+
+
+def gpus() -> int:
+    """How many GPUs this process sees. Where there is no driver torch is not asked: its import takes seconds."""
+    if not any(found for name in _DRIVERS for found in Path("/dev").glob(name)):
+        return 0
+    from kfuse.comm import devices  # here, as Ray copies this module to where kfuse is not imported
+
+    return devices.count()
 
 
 def open_log(env: Mapping[str, str]) -> BinaryIO | None:
