@@ -18,7 +18,7 @@ from kfuse.elastic.protocol import ENV_LOG, HEARTBEAT_S
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_LINE = 2**20  # bytes
-_STOPPED_LOOKS = 3  # that find a process stopped: as a whole job goes on after a stop, one look may
+_STOPPED_LOOKS = 4  # that find a process stopped: as a whole job goes on after a stop, one look may
 _DRIVERS = ("nvidia*", "nvhost*", "kfd", "dxg")  # files in /dev of CUDA, of its boards, of ROCm, of WSL
 
 
@@ -86,7 +86,7 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
 
     async def _kill_once_stopped(self) -> None:
         await stopped(self._process.get_pid())
-        self.cause = "was stopped by a signal, and killed"  # the others wait for it, and nobody knows for how long
+        self.cause = "was stopped by a signal and was killed"  # the others wait for it, and nobody knows for how long
         self.kill()
 
     def kill(self) -> None:
