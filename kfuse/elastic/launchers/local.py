@@ -179,9 +179,8 @@ async def stopped(pid: int) -> None:
     looks = 0
     while looks < _STOPPED_LOOKS:
         await asyncio.sleep(HEARTBEAT_S)
-        with contextlib.suppress(OSError):  # it has ended
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            looks = looks + 1 if state == "T" else 0
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # else it has ended
+            looks = looks + 1 if file.read().rpartition(b")")[2].startswith(b" T") else 0
 
 
 def gpus() -> int:
