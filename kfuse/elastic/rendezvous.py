@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from kfuse.comm import devices
-from kfuse.comm.group import EARLY, CommError, Group
+from kfuse.comm.group import EARLY, CommError, Group, in_thread
 from kfuse.elastic.protocol import ControlError, Member, View, place
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -206,7 +207,9 @@ def _connected(view: View, rank: int, old: Group, check: Callable[[], None], mee
     """meets: the others come at other moments. Before it connects it waits for them in the store, however long."""
     host, port = view.store
     with _needs_store(view):
-        store = connect_store(host, port, old.timeout_s, check)
+        # In a thread: torch waits for an answer of a store that is closed meanwhile.
+        connecting = partial(connect_store, host, port, old.timeout_s, check)
+        store = in_thread(connecting, lambda made: None, check, 2 * old.timeout_s).result()
         address = own_address(host, port)
         store.set(f"{_COMES}{rank}", "")
         if meets:
