@@ -166,15 +166,11 @@ class NoiseScale:
         )
         self._weight = keep * self._weight + new
 
-    def means(self) -> tuple[float, float] | tuple[None, None]:
-        """The running means of S and of G2; None before the first known step."""
-        if self._weight == 0:
-            return None, None
-        return self._sums[0] / self._weight, self._sums[1] / self._weight
-
     def means_alone(self) -> Estimate:
-        """`means`, where nobody sees the rest."""
-        variance, grad_sq = self.means()
+        """The running means of S and of G2, where nobody sees the rest."""
+        if self._weight == 0:
+            return Estimate()
+        variance, grad_sq, _ = (total / self._weight for total in self._sums)
         return Estimate(mean_grad_variance=variance, mean_grad_sq=grad_sq)
 
     def estimate(self) -> Estimate:
