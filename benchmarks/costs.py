@@ -77,8 +77,6 @@ def lines(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, float], float,
         else:
             bound, variant = {16: 1.09, 64: 1.06}[megabytes], size["variants"]["allreduce"]
             yield f"{megabytes:g} MB of gradients / DDP", variant["cpu_to_ddp"], bound, variant["to_ddp"]
-    for kind, bound in (("growth", 0.045), ("shrink", 0.02)):
-        yield f"a {kind}: workers that stay stand still, s", {"median": job["gap_s"][kind]}, bound, None
 
 
 if __name__ == "__main__":

@@ -1,20 +1,17 @@
-"""What a whole elastic job costs beside DDP under torchrun, and how long workers stand still as others come and go.
+"""What a whole elastic job costs beside DDP under torchrun.
 
     python benchmarks/job_cost.py --json benchmarks/results/job_cost.json
 
-cost: two workers (gloo, one thread each) train as a job of `kfuse-run` with its supervisor and run directory, also with
-    reproducible sums, and by a loop with DDP and fused AdamW under torchrun: an MLP, elastic.py's network, and that
-    one with batches 12 times as large. The jobs run side by side, and in turns: each makes a block of steps while the
-    others wait. CPU time is that of all of a job's processes. What memory a process happened to get decides about page
-    faults, so each case starts several times, and the intervals are those over starts and blocks.
-gaps: the MLP's job grows from two workers to three and shrinks again. The time between two steps of a worker that
-    stays, the longest of them, less the median step of the run.
+Two workers (gloo, one thread each) train as a job of `kfuse-run` with its supervisor and run directory, also with
+reproducible sums, and by a loop with DDP and fused AdamW under torchrun: an MLP, elastic.py's network, and that one
+with batches 12 times as large. The jobs run side by side, and in turns: each makes a block of steps while the others
+wait. CPU time is that of all of a job's processes. What memory a process happened to get decides about page faults, so
+each case starts several times, and the intervals are those over starts and blocks.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import signal
@@ -39,7 +36,6 @@ CASES = {"mlp": (64, 150), "conv": (64, 80), "conv, large batch": (768, 12)}  # 
 NAMES = ("torchrun", "kfuse", "reproducible")
 LR, WARM = 1e-3, 2  # blocks before those that count
 METRICS_S = 0.15  # after a block: the supervisor takes its last records in
-GROWTH, SHRINK, END = 900, 1800, 2400  # steps of the job whose workers change
 
 
 def main() -> None:
@@ -60,10 +56,7 @@ def main() -> None:
             ratios.setdefault(case, {})[name] = {**row, "parent_us": parent_us}
             print(f"  {name} / DDP under torchrun: wall time {told(row['wall'])}, CPU time {told(row['cpu'])}", end="")
             print(f"; supervisor {parent_us:.0f} us a step")
-    gaps = [changes() for _ in track(range(3), "growth and shrink")]
-    gap_s = {kind: float(np.median([each[kind] for each in gaps])) for kind in ("growth", "shrink")}
-    print(f"workers that stay stand still: growth {gap_s['growth']:.3f} s, shrink {gap_s['shrink']:.3f} s")
-    write(arguments.json, ["torch"], ratios=ratios, gap_s=gap_s, gaps=gaps)
+    write(arguments.json, ["torch"], ratios=ratios)
 
 
 # -- jobs -------------------------------------------------------------------------------------------------------------
@@ -78,7 +71,7 @@ class Blocks:
             server.bind(path)
             server.listen()
             server.settimeout(120)
-            self._process = start(name, case, path, folder=f"{path}.run")
+            self._process = start(name, case, path)
             self._workers = [server.accept()[0].makefile("rwb") for _ in range(2)]
         self._parents = {json.loads(worker.readline()) for worker in self._workers}
         self._steps = CASES[case][1]
@@ -122,29 +115,11 @@ def cpu_s(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def changes() -> dict[str, float]:
-    """Seconds that the workers that stay stand still at a growth and at a shrink, beyond a median step."""
-    with tempfile.TemporaryDirectory(prefix="kfuse-job-") as folder:
-        process = start("changes", "mlp", folder, "--max-workers", "3", folder=f"{folder}/run")
-        output, _ = process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"exit status {process.returncode}\n{output[-4000:].decode()}")
-        logs = [np.loadtxt(path) for path in Path(folder).glob("steps-*")]
-    longest = {"growth": math.nan, "shrink": math.nan}
-    for log in logs:
-        times, sizes = log[:, 0], log[:, 1]
-        gaps = np.diff(times)
-        for at in np.flatnonzero(np.diff(sizes)):
-            kind = "growth" if sizes[at + 1] > sizes[at] else "shrink"
-            longest[kind] = np.fmax(longest[kind], float(gaps[at] - np.median(gaps)))
-    return longest
-
-
-def start(name: str, case: str, path: str, *options: str, folder: str) -> subprocess.Popen[bytes]:
+def start(name: str, case: str, path: str) -> subprocess.Popen[bytes]:
     if name == "torchrun":
         command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     else:
-        command = ["kfuse.cli.kfuse_run", "--observe-progress=false", "--workers", "2", "--run-dir", folder, *options]
+        command = ["kfuse.cli.kfuse_run", "--observe-progress=false", "--workers", "2", "--run-dir", f"{path}.run"]
     return subprocess.Popen(
         [sys.executable, "-m", *command, __file__, "worker", name, case, path],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
@@ -195,35 +170,13 @@ def kfuse_worker(name: str, case: str, path: str) -> None:
     kf.init(comm_timeout_s=60, comm_reproducible=name == "reproducible")
     model, x, y = problem(case)
     opt, (batch, steps) = kf.FusedAdamW(model.parameters(), lr=LR), CASES[case]
-    settings: dict[str, Any] = {"epochs": None, "batch_size": batch, "micro_batch": batch // 2}
-    if name == "changes":
-        kf.fit(model, (x, y), opt, changes_policy(opt, path), steps=END, **settings)
-        return
-    gate = Gate(path, steps)
-    for step in kf.DataLoader(model, (x, y), opt, steps=10**9, **settings):
+    gate, endless = Gate(path, steps), {"epochs": None, "steps": 10**9}
+    for step in kf.DataLoader(model, (x, y), opt, batch_size=batch, micro_batch=batch // 2, **endless):
         gate.step()
         for inputs, targets in step:
             F.cross_entropy(model(inputs), targets).backward()
         opt.step()
         opt.zero_grad()
-
-
-def changes_policy(opt: Any, folder: str) -> Any:
-    """A policy that asks for a third worker and sends it away, and writes when steps were over."""
-    import kfuse as kf
-
-    log = list[str]()
-
-    class Told(kf.BasePolicy):
-        def after_step(self) -> None:
-            step = opt.engine.step
-            log.append(f"{time.monotonic()} {kf.size()}\n")
-            if step in (GROWTH, SHRINK):
-                kf.resize(3 if step == GROWTH else 2)
-            if step == END or (step > SHRINK and kf.rank() == kf.size() - 1):
-                (Path(folder) / f"steps-{os.getpid()}").write_text("".join(log))
-
-    return Told()
 
 
 def torchrun_worker(name: str, case: str, path: str) -> None:
