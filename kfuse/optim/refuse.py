@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,13 @@ _OWN_LOOP = (
 
 def refuse_wrapped(model: nn.Module) -> None:
     """Raises TypeError if the model, or a module in it, is wrapped in DistributedDataParallel or sharded by FSDP."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it is not imported, no model is sharded
+    sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     for path, module in model.named_modules():
         name = ".".join(filter(None, ("model", path)))
         if issubclass(type(module), DistributedDataParallel):
             raise TypeError(_message(name, *_DDP))
-        if issubclass(type(module), _fsdp_classes()):
+        if issubclass(type(module), sharded):
             raise TypeError(_message(name, *_FSDP))
 
 
@@ -136,13 +139,6 @@ def refuse_unplanned(session: Session, planned: bool) -> None:
             "kf.DataLoader plans. For two passes (SAM) see docs/train.md; of several optimizers give kf.DataLoader a "
             "list, and a model with the parameters of all. Or use a fixed number of workers (torchrun)"
         )
-
-
-def _fsdp_classes() -> tuple[type, ...]:
-    """None where FSDP was not imported: then no model is sharded."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    names = ("FullyShardedDataParallel", "FSDPModule")
-    return tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))
 
 
 def _message(what: str, how: str, inner: str) -> str:
