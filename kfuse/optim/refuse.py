@@ -19,11 +19,6 @@ from kfuse.membership import Session
 from kfuse.optim.consistency import each_element_once
 from kfuse.optim.updates import named_parameters
 
-_OWN_LOOP = (
-    "this job is elastic: kf.fit or kf.DataLoader must drive its training loop, also one without a data set "
-    "(docs/train.md, data made in the loop)"
-)
-
 
 def refuse_wrapped(model: nn.Module) -> None:
     """Raises TypeError if the model, or a module in it, is wrapped in DistributedDataParallel or sharded by FSDP."""
@@ -104,7 +99,10 @@ def refuse_own_loop(session: Session, uses_scaler: bool) -> None:
     would find another scale on each worker, or no gradients to look at.
     """
     if session.elastic and not session.in_training:
-        raise RuntimeError(f"{_OWN_LOOP}; or use a fixed number of workers (torchrun)")
+        raise RuntimeError(
+            "this job is elastic: kf.fit or kf.DataLoader must drive its training loop, also one without a data set "
+            "(docs/train.md, data made in the loop); or use a fixed number of workers (torchrun)"
+        )
     if session.comm.sharded and uses_scaler:
         raise RuntimeError(
             "GradScaler with comm.state=sharded: it looks at p.grad, and no worker has a whole mean gradient. Use "
