@@ -128,8 +128,7 @@ class Step:
         fetch = self._fetcher.fetch_out_of_turn if j in self._fetched else self._fetcher.fetch
         fetched, samples = fetch(self.samples.task(j)), self.samples.sizes[j]
         self._fetched.add(j)
-        weighs = self._objective.weight_fn is not None
-        weight = self._objective.weight(fetched, samples) if weighs else samples  # before it is on a GPU: no wait
+        weight = self._objective.weight(fetched, samples)  # before it is on a GPU: no wait
         batch = self._fetcher.to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
         for each in tensors(batch):
