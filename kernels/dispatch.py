@@ -140,15 +140,11 @@ class Launch:
         """
         if not all(self.grid):
             return
-        first, device = "", None
-        for name, value in self.arguments.items():
-            if isinstance(value, Tensor):
-                if device is None:
-                    first, device = name, value.device
-                elif value.device != device:
-                    where = f"{name} is on {value.device}, {first} on {device}"
-                    raise ValueError(f"{self.kernel.__name__}: {where}: must be the same")
-        self.device = device
+        on = {name: value.device for name, value in self.arguments.items() if isinstance(value, Tensor)}
+        if len(set(on.values())) > 1:
+            where = ", ".join(f"{name} is on {device}" for name, device in on.items())
+            raise ValueError(f"{self.kernel.__name__}: {where}: must be the same")
+        self.device = next(iter(on.values()), None)
         self._start_there()
 
     def again(self, given: Any) -> bool:
