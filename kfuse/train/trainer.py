@@ -85,7 +85,7 @@ class Trainer:
             try:
                 with self._exits():
                     for j in step.mine:
-                        with step.micro_batch(j) as batch:
+                        with step.micro_batch(j, self.opt) as batch:
                             step.loss, step.figures = self.forward(batch)
                             step.loss.backward()  # type: ignore[no-untyped-call]
                     if self.audit is not None:
