@@ -140,11 +140,11 @@ class Launch:
         """
         if not all(self.grid):
             return
-        on = {name: value.device for name, value in self.arguments.items() if isinstance(value, Tensor)}
-        if len(set(on.values())) > 1:
-            where = ", ".join(f"{name} is on {device}" for name, device in on.items())
-            raise ValueError(f"{self.kernel.__name__}: {where}: must be the same")
-        self.device = next(iter(on.values()), None)
+        on = [value.device for value in self.arguments.values() if isinstance(value, Tensor)]
+        if on.count(on[0]) < len(on):
+            where = [f"{name} is on {each.device}" for name, each in self.arguments.items() if isinstance(each, Tensor)]
+            raise ValueError(f"{self.kernel.__name__}: {', '.join(where)}: must be the same")
+        self.device = on[0]
         self._start_there()
 
     def again(self, given: Any) -> bool:
