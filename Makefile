@@ -16,7 +16,14 @@ DOCS_VENV := .venv-docs
 # What is tested: this checkout, or a wheel (make test WHEEL=dist/kfuse-0.1.0-py3-none-any.whl).
 WHEEL ?= .
 INSTALL := -m pip --quiet --quiet --disable-pip-version-check install
-PIP := $(INSTALL) -c constraints.txt
+# make test TORCH=2.14.1 (or test-all): with that torch and its Triton, in environments of their own.
+CONSTRAINTS := constraints.txt
+ifdef TORCH
+TEST_VENV := .venv-test-$(TORCH)
+FRAMEWORKS_VENV := .venv-frameworks-$(TORCH)
+CONSTRAINTS := build/constraints-$(TORCH).txt
+endif
+PIP := $(INSTALL) -c $(CONSTRAINTS)
 
 .PHONY: run test test-all test-frameworks test-newest docs lint reference python clean
 .DELETE_ON_ERROR:
@@ -74,19 +81,23 @@ lint: $(TEST_VENV)/.installed
 reference: $(VENV)/.installed
 	$(VENV)/bin/python -m kfuse.tools.reference docs/reference.md docs/support.md
 
+build/constraints-%.txt: constraints.txt
+	mkdir -p build
+	{ grep -vE '^(torch|triton)==' constraints.txt; echo torch==$*; } > $@
+
 # `make run` uses the checkout itself (editable); `make test` uses a wheel, built anew each time.
 $(VENV)/.installed: pyproject.toml constraints.txt | python
 	$(PYTHON) -m venv --clear $(VENV)
 	$(VENV)/bin/python $(PIP) --editable .
 	touch $@
 
-$(TEST_VENV)/.installed: pyproject.toml constraints.txt | python
+$(TEST_VENV)/.installed: pyproject.toml $(CONSTRAINTS) | python
 	$(PYTHON) -m venv --clear $(TEST_VENV)
 	$(TEST_VENV)/bin/python $(PIP) setuptools
 	$(TEST_VENV)/bin/python $(PIP) --no-build-isolation '.[test]'
 	touch $@
 
-$(FRAMEWORKS_VENV)/.installed: pyproject.toml constraints.txt | python
+$(FRAMEWORKS_VENV)/.installed: pyproject.toml $(CONSTRAINTS) | python
 	$(PYTHON) -m venv --clear $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) setuptools
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation '.[transformers,lightning,slurm,wandb,mlflow,trackio]' \

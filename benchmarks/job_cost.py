@@ -2,17 +2,23 @@
 
     python benchmarks/job_cost.py --json benchmarks/results/job_cost.json
 
-cost: two workers (gloo, one thread each) train an MLP on random data, about 3 ms a step, as a job of `kfuse-run` with
-    its supervisor and run directory, and by a loop with DDP and fused AdamW under torchrun. The jobs take turns. CPU
-    time of all processes, in which starts do not count: each process tells its own at two steps.
-gaps: the same job grows from two workers to three and shrinks again. The time between two steps of a worker that
+cost: two workers (gloo, one thread each) train as a job of `kfuse-run` with its supervisor and run directory, also with
+    reproducible sums, and by a loop with DDP and fused AdamW under torchrun: an MLP, elastic.py's network, and that
+    one with batches 12 times as large. The jobs run side by side, and in turns: each makes a block of steps while the
+    others wait. CPU time is that of all of a job's processes. What memory a process happened to get decides about page
+    faults, so each case starts several times, and the intervals are those over starts and blocks.
+gaps: the MLP's job grows from two workers to three and shrinks again. The time between two steps of a worker that
     stays, the longest of them, less the median step of the run.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,158 +30,225 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from elastic_systems import problem as convolutional
 from report import median_interval, parser_of, told, warn_if_busy, write
 from rich.progress import track
 from torch import Tensor, nn
 
-WARM, STEPS = 300, 1500  # steps before the first look at the CPU time, and until the last
-BATCH, LR = 64, 1e-3
+CASES = {"mlp": (64, 150), "conv": (64, 80), "conv, large batch": (768, 12)}  # samples a step, steps of a block
+NAMES = ("torchrun", "kfuse", "reproducible")
+LR, WARM = 1e-3, 2  # blocks before those that count
+METRICS_S = 0.15  # after a block: the supervisor takes its last records in
 GROWTH, SHRINK, END = 900, 1800, 2400  # steps of the job whose workers change
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=20, help="blocks of each job (default 20)")
+    parser.add_argument("--starts", type=int, default=3, help="of each case (default 3)")
     arguments = parser.parse_args()
     warn_if_busy()
-    costs = []
-    for number in track(range(arguments.rounds), "jobs in turns"):
-        names = ("kfuse", "torchrun") if number % 2 else ("torchrun", "kfuse")
-        costs.append({name: cost(name) for name in names})
-    ratio = median_interval(np.array([each["kfuse"]["cpu_ms"] / each["torchrun"]["cpu_ms"] for each in costs]))
-    wall = median_interval(np.array([each["kfuse"]["step_ms"] / each["torchrun"]["step_ms"] for each in costs]))
-    parents = {
-        name: 1e3 * float(np.median([each[name]["parent_ms"] for each in costs])) for name in ("kfuse", "torchrun")
-    }
-    gaps = [changes() for _ in track(range(max(3, arguments.rounds // 2)), "growth and shrink")]
+    ratios: dict[str, dict[str, Any]] = {}
+    for case in CASES:
+        starts = [cost(case, arguments.rounds) for _ in track(range(arguments.starts), case)]
+        found = {name: np.concatenate([start[name] for start in starts]) for name in NAMES}
+        print(f"{case}: a step takes {1e3 * float(np.median(found['torchrun'][:, 0])):.1f} ms by DDP")
+        for name in NAMES[1:]:
+            pairs = found[name] / found["torchrun"]
+            row = {"wall": median_interval(pairs[:, 0]), "cpu": median_interval(pairs[:, 1])}
+            parent_us = 1e6 * float(np.median(found[name][:, 2]))
+            ratios.setdefault(case, {})[name] = {**row, "parent_us": parent_us}
+            print(f"  {name} / DDP under torchrun: wall time {told(row['wall'])}, CPU time {told(row['cpu'])}", end="")
+            print(f"; supervisor {parent_us:.0f} us a step")
+    gaps = [changes() for _ in track(range(3), "growth and shrink")]
     gap_s = {kind: float(np.median([each[kind] for each in gaps])) for kind in ("growth", "shrink")}
-    print(f"CPU time of all processes, kfuse / DDP under torchrun: {told(ratio)}; wall time of a step: {told(wall)}")
-    print(f"supervisor {parents['kfuse']:.0f} us a step, torchrun's agent {parents['torchrun']:.0f}")
     print(f"workers that stay stand still: growth {gap_s['growth']:.3f} s, shrink {gap_s['shrink']:.3f} s")
-    write(arguments.json, ["torch"], cpu=ratio, wall=wall, parent_us=parents, gap_s=gap_s, costs=costs, gaps=gaps)
+    write(arguments.json, ["torch"], ratios=ratios, gap_s=gap_s, gaps=gaps)
 
 
 # -- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def cost(name: str) -> dict[str, float]:
-    """CPU milliseconds a step, of all processes and of the workers' parent; milliseconds of a step."""
+class Blocks:
+    """A job that makes a block of steps whenever it is told to."""
+
+    def __init__(self, name: str, case: str, folder: str) -> None:
+        path = str(Path(folder, name))
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path)
+            server.listen()
+            server.settimeout(120)
+            self._process = start(name, case, path, folder=f"{path}.run")
+            self._workers = [server.accept()[0].makefile("rwb") for _ in range(2)]
+        self._parents = {json.loads(worker.readline()) for worker in self._workers}
+        self._steps = CASES[case][1]
+
+    def block(self) -> tuple[float, float, float]:
+        """Seconds of a step, of CPU time of all processes, and of that of the workers' parent."""
+        before = sum(map(cpu_s, self._parents))
+        for worker in self._workers:
+            worker.write(b"\n")
+            worker.flush()
+        found = [json.loads(worker.readline()) for worker in self._workers]
+        time.sleep(METRICS_S)
+        parent = sum(map(cpu_s, self._parents)) - before
+        wall = max(each["end"] for each in found) - min(each["began"] for each in found)
+        return wall / self._steps, (sum(each["cpu"] for each in found) + parent) / self._steps, parent / self._steps
+
+    def end(self) -> None:
+        os.killpg(self._process.pid, signal.SIGTERM)  # a worker of kfuse waits: its parent's end is its own
+        self._process.kill()
+        for worker in self._workers:
+            worker.close()
+        self._process.communicate()
+
+
+def cost(case: str, rounds: int) -> dict[str, np.ndarray]:
+    """Of each job, by block: what `Blocks.block` returns."""
+    order, rows = random.Random(0), {name: list[tuple[float, float, float]]() for name in NAMES}
     with tempfile.TemporaryDirectory(prefix="kfuse-job-") as folder:
-        start(name, "cost", folder)
-        looks = [json.loads(path.read_text()) for path in Path(folder).glob("look-*")]
-    first, last = ([look[k] for look in looks] for k in range(2))
-    workers = sum(b["own"] - a["own"] for a, b in zip(first, last, strict=True))
-    parent = max(b["parent"] - a["parent"] for a, b in zip(first, last, strict=True))
-    seconds = max(b["time"] - a["time"] for a, b in zip(first, last, strict=True))
-    return {"cpu_ms": _each(workers + parent), "parent_ms": _each(parent), "step_ms": _each(seconds)}
+        jobs = {name: Blocks(name, case, folder) for name in NAMES}
+        for _ in range(WARM + rounds):
+            for name in order.sample(NAMES, len(NAMES)):
+                rows[name].append(jobs[name].block())
+        for job in jobs.values():
+            job.end()
+    return {name: np.array(each[WARM:]) for name, each in rows.items()}
 
 
-def _each(seconds: float) -> float:
-    return 1e3 * seconds / (STEPS - WARM)
+def cpu_s(pid: int) -> float:
+    """CPU time of a process's threads so far, in seconds, to the nanosecond. Linux."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def changes() -> dict[str, float]:
     """Seconds that the workers that stay stand still at a growth and at a shrink, beyond a median step."""
     with tempfile.TemporaryDirectory(prefix="kfuse-job-") as folder:
-        start("kfuse", "changes", folder, "--max-workers", "3")
+        process = start("changes", "mlp", folder, "--max-workers", "3", folder=f"{folder}/run")
+        output, _ = process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"exit status {process.returncode}\n{output[-4000:].decode()}")
         logs = [np.loadtxt(path) for path in Path(folder).glob("steps-*")]
-    longest = {"growth": 0.0, "shrink": 0.0}
+    longest = {"growth": math.nan, "shrink": math.nan}
     for log in logs:
         times, sizes = log[:, 0], log[:, 1]
         gaps = np.diff(times)
         for at in np.flatnonzero(np.diff(sizes)):
             kind = "growth" if sizes[at + 1] > sizes[at] else "shrink"
-            longest[kind] = max(longest[kind], float(gaps[at] - np.median(gaps)))
+            longest[kind] = np.fmax(longest[kind], float(gaps[at] - np.median(gaps)))
     return longest
 
 
-def start(name: str, task: str, folder: str, *options: str) -> None:
-    """Runs a job to its end. Raises RuntimeError, with what it said, where it fails."""
-    if name == "kfuse":
-        command = ["kfuse.cli.kfuse_run", "--observe-progress=false", "--workers", "2", "--run-dir", f"{folder}/run"]
-    else:
+def start(name: str, case: str, path: str, *options: str, folder: str) -> subprocess.Popen[bytes]:
+    if name == "torchrun":
         command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, "-m", *command, *options, __file__, "worker", name, task, folder]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if ended.returncode:
-        raise RuntimeError(f"{name}: exit status {ended.returncode}\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+    else:
+        command = ["kfuse.cli.kfuse_run", "--observe-progress=false", "--workers", "2", "--run-dir", folder, *options]
+    return subprocess.Popen(
+        [sys.executable, "-m", *command, __file__, "worker", name, case, path],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 # -- one worker -------------------------------------------------------------------------------------------------------
 
 
-def problem() -> tuple[nn.Module, Tensor, Tensor]:
+def problem(case: str) -> tuple[nn.Module, Tensor, Tensor]:
+    batch, _ = CASES[case]
+    if case != "mlp":
+        model, x, y = convolutional()
+        return model, x.repeat(batch // 64, 1, 1, 1), y.repeat(batch // 64)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-    return model, torch.randn(1792, 64), torch.randint(0, 10, (1792,))
+    return model, torch.randn(28 * batch, 64), torch.randint(0, 10, (28 * batch,))
 
 
-class Looks:
-    """At the CPU time so far of this process and of its parent, written as the last step is made."""
+class Gate:
+    """Before each block of steps the worker says how the one before was, and waits until it may go on."""
 
-    def __init__(self, folder: str) -> None:
-        self._path, self._looks = Path(folder) / f"look-{os.getpid()}", list[dict[str, float]]()
+    def __init__(self, path: str, steps: int) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)
+        self._lines, self._steps, self._made = connection.makefile("rwb"), steps, 0
 
-    def after(self, step: int) -> None:
-        if step in (WARM, STEPS):
-            fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-            parent = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-            self._looks.append({"time": time.perf_counter(), "own": time.process_time(), "parent": parent})
-        if step == STEPS:
-            self._path.write_text(json.dumps(self._looks))
+    def step(self) -> None:
+        if self._made % self._steps == 0:
+            said: Any = os.getppid()
+            if self._made:
+                end, cpu = time.monotonic(), time.process_time()
+                said = {"began": self._began, "end": end, "cpu": cpu - self._cpu}
+            self._lines.write(f"{json.dumps(said)}\n".encode())
+            self._lines.flush()
+            if not self._lines.readline():
+                os._exit(0)
+            self._began, self._cpu = time.monotonic(), time.process_time()
+        self._made += 1
 
 
-def kfuse_worker(task: str, folder: str) -> None:
+def kfuse_worker(name: str, case: str, path: str) -> None:
     import kfuse as kf
 
-    kf.init(comm_timeout_s=60)
-    model, x, y = problem()
-    opt = kf.FusedAdamW(model.parameters(), lr=LR)
-    looks, log = Looks(folder), list[str]()
+    kf.init(comm_timeout_s=60, comm_reproducible=name == "reproducible")
+    model, x, y = problem(case)
+    opt, (batch, steps) = kf.FusedAdamW(model.parameters(), lr=LR), CASES[case]
+    settings: dict[str, Any] = {"epochs": None, "batch_size": batch, "micro_batch": batch // 2}
+    if name == "changes":
+        kf.fit(model, (x, y), opt, changes_policy(opt, path), steps=END, **settings)
+        return
+    gate = Gate(path, steps)
+    for step in kf.DataLoader(model, (x, y), opt, steps=10**9, **settings):
+        gate.step()
+        for inputs, targets in step:
+            F.cross_entropy(model(inputs), targets).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def changes_policy(opt: Any, folder: str) -> Any:
+    """A policy that asks for a third worker and sends it away, and writes when steps were over."""
+    import kfuse as kf
+
+    log = list[str]()
 
     class Told(kf.BasePolicy):
         def after_step(self) -> None:
             step = opt.engine.step
-            if task == "cost":
-                looks.after(step)
-                return
             log.append(f"{time.monotonic()} {kf.size()}\n")
             if step in (GROWTH, SHRINK):
                 kf.resize(3 if step == GROWTH else 2)
             if step == END or (step > SHRINK and kf.rank() == kf.size() - 1):
                 (Path(folder) / f"steps-{os.getpid()}").write_text("".join(log))
 
-    steps = STEPS if task == "cost" else END
-    kf.fit(model, (x, y), opt, Told(), epochs=None, steps=steps, batch_size=BATCH, micro_batch=32)
+    return Told()
 
 
-def torchrun_worker(task: str, folder: str) -> None:
+def torchrun_worker(name: str, case: str, path: str) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    model, x, y = problem()
-    ddp = DistributedDataParallel(model)
-    opt = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    looks, step = Looks(folder), 0
-    while step < STEPS:
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(step))
-        for part in order.split(BATCH)[: STEPS - step]:
+    model, x, y = problem(case)
+    ddp, (batch, steps) = DistributedDataParallel(model), CASES[case]
+    opt, gate, epoch = torch.optim.AdamW(model.parameters(), lr=LR, fused=True), Gate(path, steps), 0
+    while True:
+        order, epoch = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)), epoch + 1
+        for part in order.split(batch):
+            gate.step()
             mine = part[rank::size]
+            opt.zero_grad()
             F.cross_entropy(ddp(x[mine]), y[mine]).backward()
             opt.step()
-            opt.zero_grad()
-            step += 1
-            looks.after(step)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
         torch.set_num_threads(1)
-        workers: dict[str, Callable[[str, str], Any]] = {"kfuse": kfuse_worker, "torchrun": torchrun_worker}
-        workers[sys.argv[2]](*sys.argv[3:5])
+        worker: Callable[..., None] = torchrun_worker if sys.argv[2] == "torchrun" else kfuse_worker
+        worker(*sys.argv[2:5])
     else:
         main()

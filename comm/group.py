@@ -39,6 +39,38 @@ class CommError(RuntimeError):
     """A collective failed or timed out. The message names the collective and the ranks that were waited for."""
 
 
+def in_thread(
+    act: Callable[[], Made], drop: Callable[[Made], None], check: Callable[[], None], limit_s: float
+) -> Future[Made]:
+    """What has become of `act`, in a thread: nothing can interrupt it while it waits for a process that is lost.
+
+    drop: called with what `act` has made after this function gave up. Raises TimeoutError, and what `check` raises.
+    """
+    outcome: Future[Made] = Future()
+
+    def run() -> None:
+        made: list[Made] = []
+        try:
+            made.append(act())
+            outcome.set_result(made[0])
+        except InvalidStateError:  # it was cancelled: nobody waits any more
+            drop(made[0])
+        except Exception as error:
+            with contextlib.suppress(InvalidStateError):
+                outcome.set_exception(error)
+
+    threading.Thread(target=run, name="kfuse-connect", daemon=True).start()
+    deadline = time.monotonic() + limit_s
+    try:
+        while not futures.wait([outcome], SLICE_S).done:
+            check()
+            if time.monotonic() > deadline:
+                raise TimeoutError
+    finally:
+        outcome.cancel()
+    return outcome
+
+
 class Pending:
     """Messages under way, with the peer each one waits for (None: all of them)."""
 
@@ -158,34 +190,16 @@ class Group:
     def connect(
         self, act: Callable[[], Made], drop: Callable[[Made], None], what: str = "connecting", late: str = "connect"
     ) -> Made:
-        """What `act` returns. It runs in a thread, since nothing can interrupt it while it waits for a lost worker.
+        """What `act` returns, which runs in a thread (see `in_thread`).
 
         drop: called with what `act` has made after this method gave up. what: it does, and late: what the others did
         not do in time, for errors. Raises CommError if `act` fails or is late, and what `check` raises.
         """
-        outcome: Future[Made] = Future()
-
-        def run() -> None:
-            made: list[Made] = []
-            try:
-                made.append(act())
-                outcome.set_result(made[0])
-            except InvalidStateError:  # it was cancelled: nobody waits any more
-                drop(made[0])
-            except Exception as error:
-                with contextlib.suppress(InvalidStateError):
-                    outcome.set_exception(error)
-
-        threading.Thread(target=run, name="kfuse-connect", daemon=True).start()
         limit_s = self.limit_s
-        deadline = time.monotonic() + limit_s
         try:
-            while not futures.wait([outcome], SLICE_S).done:
-                self.check()
-                if time.monotonic() > deadline:
-                    raise CommError(f"{self.whom()} did not {late} within {limit_s:.0f} s (comm.timeout_s)")
-        finally:
-            outcome.cancel()
+            outcome = in_thread(act, drop, self.check, limit_s)
+        except TimeoutError:
+            raise CommError(f"{self.whom()} did not {late} within {limit_s:.0f} s (comm.timeout_s)") from None
         if error := outcome.exception():
             raise CommError(f"{what} to {self.whom()}: {first_line(error)}")
         return outcome.result()

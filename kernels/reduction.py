@@ -154,8 +154,8 @@ def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
 
     So only the last addition writes there.
     """
-    if len(rows) == 2 and all(row.dtype == out.dtype == torch.float32 for row in rows):
-        torch.add(*rows, out=out)
+    if tuple(merges) == ((0, 1),) and all(row.dtype == out.dtype == torch.float32 for row in rows):
+        torch.add(rows[0], rows[1], out=out)
         return
     program = postfix(len(rows), merges)
     additions, dtype = program.count(ADD), rows[0].dtype

@@ -124,8 +124,6 @@ class Session:
         """
         if self.elastic and self.view is None:
             self.link.send("ready")
-            from kfuse.comm import chunks, cost  # noqa: F401  # at the switch others would wait for their import
-
             self._enter(self.link.await_view(0), new=True)  # no time limit: the others may train for long before
 
     def form_early(self) -> None:
@@ -185,6 +183,9 @@ class Session:
             self.left = True
             return False
         from kfuse.elastic.rendezvous import form_group  # where a supervisor has started this worker
+
+        if new and view.size > 1:
+            from kfuse.comm import chunks, cost  # noqa: F401  # after the switch the others would wait for the import
 
         begun = early[1] if early is not None and early[0] == view.generation else None
         group = form_group(view, rank, old, self.check, new, begun)

@@ -7,7 +7,7 @@ import os
 import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +29,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, width] to [B, T, width]. Position t sees positions 0 to t."""
         batch, length, width = x.shape
-        qkv: Tensor = self.qkv(x)
-        q, k, v = qkv.view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        out: Tensor = self.project(mixed.transpose(1, 2).reshape(batch, length, width))
-        return out
+        return cast(Tensor, self.project(mixed.transpose(1, 2).reshape(batch, length, width)))
 
 
 class Block(nn.Module):
@@ -53,8 +51,7 @@ class Block(nn.Module):
         """[B, T, width] to [B, T, width]."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         hidden = F.gelu(self.expand(self.norm2(x)))
-        out: Tensor = x + self.dropout(self.contract(hidden))
-        return out
+        return x + cast(Tensor, self.dropout(self.contract(hidden)))
 
 
 class GPT(nn.Module):
@@ -138,8 +135,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """fp32 [B, *input_shape] to a score per class, [B, num_classes]."""
-        logits: Tensor = self.layers(x)
-        return logits
+        return cast(Tensor, self.layers(x))
 
 
 class ResidualBlock(nn.Module):
@@ -198,9 +194,8 @@ class ConvNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images, fp32 [B, channels, H, W], to a score per class, [B, num_classes]."""
-        features: Tensor = self.stages(self.stem(x))
-        logits: Tensor = self.head(features.mean(dim=(2, 3)))
-        return logits
+        features = self.stages(self.stem(x))
+        return cast(Tensor, self.head(features.mean(dim=(2, 3))))
 
 
 def load_hf(
@@ -244,10 +239,8 @@ def load_hf(
     if block_size is not None and places is not None and block_size > places:
         raise ValueError(f"name={name}: takes {places} tokens at most: data.block_size={block_size} must not be above")
     model.register_forward_hook(_logits)
-    made: nn.Module = model
-    return made
+    return cast(nn.Module, model)
 
 
 def _logits(model: nn.Module, inputs: Any, output: Any) -> Tensor:
-    logits: Tensor = output.logits
-    return logits
+    return cast(Tensor, output.logits)

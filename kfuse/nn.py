@@ -21,6 +21,8 @@ from kfuse.statistics.noise_scale import moments
 class _Measured:
     """What both layers share. Inputs are [examples, ..., *normalized_shape].
 
+    Without weight, or where no gradient is wanted, the layers are torch's own.
+
     per_example_sq_norm: fp32 [examples], after a backward: the squared norm of what each example added to the gradients
         of weight and bias together. Under a loss that is the MEAN over B examples, an example's own gradient is B times
         what it added: multiply by B^2.
@@ -30,44 +32,35 @@ class _Measured:
 
     weight: nn.Parameter
     normalized_shape: tuple[int, ...]
+    elementwise_affine: bool
+    eps: Any  # a float; None in RMSNorm alone
     per_example_sq_norm: Tensor | None = None
     sq_norm: Tensor | None = None
     backwards = 0
 
-    def _normalise(self, x: Tensor, bias: Tensor | None, eps: float | None, centred: bool) -> Tensor:
-        shape = self.normalized_shape
-        if x.dim() <= len(shape) or x.shape[x.dim() - len(shape) :] != shape:
-            raise ValueError(
-                f"kf.nn.{type(self).__name__}: the input must be [examples, ..., {', '.join(map(str, shape))}], "
-                f"got {list(x.shape)}"
-            )
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # as torch's own normalisation
-        eps = torch.finfo(x.dtype).eps if eps is None else eps
-        return _Normalise.apply(x, self.weight, bias, eps, centred, self)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class LayerNorm(nn.LayerNorm, _Measured):
-    """torch.nn.LayerNorm; after a backward `per_example_sq_norm` is there.
-
-    Without weight, or where no gradient is wanted, it is torch's own.
-    """
-
     def forward(self, input: Tensor) -> Tensor:
         """[examples, ..., *normalized_shape] to the same shape. Raises ValueError for an input without examples."""
         if not (torch.is_grad_enabled() and self.elementwise_affine and self.weight.requires_grad):
-            return super().forward(input)
-        return self._normalise(input, self.bias, self.eps, centred=True)
+            return super().forward(input)  # type: ignore[misc, no-any-return]
+        shape = self.normalized_shape
+        if input.dim() <= len(shape) or input.shape[input.dim() - len(shape) :] != shape:
+            raise ValueError(
+                f"kf.nn.{type(self).__name__}: the input must be [examples, ..., {', '.join(map(str, shape))}], "
+                f"got {list(input.shape)}"
+            )
+        # In autocast as torch's own normalisation.
+        x = input.float() if torch.is_autocast_enabled(input.device.type) else input
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        bias, centred = getattr(self, "bias", None), isinstance(self, nn.LayerNorm)  # RMSNorm has no bias
+        return _Normalise.apply(x, self.weight, bias, eps, centred, self)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class RMSNorm(nn.RMSNorm, _Measured):
+class LayerNorm(_Measured, nn.LayerNorm):
+    """torch.nn.LayerNorm; after a backward `per_example_sq_norm` is there."""
+
+
+class RMSNorm(_Measured, nn.RMSNorm):
     """torch.nn.RMSNorm, likewise."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As `LayerNorm.forward`."""
-        if not (torch.is_grad_enabled() and self.elementwise_affine and self.weight.requires_grad):
-            return super().forward(x)
-        return self._normalise(x, None, self.eps, centred=False)
 
 
 class _Normalise(torch.autograd.Function):

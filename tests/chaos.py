@@ -232,7 +232,7 @@ class Chaos(BasePolicy):
         from kfuse.comm.executor import Executor
         from kfuse.comm.gloo import GlooGroup
         from kfuse.comm.transports import AllReduce
-        from kfuse.comm.transports.all_to_all import AllToAll, TwoWorkers
+        from kfuse.comm.transports.all_to_all import AllToAll, Swap, TwoWorkers
         from kfuse.optim import base, sharding
         from kfuse.train import audit, evaluation, trainer
 
@@ -284,7 +284,7 @@ class Chaos(BasePolicy):
 
         before(trainer.Trainer, "steps", steps)
         before(Engine, "open", here("forward"))
-        for transport in (AllToAll, AllReduce, TwoWorkers):
+        for transport in (AllToAll, AllReduce, Swap, TwoWorkers):
             before(transport, "launch", nothing, launched)
         before(Engine, "finish", nothing, here("reduced"))  # on all workers, and the optimizer does not know yet
         before(base, "scaling", here("between_reduction_and_update"))

@@ -16,12 +16,13 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from kfuse.comm.group import Group
+from kfuse.comm.group import CommError, Group
 from kfuse.comm.settings import CommOptions
 from kfuse.elastic import client as client_module
 from kfuse.elastic import protocol
 from kfuse.elastic.client import ControlClient
 from kfuse.elastic.protocol import ControlError, Member, View
+from kfuse.elastic.rendezvous import form_group
 from kfuse.membership import Session
 
 SILENCE_S = 0.5
@@ -204,6 +205,17 @@ def test_only_before_a_planned_view_the_group_has_messages(recovers: bool, stays
     told = [each for each in group.mock_calls if each != call.retire()]
     assert told == ([call.abort()] if recovers else planned)
     assert [each.args for each in client.send.mock_calls] == [("joined",) if stays else ("left",)]
+
+
+def test_a_store_that_does_not_answer_keeps_nobody_from_the_next_view() -> None:
+    """It is closed as another view is formed. Its port takes connections, and torch waits a second for its answer."""
+    looks, began = Mock(side_effect=[None] * 5 + [CommError("another view")]), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        members = Member(0, 1, "here"), Member(1, 1, "here")
+        view = View(2, members, ("127.0.0.1", silent.getsockname()[1]), "failure", recovers=True)
+        with pytest.raises(CommError, match="another view"):
+            form_group(view, 0, Group(timeout_s=30.0), looks, new=False)
+    assert time.monotonic() - began < 3
 
 
 def test_a_second_training_is_refused_where_workers_may_join() -> None:

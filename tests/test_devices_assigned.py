@@ -20,7 +20,7 @@ from kfuse.cli import kfuse_run
 from kfuse.comm import devices
 from kfuse.comm.devices import Device, DeviceError
 from kfuse.elastic import protocol
-from kfuse.elastic.launchers import TorchrunLauncher
+from kfuse.elastic.launchers import TorchrunLauncher, local
 from kfuse.settings.tree import ConfigError
 
 # -- the worker's side: its session chooses the device --------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_the_command_lines_refuse_more_workers_than_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(devices, "count", lambda: 2)
-    monkeypatch.setattr(kfuse_run, "gpus", lambda: 2)
+    monkeypatch.setattr(local, "gpus", lambda: 2)
     with pytest.raises(ConfigError, match=r"^workers\.count=3: must be at most 2 \("):
         run_job(tmp_path / "run", ["data=digits", "workers.count=3", "workers.max=3"])
     with pytest.raises(SystemExit, match="2"):

@@ -20,7 +20,7 @@ SEEN_AS = {
     "kill": "was ended by SIGKILL",
     "exception": "ended with exit status 1",
     "exit": "ended with exit status 3",
-    "stop": "sent no heartbeat",
+    "stop": "and was killed",
     "stuck_gil": "sent no heartbeat",
 }
 

@@ -202,8 +202,8 @@ async def test_workers_that_lose_contact_without_progress_end_the_job(stage: Sta
     await stage.train(0, 1)
     for generation in (1, 2):
         await stage.lose_contact(1, generation)
+        await stage.cut()
         await stage.join(0, 1)
-    await stage.cut()
     assert [each["saves"] for worker in stage.workers for each in worker.of_kind("failed")] == [True, False]
     assert not stage.workers[0].killed
     stage.workers[0].end(1)
@@ -264,8 +264,8 @@ async def test_a_worker_that_is_to_leave_is_in_the_view_that_recovers(stage: Sta
     await stage.train(0, 1, 2)
     await stage.says(0, "resize", workers=2)
     assert stage.workers[2].view == [0, 1]
-    await stage.says(2, "broken", generation=generation, why="")
-    await stage.settle()
+    await stage.lose_contact(2, generation)
+    await stage.cut()
     assert stage.workers[2].view == [0, 1, 2]
     await stage.join(0, 1, 2)
     assert stage.workers[2].view == [0, 1]

@@ -67,7 +67,7 @@ class WarmProcess:
     async def _kill_once_stopped(self) -> None:
         """As a LocalProcess does."""
         await stopped(self.pid or 0)
-        self.cause = "was stopped by a signal, and killed"
+        self.cause = "was stopped by a signal and was killed"
         self.kill()
 
     def kill(self) -> None:

@@ -188,7 +188,7 @@ class Swap:
         for k in range(max(mine, count)):
             sent, received = slots[k] if k < mine else none, theirs[k] if k < count else none
             into, cut = ([0 if r == rank else each.numel() for r in range(2)] for each in (received, sent))
-            exchanges.append(self._group.all_to_all(received, into, sent, cut, f"{what} (swap)"))
+            exchanges.append(self._group.all_to_all(received, into, sent, cut, f"{what} (all_to_all, exchange)"))
         self._messages[key] = slots, exchanges
 
     def wait(self, key: int) -> None:

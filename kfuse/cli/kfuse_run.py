@@ -18,9 +18,8 @@ from typing import Any, NoReturn
 from kfuse.cli.output import leave, survive_closed_output
 from kfuse.cli.run import supervise
 from kfuse.cores import cores
-from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
+from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher, local
 from kfuse.elastic.launchers.agent import AgentError, join
-from kfuse.elastic.launchers.local import gpus
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.logs import set_up_logging
@@ -151,7 +150,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     hosts.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
     hosts.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
     hosts.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
-    seen = gpus()
+    gpus = local.gpus()
     slots = "workers that this host takes (default: its GPUs, or its cores where it has none; with --listen also 0)"
     hosts.add_argument("--slots", type=int, help=slots)
     args, unknown = parser.parse_known_args(argv)
@@ -164,13 +163,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     several_hosts = args.listen is not None or args.join is not None
     if not several_hosts and (args.slots is not None or args.token_file is not None):
         parser.error("--slots and --token-file: must be used with --listen or --join")
-    args.slots = seen or cores() if args.slots is None else args.slots
+    args.slots = gpus or cores() if args.slots is None else args.slots
     least = 0 if args.listen is not None else 1
     if args.slots < least:
         parser.error(f"--slots {args.slots}: must be at least {least}")
     option, here = ("--slots", args.slots) if several_hosts else ("--workers", args.settings["workers_count"])
-    if 0 < seen < here:
-        parser.error(f"{option} {here}: must be at most {seen}, the GPUs here, as each worker needs one of its own")
+    if 0 < gpus < here:
+        parser.error(f"{option} {here}: must be at most {gpus}, the GPUs here, as each worker needs one of its own")
     if several_hosts:
         args.token = _token(parser, args.token_file)
     if args.join is not None:

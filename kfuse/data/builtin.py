@@ -165,7 +165,8 @@ class ImageFiles(Images):
     ) -> None:
         super().__init__(torch.from_numpy(labels.astype(np.int64)), pixels, augment)
         self.files, self.size = list(files), size
-        self._pillow = import_for("PIL.Image", "image_folder", "Pillow", "'kfuse[vision]'")
+        modules = ("PIL.Image", "PIL.ImageOps")
+        self._image, self._ops = (import_for(name, "image_folder", "Pillow", "'kfuse[vision]'") for name in modules)
 
     def pixels(self, indices: np.ndarray, generator: torch.Generator | None) -> Tensor:
         """Returns the decoded images. Raises DataError, which names the file, for one that cannot be decoded."""
@@ -182,19 +183,12 @@ class ImageFiles(Images):
 
     def _decode(self, file: Path) -> np.ndarray:
         try:
-            with self._pillow.open(file) as image:
-                box, size = middle_square(*image.size), (self.size, self.size)
-                return np.asarray(image.convert("RGB").resize(size, self._pillow.Resampling.BILINEAR, box))
+            with self._image.open(file) as image:
+                size, bilinear = (self.size, self.size), self._image.Resampling.BILINEAR
+                return np.asarray(self._ops.fit(image.convert("RGB"), size, bilinear))
         # Decoders raise many types for damaged files (OSError, SyntaxError, ValueError, struct.error, ...).
         except Exception as error:
             raise DataError(f"{file} cannot be decoded as an image: {error}") from error
-
-
-def middle_square(width: int, height: int) -> tuple[float, float, float, float]:
-    """Returns the largest centred square as (left, top, right, bottom)."""
-    side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
 
 
 def load_image_folder(

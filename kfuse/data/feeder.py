@@ -89,7 +89,8 @@ class Feeder(Fetcher):
         self._plan: TaskPlan | None = None
         self._order: deque[Task] = deque()  # the next tasks, in order: each is ready, or requested from a loader
         self._coming: Iterator[Task] = iter(())  # the tasks after those of `_order`
-        self._ready: dict[Task, Any] = {}  # batches, or failures, that have arrived and are not used yet
+        # Batches that have arrived and are not used yet, each with ""; or an exception, with the traceback there.
+        self._ready: dict[Task, tuple[Any, str]] = {}
         self._lost = 0  # loader processes that ended unexpectedly since a batch was last used
 
     @contextlib.contextmanager
@@ -132,10 +133,10 @@ class Feeder(Fetcher):
         """Waits for the batch of a task that was requested, and takes it. Raises as `fetch`."""
         while task not in self._ready:
             self._receive(task)
-        batch = self._ready.pop(task)
-        if isinstance(batch, Failure):
-            batch.error.add_note(batch.text)
-            raise batch.error
+        batch, trace = self._ready.pop(task)
+        if trace:
+            batch.add_note(trace)
+            raise batch
         return batch
 
     def close(self) -> None:
@@ -206,7 +207,7 @@ class Feeder(Fetcher):
             assert isinstance(connection, Connection)
             loader = by_connection[connection]
             try:
-                task, batch = connection.recv()
+                task, *answer = connection.recv()
             except (OSError, EOFError) as error:
                 loader.process.join(_END_S)
                 if loader.process.is_alive():
@@ -216,7 +217,7 @@ class Feeder(Fetcher):
                 continue
             loader.tasks.remove(task)
             if task == wanted or task in self._order:
-                self._ready[task] = batch
+                self._ready[task] = tuple(answer)
 
     def _replace(self, loader: _Loader, error: Exception) -> None:
         """A loader process has ended: another takes its place. A second one before a batch is used: LoaderError."""
@@ -234,14 +235,6 @@ class Feeder(Fetcher):
         other = self._loaders[loader.number] = self._start(loader.number)
         for task in loader.tasks:
             other.request(task)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception in a loader process, in place of a batch."""
-
-    error: Exception
-    text: str  # the traceback there
 
 
 def serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loading, parent: int) -> None:
@@ -283,7 +276,7 @@ def _reply(fetcher: Fetcher, task: Task, number: int, init: Callable[[int], obje
     try:
         if init is not None:
             init(number)
-        return ForkingPickler.dumps((task, fetcher.fetch(task)))
+        return ForkingPickler.dumps((task, fetcher.fetch(task), ""))
     except Exception as error:
         text = f"in loader process {number} (pid {os.getpid()}):\n{traceback.format_exc()}".rstrip()
         sent: Exception = error
@@ -291,7 +284,7 @@ def _reply(fetcher: Fetcher, task: Task, number: int, init: Callable[[int], obje
             pickle.loads(pickle.dumps(error))
         except Exception:  # it cannot be sent
             sent = RuntimeError(f"{type(error).__name__}: {error}")
-        return ForkingPickler.dumps((task, Failure(sent, text)))
+        return ForkingPickler.dumps((task, sent, text))
 
 
 def _without_file(family: str) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kfuse.comm.sum_tree import aligned_ranges
-from kfuse.data.dataset import Dataset, MapData, TensorData, to_device
+from kfuse.data.dataset import Dataset, MapData, TensorData
 from kfuse.data.sources import Stream
 
 
@@ -177,10 +177,6 @@ class Fetcher:
     def fetch_out_of_turn(self, task: Task) -> Any:
         """As `fetch`, for a task that `expect` did not announce: another worker's, or one that was fetched before."""
         return self.fetch(task)
-
-    def to_device(self, batch: Any, device: torch.device) -> Any:
-        """Returns the batch that was fetched last, with its tensors on `device`."""
-        return to_device(batch, device)
 
 
 def fetch(data: Dataset | Stream, indices: np.ndarray, seed: int, epoch: int) -> Any:

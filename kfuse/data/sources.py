@@ -114,12 +114,8 @@ class SourceStream(Stream):
         before_sample(number)
         sample = next(reader.iterator, _END)
         if sample is _END:  # the shard starts over
-            length = self._lengths[shard] = self._find_length(shard, reader)
-            reader = _Reader(self.dataset.open(shard, position % length), position % length, position % length)
-            before_sample(number)
-            sample = next(reader.iterator, _END)
-            if sample is _END:
-                raise self._without_samples(shard)
+            self._lengths[shard] = self._find_length(shard, reader)
+            return self.sample(number, before_sample)
         reader.position += 1
         self._readers[shard] = reader
         if len(self._readers) > _MOST_OPEN:

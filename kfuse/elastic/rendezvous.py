@@ -6,16 +6,18 @@ torchrun's environment variables name. The supervisor opens a store for each vie
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from kfuse.comm import devices
-from kfuse.comm.group import EARLY, CommError, Group
+from kfuse.comm.group import EARLY, CommError, Group, in_thread
 from kfuse.elastic.protocol import ControlError, Member, View, place
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -193,29 +195,44 @@ def form_group(
         group = _connected(view, rank, old, check, meets=joins)
     else:
         group = old.connect(early.result, lambda made: None)
-    if not new:
-        group.store.set(_ARRIVED, "")
-    while joins and not group.store.check([_ARRIVED]):
-        check()
-        time.sleep(_POLL_S)  # not `wait`: cut into slices it fails after some hundred
+    with _needs_store(view):
+        if not new:
+            group.store.set(_ARRIVED, "")
+        elif joins:
+            _await_keys(group.store, [_ARRIVED], check)
     return group
 
 
 def _connected(view: View, rank: int, old: Group, check: Callable[[], None], meets: bool) -> Group:
     """meets: the others come at other moments. Before it connects it waits for them in the store, however long."""
     host, port = view.store
-    try:
-        store = connect_store(host, port, old.timeout_s, check)
+    with _needs_store(view):
+        # In a thread: torch waits for an answer of a store that is closed meanwhile.
+        connecting = partial(connect_store, host, port, old.timeout_s, check)
+        store = in_thread(connecting, lambda made: None, check, 2 * old.timeout_s).result()
         address = own_address(host, port)
         store.set(f"{_COMES}{rank}", "")
-        while meets and not store.check([f"{_COMES}{each}" for each in range(view.size)]):
-            check()
-            time.sleep(_POLL_S)
+        if meets:
+            _await_keys(store, [f"{_COMES}{each}" for each in range(view.size)], check)
+    return _new_group(rank, view.members, store, old.device, old.timeout_s, address, check)
+
+
+@contextlib.contextmanager
+def _needs_store(view: View) -> Iterator[None]:
+    """Context: raises CommError where the view's store is not there, or not any more."""
+    try:
+        yield
     except (CommError, ControlError):
         raise
     except (RuntimeError, OSError) as error:
+        host, port = view.store
         raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
-    return _new_group(rank, view.members, store, old.device, old.timeout_s, address, check)
+
+
+def _await_keys(store: Store, keys: list[str], check: Callable[[], None]) -> None:
+    while not store.check(keys):
+        check()
+        time.sleep(_POLL_S)  # not `wait`: cut into slices it fails after some hundred
 
 
 def connect_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:

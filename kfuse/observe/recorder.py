@@ -196,7 +196,7 @@ class Recorder:
         """
         self.directory, self._display = directory, display
         self._begins = begins
-        directory.warn = display.line
+        directory.warn = self.line = display.line
         self._begun = False  # training has
         self.summary: dict[str, Any] | None = None  # that the workers report as the training ends
         self._started = time.time()
@@ -239,9 +239,6 @@ class Recorder:
         self.directory.begin(data.get("settings", {}))
         self.directory.rewind(data["step"], data.get("ledger", False))
         self._display.start(data["samples"], data["steps"], f"kfuse  {self.directory.path}")
-
-    def line(self, text: str) -> None:
-        self._display.line(text)
 
     def failed(self, why: str) -> None:
         """Writes the event that the job has failed. It is not shown: the command prints the reason."""

@@ -33,20 +33,16 @@ def _schema() -> type:
     """Returns a dataclass with a field for each section, each group, and each setting without a section."""
     parts: list[tuple[str, Any, Any]] = [_typed(leaf) for key, leaf in AT_SHELL.items() if "." not in key]
     for section in SECTIONS:
-        own = [leaf for key, leaf in AT_SHELL.items() if key.startswith(f"{section}.")]
         if section not in CLASS_GROUPS:
-            typed = [_typed(leaf) for leaf in own]
+            typed = [_typed(leaf) for key, leaf in AT_SHELL.items() if key.startswith(f"{section}.")]
             if section == "comm":  # a transport's class, as in the groups: another spelling of comm.schedule
                 typed.append(("_target_", str | None, field(default=None)))
             kind = make_dataclass(section, typed)
             parts.append((section, kind, field(default_factory=kind)))
+    loading = {name: AT_SHELL[f"data.{name}"].default for name in LOADING}
     for group in CLASS_GROUPS:
-        parts.append((group, dict[str, Any], field(default_factory=_loading if group == "data" else dict)))
+        parts.append((group, dict[str, Any], field(default_factory=loading.copy if group == "data" else dict)))
     return make_dataclass("Config", parts)
-
-
-def _loading() -> dict[str, Any]:
-    return {name: AT_SHELL[f"data.{name}"].default for name in LOADING}
 
 
 def settings_help() -> str:

@@ -310,8 +310,7 @@ class Leaf:
         allowed. shell: how the message spells it.
         """
         converted = _convert(self.kind, value) if value is not None else None
-        missing = value is None
-        if self.optional if missing else converted is not None and self.setting.is_in_range(converted):
+        if self.optional if value is None else converted is not None and self.setting.is_in_range(converted):
             return converted
         raise ConfigError(f"{spell(self.key, shell)}={show(value, shell)}: must be {self.allowed}")
 

@@ -1,7 +1,7 @@
 """The gradient noise scale: unbiased moments of one step, and their running ratio with its interval.
 
 Notation of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A: G is the true gradient,
-Sigma the covariance of one sample's gradient, B_simple = tr(Sigma) / |G|^2. Quantiles of Student's t are here too.
+Sigma the covariance of one sample's gradient, B_simple = tr(Sigma) / |G|^2.
 """
 
 from __future__ import annotations
@@ -166,15 +166,11 @@ class NoiseScale:
         )
         self._weight = keep * self._weight + new
 
-    def means(self) -> tuple[float, float] | tuple[None, None]:
-        """The running means of S and of G2; None before the first known step."""
-        if self._weight == 0:
-            return None, None
-        return self._sums[0] / self._weight, self._sums[1] / self._weight
-
     def means_alone(self) -> Estimate:
-        """`means`, where nobody sees the rest."""
-        variance, grad_sq = self.means()
+        """The running means of S and of G2, where nobody sees the rest."""
+        if self._weight == 0:
+            return Estimate()
+        variance, grad_sq, _ = (total / self._weight for total in self._sums)
         return Estimate(mean_grad_variance=variance, mean_grad_sq=grad_sq)
 
     def estimate(self) -> Estimate:
@@ -319,20 +315,3 @@ def fieller(
 
 def _quadratic(x: float, y: float, covariance: Covariance, t: float) -> tuple[float, float, float]:
     return y * y - t * t * covariance[2], x * y - t * t * covariance[1], x * x - t * t * covariance[0]
-
-
-_T975: tuple[float, ...] = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
-_T975 += (2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860)
-_T975 += (2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423)
-
-MOST_VALUES = len(_T975) + 1  # The most values whose mean `t_of_mean` has the quantile of
-
-
-def t_of_mean(values: int) -> float:
-    """The 97.5 % quantile for the mean of so many independent values: that many less one degrees of freedom.
-
-    Raises ValueError for fewer than 2 or more than `MOST_VALUES` values.
-    """
-    if not 2 <= values <= MOST_VALUES:
-        raise ValueError(f"values={values}: must be 2 to {MOST_VALUES}")
-    return _T975[values - 2]

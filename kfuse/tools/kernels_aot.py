@@ -91,11 +91,6 @@ class Case:
         loads, stores = ([self.launch.given[name] for name in names.split()] for names in (reads, writes))
         return _itemsizes(loads), _itemsizes(stores)
 
-    @property
-    def floor(self) -> float:
-        """Bytes an element that memory has to move, whatever the kernel: each stream once."""
-        return float(sum(map(sum, self.streams)))
-
     def wide_accesses(self) -> list[int]:
         """Returns how many 128-bit loads, and stores, a thread needs when none is narrower."""
         return [sum(self.elements * size for size in sizes) // (self.launch.threads * 16) for sizes in self.streams]
@@ -241,9 +236,9 @@ class Report:
 
     spill_bytes: per thread. shared_bytes: per program. loads, stores: global memory instructions by width in bits,
     widest first. fused_multiply_adds: fp32 instructions that round once where the source rounds twice.
-    floor: bytes an element that memory has to move; 0 where no stream counts. bytes_per_element: those of the 128-bit
-    accesses; narrower ones are scalars and ragged ends. sums: layout of each sum's operand in the threads, which
-    decides the order of addition.
+    floor: bytes an element that memory has to move, each stream once; 0 where no stream counts. bytes_per_element:
+    those of the 128-bit accesses; narrower ones are scalars and ragged ends. sums: layout of each sum's operand in the
+    threads, which decides the order of addition.
     """
 
     name: str
@@ -302,7 +297,8 @@ def inspect(case: Case, target: str) -> Report:
     turns = max(1, wide[1] // expected[1] if expected[1] else wide[0] // max(1, expected[0]))
     per_access = case.launch.threads * 16 / (case.elements * turns) if case.elements else 0.0
     found |= {"shared_bytes": int(compiled.metadata.shared), "sums": _sum_layouts(compiled)}
-    return Report(case.name, target, **found, floor=case.floor, bytes_per_element=sum(wide) * per_access)
+    floor = float(sum(map(sum, case.streams)))
+    return Report(case.name, target, **found, floor=floor, bytes_per_element=sum(wide) * per_access)
 
 
 def selection(targets: Sequence[str]) -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ from kfuse.comm import devices
 from kfuse.comm.group import CommError
 from kfuse.comm.step import MicroBatch
 from kfuse.data import EpochSampler, StreamSampler
-from kfuse.data.dataset import tensors
+from kfuse.data.dataset import tensors, to_device
 from kfuse.data.fetching import Fetcher, Task, TaskPlan, micro_batch_sizes, random_key, worker_range
 from kfuse.membership import Session
 from kfuse.settings.tree import TrainSettings
@@ -128,7 +128,7 @@ class Step:
         fetched, samples = fetch(self.samples.task(j)), self.samples.sizes[j]
         self._fetched.add(j)
         weight = self._objective.weight(fetched, samples)  # before it is on a GPU: no wait
-        batch = self._fetcher.to_device(fetched, device)
+        batch = to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
         for each in tensors(batch):
             self.data_bytes += 0 if each.is_sparse else each.nbytes
@@ -143,7 +143,7 @@ class Step:
     def batch_again(self, j: int) -> Any:
         """Micro-batch j's batch, of any worker's, as `micro_batch` gives it to its forward; it is part of no step."""
         device = self._opt.engine.group.device
-        batch = self._fetcher.to_device(self._fetcher.fetch_out_of_turn(self.samples.task(j)), device)
+        batch = to_device(self._fetcher.fetch_out_of_turn(self.samples.task(j)), device)
         seed_forward(device, random_key(self._seed, self.number, j))
         return batch
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 import kfuse as kf
-from kfuse.statistics.noise_scale import MOST_VALUES, t_of_mean
 from kfuse.tools.cbs import in_script
 from kfuse.tools.cbs.estimate import (
     CriticalBatch,
@@ -166,15 +165,6 @@ def test_it_ends_with_the_first_k_beyond_the_tolerance() -> None:
     assert asked == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
-def test_students_quantiles_by_the_integral_of_its_density() -> None:
-    for values in range(2, MOST_VALUES + 1):
-        n, t = values - 1, np.linspace(0, t_of_mean(values), 20_001)
-        density = (1 + t * t / n) ** (-(n + 1) / 2) / math.sqrt(n * math.pi)
-        density *= math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2))
-        assert np.trapezoid(density, t) == pytest.approx(0.475, abs=3e-6)
-    assert t_of_mean(2) == pytest.approx(math.tan(0.475 * math.pi), abs=6e-5)
-
-
 def test_a_smoothed_loss_counts_steps_by_their_samples_in_the_window() -> None:
     trace: Trace = [(40, 5.0, None, None), (60, 1.0, None, None), (90, 2.0, None, None), (110, 4.0, None, None)]
     # The last half of 100 samples: 10 of the second step, 30 of the third, 10 of the fourth.
@@ -214,7 +204,7 @@ def test_a_plan_that_cannot_be_measured_is_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"factors": (2, 1)}, r"factors=\(2, 1\): must be at least two finite numbers above 0 that ascend"),
         ({"factors": (1, 1.3)}, r"factors=\(1, 1.3\): must be whole where multiplied by the batch size 4"),
-        ({"repetitions": 1}, "repetitions=1: must be 2 to 31"),
+        ({"repetitions": 1}, "repetitions=1: must be at least 2"),
         ({"samples": 100}, "samples=100: must be at least 512"),
     ]
     for arguments, message in wrong:

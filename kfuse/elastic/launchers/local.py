@@ -18,7 +18,7 @@ from kfuse.elastic.protocol import ENV_LOG, HEARTBEAT_S
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_LINE = 2**20  # bytes
-_STOPPED_LOOKS = 3  # that find a process stopped: as a whole job goes on after a stop, one look may
+_STOPPED_LOOKS = 4  # that find a process stopped: as a whole job goes on after a stop, one look may
 _DRIVERS = ("nvidia*", "nvhost*", "kfd", "dxg")  # files in /dev of CUDA, of its boards, of ROCm, of WSL
 
 
@@ -86,7 +86,7 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
 
     async def _kill_once_stopped(self) -> None:
         await stopped(self._process.get_pid())
-        self.cause = "was stopped by a signal, and killed"  # the others wait for it, and nobody knows for how long
+        self.cause = "was stopped by a signal and was killed"  # the others wait for it, and nobody knows for how long
         self.kill()
 
     def kill(self) -> None:
@@ -179,9 +179,8 @@ async def stopped(pid: int) -> None:
     looks = 0
     while looks < _STOPPED_LOOKS:
         await asyncio.sleep(HEARTBEAT_S)
-        with contextlib.suppress(OSError):  # it has ended
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            looks = looks + 1 if state == "T" else 0
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # else it has ended
+            looks = looks + 1 if file.read().rpartition(b")")[2].startswith(b" T") else 0
 
 
 def gpus() -> int:

@@ -120,7 +120,8 @@ class Sender:
                 if rows:
                     service.log(rows)
                 elif self._summary is not None:
-                    service.finish(self._summary)
+                    if run is None:  # else its end is the user's
+                        service.finish(self._summary)
                     return
         except BaseException as error:  # a client may end its thread
             self._error = error
@@ -130,7 +131,7 @@ class Wandb:
     """Weights & Biases. Its own step may not go back, so each row has ours as a figure, which is the charts' x axis."""
 
     def __init__(self, about: About, run: Any) -> None:
-        self._own, self._run, self._known = run is None, run, set[str]()
+        self._run, self._known = run, set[str]()
         if run is None:
             import wandb
 
@@ -161,9 +162,8 @@ class Wandb:
             self._run.log({"step": step, **values})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        if self._own:
-            self._run.summary.update(summary)
-            self._run.finish(exit_code=int(summary.get("exit_reason") == "failed"))
+        self._run.summary.update(summary)
+        self._run.finish(exit_code=int(summary.get("exit_reason") == "failed"))
 
 
 class Mlflow:
@@ -174,7 +174,6 @@ class Mlflow:
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
-        self._own = run is None
         if run is not None:
             self._client, self._id = MlflowClient(), run
             return
@@ -216,8 +215,6 @@ class Mlflow:
     def finish(self, summary: Mapping[str, Any]) -> None:
         from mlflow.entities import RunTag
 
-        if not self._own:
-            return
         tags = [RunTag(f"summary.{key}", value) for key, value in _leaves(summary)]
         self._client.log_batch(self._id, tags=tags)
         reason = summary.get("exit_reason")
@@ -229,8 +226,7 @@ class Trackio:
     """Trackio, which is local unless its own environment variables say otherwise."""
 
     def __init__(self, about: About, run: Any) -> None:
-        self._own, self._run = run is None, run
-        self._step = 0
+        self._run, self._step = run, 0
         if run is None:
             import trackio
 
@@ -249,10 +245,9 @@ class Trackio:
             self._step = step
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        if self._own:
-            if summary:
-                self._run.log({f"summary/{key}": value for key, value in numbers(summary).items()}, self._step)
-            self._run.finish()
+        if summary:
+            self._run.log({f"summary/{key}": value for key, value in numbers(summary).items()}, self._step)
+        self._run.finish()
 
 
 SERVICES: dict[str, Any] = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}

@@ -43,7 +43,7 @@ torchrun --nproc-per-node=N -m kfuse cbs run=RUN_DIR ...
   run=DIR                     the run's directory; it needs checkpoints: checkpoint.every_steps=N checkpoint.keep=M
   steps=null                  checkpoints to measure at, by step: [200,400]; null: all that are there
   factors=[1,2,4,8,16,32]     values of k, ascending; the first is the reference
-  repetitions=5               of each branch, with other data orders (2 to 31)
+  repetitions=5               of each branch, with other data orders (at least 2)
   samples=null                samples of each branch; null: 16 steps of the largest batch
   tolerance=0.01              how far a loss may be above the reference's, as a part of it
   window=0.25                 part of a branch, at its end, whose mean loss counts

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from kfuse.settings.tree import ConfigError
-from kfuse.statistics.noise_scale import MOST_VALUES, fieller, t_of_mean
+from kfuse.statistics.noise_scale import fieller
 
 Floats = NDArray[np.float64]
 # What a branch measured, by step: samples since the checkpoint, the step's included; mean loss before its update; S,
@@ -39,7 +40,7 @@ class Plan:
     batch_size: int  # B: the batch size of k = 1, in samples
     factors: Sequence[float] = FACTORS
     """The values of k, ascending. The first is the reference, which all others are compared with."""
-    repetitions: int = 5  # repetitions of each branch, each with a data order of its own; 2 to 31
+    repetitions: int = 5  # repetitions of each branch, each with a data order of its own; at least 2
     samples: int | None = None  # samples of each branch; None: 16 steps of the largest batch
     branch_samples: int = field(init=False)  # the same, as a number
     tolerance: float = 0.01  # part of the reference's smoothed loss by which that of a branch may be above it
@@ -55,7 +56,7 @@ class Plan:
         must(ascend, "factors", "at least two finite numbers above 0 that ascend")
         whole = all(float(k * self.batch_size).is_integer() for k in self.factors)
         must(whole, "factors", f"whole where multiplied by the batch size {self.batch_size}")
-        must(2 <= self.repetitions <= MOST_VALUES, "repetitions", f"2 to {MOST_VALUES}")
+        must(self.repetitions >= 2, "repetitions", "at least 2")
         must(0 < self.tolerance < math.inf, "tolerance", "above 0, and finite")
         must(0 < self.window <= 1, "window", "above 0, at most 1")
         object.__setattr__(self, "factors", tuple(map(float, self.factors)))
@@ -165,7 +166,7 @@ def noise_scale(traces: Sequence[Trace]) -> tuple[float, float, float] | None:
     means = np.array([each.mean(axis=0) for each in moments])
     s, g = map(float, means.mean(axis=0))
     (ss, sg), (_, gg) = (np.cov(means.T) / len(means)).tolist()
-    t = t_of_mean(len(means))
+    t = float(stdtrit(len(means) - 1, 0.975))  # the 97.5 % quantile of Student's t
     low, high = fieller(s, g, (ss, sg, gg), t, t)
     return None if low is None or high is None else (s / g, low, high)
 
@@ -218,8 +219,8 @@ def _over(losses: Sequence[Sequence[float]], tolerance: float) -> Floats:
 
 def _bounds(values: Floats) -> tuple[Floats, Floats, Floats]:
     """Returns each row's mean, and the ends of its 95 % interval."""
-    repetitions = values.shape[1]
-    mean, half = values.mean(axis=1), t_of_mean(repetitions) * values.std(axis=1, ddof=1) / math.sqrt(repetitions)
+    repetitions, mean = values.shape[1], values.mean(axis=1)
+    half = stdtrit(repetitions - 1, 0.975) * values.std(axis=1, ddof=1) / math.sqrt(repetitions)
     return mean, mean - half, mean + half
 
 

@@ -54,7 +54,7 @@ def critical_batch(
 
     model, data, opt: as kf.fit's; data must have a length. Call it between steps, after opt.zero_grad().
     factors: the values of k, ascending. The first one is the reference.
-    repetitions: of each branch, 2 to 31. Repetition r has the data order of the seed `seed` + r, r from 0.
+    repetitions: of each branch, at least 2. Repetition r has the data order of the seed `seed` + r, r from 0.
     samples: of each branch. Default: 16 steps of the largest batch.
     tolerance: how far a smoothed loss may be above the reference's, as a part of the latter.
     window: the part of a branch's samples, at its end, whose mean loss is its smoothed loss.

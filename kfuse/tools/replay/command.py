@@ -139,7 +139,7 @@ def _notes(recorded: Recorded, config: Mapping[str, Any] | None, policy: BasePol
         yield "a script's run: its lr_scaling is not recorded, so lr follows lr_scale alone"
     if first := recorded.signals[0].step:
         yield f"the run's steps before {first} are in another directory: the policy begins anew there"
-    if not recorded.is_whole:
+    if any(steps > 1 for steps, _ in recorded.counts()):
         yield "metrics.jsonl lacks steps: the policy is asked after the recorded ones only"
     for setting, allowed in policy.lr_settings.items():
         if config is not None and (has := config["lr"].get(setting)) not in allowed:
@@ -158,7 +158,7 @@ def _report(console: Console, recorded: Recorded, result: Replay, predicted: str
         console.print(_changes(result.changes), soft_wrap=False)
     else:
         console.print("It decides nothing.")
-    trade_off, (steps, samples) = recorded.trade_off(), recorded.totals()
+    trade_off, (steps, samples) = recorded.trade_off(), map(sum, zip(*recorded.counts(), strict=True))
     totals = table("", "steps", "vs recorded", "samples", "vs recorded")
     totals.add_row("recorded", str(steps), "1.00", str(samples), "1.00")
     if predicted and not result.cut_off and (trade_off is not None or result.steps == steps):

@@ -74,21 +74,11 @@ class Recorded:
         first = self.signals[0]
         return gain(self.scaling, batch_size, first.base_batch_size or first.batch_size, *means)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether no step between the first and the last is missing."""
-        return self.signals[-1].step - self.signals[0].step == len(self.signals) - 1
-
     def counts(self) -> list[tuple[int, int]]:
         """Returns for each line how many steps and samples there were since the line before."""
         first = self.signals[0]
         ends = [(first.step - 1, first.samples - first.batch_size), *((s.step, s.samples) for s in self.signals)]
         return [(step - before, samples - used) for (before, used), (step, samples) in pairwise(ends)]
-
-    def totals(self) -> tuple[int, int]:
-        """Returns the steps and samples of the whole run."""
-        first, last = self.signals[0], self.signals[-1]
-        return last.step - first.step + 1, last.samples - first.samples + first.batch_size
 
     def noise_scales(self) -> list[float] | None:
         """Returns the noise scale to reckon with at each line; None where nothing was known of it.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 from itertools import chain
-from typing import Any
 
 from bokeh.embed import components
 from bokeh.resources import Resources
 
 from kfuse.observe.recorder import figure, summary_rows
+from kfuse.settings.tree import show
 from kfuse.tools.report.charts import Chart, charts
 from kfuse.tools.report.recorded import Recorded, differing
 
@@ -126,13 +126,8 @@ def _summaries(runs: Sequence[Recorded]) -> str:
 
 
 def _settings(heading: str, runs: Sequence[Recorded], names: Collection[str]) -> str:
-    rows = [[name, *(_exact(run.settings, name) for run in runs)] for name in names]
+    rows = [[name, *(show(run.settings.get(name, "-")) for run in runs)] for name in names]
     return f"{heading}\n{_table(['setting', *(run.name for run in runs)], rows)}" if rows else ""
-
-
-def _exact(values: Mapping[str, Any], name: str) -> str:
-    """Returns a setting's value as it is written; "-" where the run has none of that name."""
-    return "-" if name not in values else "null" if values[name] is None else str(values[name])
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
