@@ -140,15 +140,11 @@ class Launch:
         """
         if not all(self.grid):
             return
-        first, device = "", None
-        for name, value in self.arguments.items():
-            if isinstance(value, Tensor):
-                if device is None:
-                    first, device = name, value.device
-                elif value.device != device:
-                    where = f"{name} is on {value.device}, {first} on {device}"
-                    raise ValueError(f"{self.kernel.__name__}: {where}: must be the same")
-        self.device = device
+        on = [value.device for value in self.arguments.values() if isinstance(value, Tensor)]
+        if on.count(on[0]) < len(on):
+            where = [f"{name} is on {each.device}" for name, each in self.arguments.items() if isinstance(each, Tensor)]
+            raise ValueError(f"{self.kernel.__name__}: {', '.join(where)}: must be the same")
+        self.device = on[0]
         self._start_there()
 
     def again(self, given: Any) -> bool:

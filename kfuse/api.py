@@ -239,7 +239,7 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     if trainer is None:
         Trainer.next_state = state
     else:
-        trainer.load_state_dict(state)
+        trainer.recovery.begin_from(state)
 
 
 def log(**figures: Tensor | float) -> None:

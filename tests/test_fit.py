@@ -146,7 +146,7 @@ def test_all_parameter_groups_follow_set_lr() -> None:
     opt = kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.3}], lr=0.1)
     rates: list[list[float]] = []
     step = opt.step
-    opt.step = lambda *_: (rates.append(opt.learning_rates()), step())[1]  # type: ignore[method-assign]
+    opt.step = lambda *_: (rates.append([rate * opt.lr_factor for rate in opt.base_rates()]), step())[1]  # type: ignore[method-assign]
     kf.fit(net, problem(), opt, Orders({0: [("set_lr", 0.05)]}), batch_size=4)
     assert rates[0] == [0.1, 0.3] and rates[-1] == pytest.approx([0.05, 0.15], rel=1e-14)
     assert [group["lr"] for group in opt.param_groups] == [0.1, 0.3]  # they are the user's

@@ -86,7 +86,7 @@ def test_all_ranks_have_rank_0s_rate_and_schedule() -> None:
     opt = make("fused", net, lr=0.1 * (1 + kf.rank()))  # rank 0's rate and schedule are everybody's
     scheduler = StepLR(opt, 2 + kf.rank(), 0.5)
     kf.fit(net, problem(), opt, batch_size=16, epochs=2, scheduler=scheduler)
-    assert all_equal(net.parameters()) and opt.learning_rates() == [0.1 * 0.5**4]
+    assert all_equal(net.parameters()) and opt.base_rates() == [0.1 * 0.5**4]
 
 
 @pytest.mark.parametrize(

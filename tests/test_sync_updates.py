@@ -14,8 +14,6 @@ from torch.utils.data import TensorDataset
 
 import kfuse as kf
 from kfuse.comm import measurement as t
-from kfuse.optim.scaling import NonfiniteWarning
-from kfuse.statistics.step_stats import Statistics
 from kfuse.train import step as train_step
 
 DIM, START = 40, 30.0
@@ -221,12 +219,12 @@ def test_buffers_are_averaged_with_the_models() -> None:
 
 def test_local_steps_on_a_gpu_do_not_count_as_not_finite(caplog: pytest.LogCaptureFixture) -> None:
     """There the warning goes by the statistics of the step before, and a local step's gradient norm is unknown."""
-    statistics, warning, on_device = Statistics(), NonfiniteWarning(), torch.tensor(True)
+    opt = kf.FusedSGD(nn.Linear(1, 1).parameters())
     record = torch.zeros(t.TAIL_SLOTS + 3, dtype=torch.float64)
     record[[t.SAMPLES, t.MICRO_BATCHES]] = 2.0
     for step, (local, norm) in enumerate([(True, torch.nan), (True, torch.nan), (False, torch.inf), (False, 1.0)]):
         record[t.TAIL_SLOTS] = norm
-        statistics.push(step, "samples", record.clone(), local)
-        warning.after_step(step, on_device, statistics.arrived, skips=True, warns=True)
+        opt.statistics.push(step, "samples", record.clone(), local)
+        opt._warn_of_nonfinite(step, torch.tensor(True))
     [said] = [each.getMessage() for each in caplog.records if each.name == "kfuse"]
     assert said.startswith("step 2: a gradient is not finite")

@@ -21,8 +21,7 @@ from kfuse.statistics.step_stats import StepStats
 from kfuse.train.learning_rate import gain
 
 _SCALINGS = ("none", "sqrt", "linear")
-_VARIANCES = ("grad_variance", "mean_grad_variance")
-_NOISE_SCALES = ("noise_scale", "noise_scale_low", "noise_scale_high")
+_IN_SAMPLES = ("grad_variance", "mean_grad_variance", "noise_scale", "noise_scale_low", "noise_scale_high")
 
 
 class Growth:
@@ -213,11 +212,11 @@ class Growth:
         here = stats.micro_batches * size / stats.samples if stats.samples else 1.0
         on_average = self._micro_batches * size / self._measured if self._measured else 1.0
         measured = {each.name: getattr(stats, each.name) for each in fields(Measured)}
-        for name in (*_VARIANCES, *_NOISE_SCALES):
+        for name in _IN_SAMPLES:
             if measured[name] is not None:
                 measured[name] *= here if name == "grad_variance" else on_average
         first = size * self._first * workers
-        decision = self.policy.decide(
+        asked = self.policy.decide(
             Signals(
                 step=stats.step,
                 epoch=self._epoch,
@@ -232,10 +231,7 @@ class Growth:
                 **measured,
             )
         )
-        self._take(checked_decision(decision, "decide"), first)
-
-    def _take(self, decision: Decision | None, first: int) -> None:
-        if decision is None:
+        if (decision := checked_decision(asked, "decide")) is None:
             return
         others = [each.name for each in fields(Decision) if getattr(decision, each.name) is not None]
         others = [name for name in others if name not in ("batch_size", "workers")]  # the bounds hold workers fixed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from torch.optim import optimizer as torchs
 
 from kfuse.comm import devices
 from kfuse.comm.gradients import without_grad
-from kfuse.comm.group import Group
 from kfuse.comm.parts import check_owner
 from kfuse.comm.step import MicroBatch, Phase, StepPlan
 from kfuse.optim.consistency import (
@@ -27,7 +27,7 @@ from kfuse.optim.consistency import (
 )
 from kfuse.optim.reducer import Reducer
 from kfuse.optim.refuse import refuse_own_loop, refuse_sync_batchnorm, refuse_unplanned, refuse_wrapped
-from kfuse.optim.scaling import NonfiniteWarning, scaling
+from kfuse.optim.scaling import scaling
 from kfuse.optim.updates import Update, Updates, without_compiler
 from kfuse.session import current
 from kfuse.statistics.step_stats import Statistics, StepStats
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kfuse.comm.sync.pair import Pair
 
 _KFUSE = "kfuse"  # a key of state_dict
+_LOG = logging.getLogger("kfuse")
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -54,6 +55,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # Calls of `step` that did nothing. Workers on which they differ have lost their common step.
     steps_without_gradients: int = 0
+    _was_nonfinite = False  # the newest step whose gradients are known to be finite, or not, had one that is not
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -70,11 +72,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.statistics = Statistics()
         self.statistics.at_fixed_lag = session.elastic
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
-        self._warning = NonfiniteWarning()
         self.pair: Pair | None = None  # averages the weights with another worker's before each update
         self.updates = updates  # makes the updates, and has the state for them
         self.engine = self.reducer = Reducer(session, updates)
-        session.on_group_change(self._set_group)
+        session.on_group_change(self.engine.set_group)
         session.on_planned_change(updates.hand_over)
         self.make_latest()
         if not session.elastic:  # in an elastic job the training loop shares all of the state
@@ -123,9 +124,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Leaves gradients where autograd puts them from now on: for another optimizer over the same parameters."""
         self.engine.close()
-
-    def _set_group(self, group: Group) -> None:
-        self.engine.set_group(group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -312,12 +310,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.statistics.bf16_sums = self.engine.bf16_sums
         self.statistics.push(step.number, unit, step.record, step.is_local, self.engine.figures)
         if warns:
-            leads, arrived = self._session.group.rank == 0, self.statistics.arrived
-            self._warning.after_step(step.number, update.finite, arrived, self.skip_nonfinite, leads)
+            self._warn_of_nonfinite(step.number, update.finite)
+
+    def _warn_of_nonfinite(self, step: int, finite: Tensor | bool) -> None:
+        """Warns of the first of several steps in a row with a gradient that is not finite; on CUDA once known."""
+        for number, nonfinite in [(step, not finite)] if isinstance(finite, bool) else self.statistics.arrived:
+            if nonfinite and not self._was_nonfinite and self._session.group.rank == 0:
+                outcome = "left out" if self.skip_nonfinite else "made all the same, since skip_nonfinite is off"
+                _LOG.warning("step %d: a gradient is not finite; the update was %s", number, outcome)
+            self._was_nonfinite = nonfinite
 
     def numbers(self) -> dict[str, float]:
         """Returns the settings that must be equal on all workers, by name."""
-        numbers = {f"the learning rate of group {k}": rate for k, rate in enumerate(self.learning_rates())}
+        rates = enumerate(self.base_rates())
+        numbers = {f"the learning rate of group {k}": rate * self.lr_factor for k, rate in rates}
         numbers |= numeric_options(self.param_groups)
         numbers["clip_norm"] = math.nan if self.clip_norm is None else float(self.clip_norm)
         numbers["skip_nonfinite"] = float(self.skip_nonfinite)
@@ -338,10 +344,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         rates = [group.get("lr", 0.0) for group in self.param_groups]
         return [0.0 if isinstance(lr, Tensor) and devices.of(lr.device).asynchronous else float(lr) for lr in rates]
-
-    def learning_rates(self) -> list[float]:
-        """Returns each group's learning rate in the coming update: the group's own times `lr_factor`."""
-        return [rate * self.lr_factor for rate in self.base_rates()]
 
     @property
     def base_lr(self) -> float:

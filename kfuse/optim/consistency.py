@@ -149,7 +149,7 @@ def where_workers_differ(updates: Updates, numbers: Mapping[str, float], model: 
     """
     from kfuse.comm.digest import digest  # few jobs need it
 
-    engine, names = updates.engine, updates.engine.names
+    engine, group, names = updates.engine, updates.engine.group, updates.engine.names
     if model is not None:
         known = {id(p): f"parameter {name}" for name, p in model.named_parameters()}
         names = [known.get(id(p), name) for p, name in zip(engine.params, names, strict=True)]
@@ -159,11 +159,6 @@ def where_workers_differ(updates: Updates, numbers: Mapping[str, float], model: 
         for k, i in enumerate(indices)
     }
     digests |= {name: digest([p]) for name, p in zip(names, engine.params, strict=True)}
-    return first_difference(engine.group, numbers, digests)
-
-
-def first_difference(group: Group, numbers: Mapping[str, float], digests: Mapping[str, Tensor]) -> str:
-    """Names the first number or digest that differs between ranks. Every rank calls it. Raises CommError."""
     names = [*numbers, *digests]
     named = torch.tensor([len(names), salt(dict.fromkeys(names, 0.0)) >> 1], device=group.device)
     lists = torch.stack(group.all_gather(named, "names of the options")).cpu()

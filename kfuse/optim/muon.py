@@ -66,7 +66,9 @@ class FusedMuon(DistributedOptimizer):
         self.check_arguments(lr, weight_decay, momentum, ns_steps, betas, eps, adamw_eps, adjust_lr_fn, arithmetic)
         session = current()
         if arithmetic == "auto":
-            faster = torch.tensor([int(bf16_is_faster(session.group.device.type))], device=session.group.device)
+            # Whether products of bf16 take clearly less time than fp32's. Timed, it would differ from run to run.
+            by_type = session.group.device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+            faster = torch.tensor([int(by_type)], device=session.group.device)
             if not session.elastic:  # else all take the first worker's state
                 share_from_first(session.group, [faster])
             arithmetic = "bf16" if faster.item() else "fp32"
@@ -163,11 +165,6 @@ class FusedMuon(DistributedOptimizer):
                 raise ValueError(f"group {k} of the state has use_muon={by_muon}: must be {own['use_muon']}, as here")
             group.setdefault("arithmetic", own["arithmetic"])
         super().__setstate__(state)
-
-
-def bf16_is_faster(device: str) -> bool:
-    """Whether products of bf16 matrices take clearly less time than fp32's. Timed, it would differ from run to run."""
-    return device != "cpu" or torch.cpu._is_avx512_bf16_supported()
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +20,6 @@ TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of the Newton-Schulz 
 _BUFFER = "momentum_buffer"
 
 
-class _Matrix(NamedTuple):
-    """Parts of flat buffers as matrices, [m, n], with the parameter's strides."""
-
-    gradient: Tensor
-    buffer: Tensor  # of the momentum
-
-
 class MuonRule(Rule):
     """torch.optim.Muon's, and AdamW's for groups with `use_muon=False`.
 
@@ -37,14 +29,11 @@ class MuonRule(Rule):
     """
 
     moment_names = (_BUFFER,)
+    all_moment_names = (_BUFFER, *AdamWRule.moment_names)
 
     def __init__(self) -> None:
         self._adamw = AdamWRule()
         self._shared: dict[int, Tensor] = {}  # by bucket, [body]: factors of all matrices, in the update under way
-
-    @property
-    def all_moment_names(self) -> tuple[str, ...]:
-        return self.moment_names + self._adamw.moment_names
 
     def of(self, options: Options) -> Rule:
         return self if options["use_muon"] else self._adamw
@@ -76,7 +65,8 @@ class MuonRule(Rule):
             if bucket.rounded is not None:
                 take_changed(bucket.rounded, bucket.mean)
             options = updates.options_of(state)
-            flat = self._shared[bucket.index] = torch.empty(bucket.body, dtype=_type(options), device=bucket.device)
+            dtype = TYPES[options["arithmetic"]]
+            flat = self._shared[bucket.index] = torch.empty(bucket.body, dtype=dtype, device=bucket.device)
             buffer = state.own.tensors.get(_BUFFER)
             buffer = torch.zeros_like(bucket.mean) if buffer is None else buffer
             own, params = bucket.owned[rank], bucket.tensors
@@ -85,13 +75,15 @@ class MuonRule(Rule):
             gradients, buffers, factors = (
                 _matrices(bucket, [(k, bucket.place(each, k)) for k in mine]) for each in (bucket.mean, buffer, flat)
             )
-            _orthogonalise(map(_Matrix, gradients, buffers), factors, options, given.factor)
+            _orthogonalise(gradients, buffers, factors, options, given.factor)
             yield bucket, flat
 
     def apply(self, piece: Piece, bucket: Bucket, options: Options, given: Update) -> None:
         if known_to_skip(piece.skip):
             return
-        extent, weights = piece.extent, _weights(piece)
+        extent, weights = piece.extent, piece.param if piece.master is None else piece.master
+        if piece.master is not None:  # parameters that were changed since the last update replace their masters
+            take_changed(piece.param, piece.master)
         if piece.visible is not None:
             take_changed(piece.visible, piece.grad)
         begins = zip(extent.tensors, extent.offsets, extent.numels, strict=True)
@@ -100,15 +92,14 @@ class MuonRule(Rule):
             _matrices(bucket, [(k, each[place]) for k, place in places])
             for each in (weights, piece.grad, piece.moments[_BUFFER])
         )
-        matrices = list(map(_Matrix, gradients, buffers))
         if (shared := self._shared.get(bucket.index)) is not None:
             factors = _matrices(bucket, [(k, bucket.place(shared, k)) for k, _ in places])
         else:
-            factors = [torch.empty_like(gradient, dtype=_type(options)) for gradient in gradients]
-            _orthogonalise(matrices, factors, options, given.factor)
+            factors = [torch.empty_like(gradient, dtype=TYPES[options["arithmetic"]]) for gradient in gradients]
+            _orthogonalise(gradients, buffers, factors, options, given.factor)
         before = None if piece.skip is None else (weights.clone(), piece.moments[_BUFFER].clone())
         lr = float(options["lr"]) * given.lr_factor
-        for param, (gradient, buffer), factor in zip(params, matrices, factors, strict=True):
+        for param, gradient, buffer, factor in zip(params, gradients, buffers, factors, strict=True):
             buffer.lerp_(_scaled(gradient, given.factor), 1 - options["momentum"])
             param.mul_(1 - lr * options["weight_decay"])
             param.add_(factor, alpha=-_adjusted(lr, options["adjust_lr_fn"], *param.shape))
@@ -120,30 +111,27 @@ class MuonRule(Rule):
             piece.param.copy_(piece.master)
 
 
-def _weights(piece: Piece) -> Tensor:
-    """What is updated. Parameters that were changed since the last update replace their masters."""
-    if piece.master is None:
-        return piece.param
-    take_changed(piece.param, piece.master)
-    return piece.master
-
-
-def _type(options: Options) -> torch.dtype:
-    return TYPES[options["arithmetic"]]
-
-
 def _matrices(bucket: Bucket, elements: Iterable[tuple[int, Tensor]]) -> list[Tensor]:
-    """The matrices of parameters, of which each one's number in the bucket and its elements are given, [m, n]."""
+    """The matrices of parameters, [m, n], with the parameters' strides. elements: each one's number in the bucket, and
+    its part of a flat buffer.
+    """
     shaped = [bucket.shaped(each, k) for k, each in elements if each.numel()]
     return [matrix for each in shaped for matrix in ([each] if each.dim() == 2 else each.unbind(0))]
 
 
 def _orthogonalise(
-    matrices: Iterable[_Matrix], factors: Sequence[Tensor], options: Options, scale: Tensor | None
+    gradients: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    options: Options,
+    scale: Tensor | None,
 ) -> None:
-    """Writes each matrix's factor: that of its momentum after this step, or of Nesterov's. Momenta stay as they are."""
+    """Writes each matrix's factor: that of its momentum after this step, or of Nesterov's.
+
+    buffers: of the momenta, which stay as they are.
+    """
     momentum, by_shape = float(options["momentum"]), dict[torch.Size, list[tuple[Tensor, Tensor]]]()
-    for (gradient, buffer), factor in zip(matrices, factors, strict=True):
+    for gradient, buffer, factor in zip(gradients, buffers, factors, strict=True):
         gradient = _scaled(gradient, scale)
         direction = buffer.lerp(gradient, 1 - momentum)
         direction = gradient.lerp(direction, momentum) if options["nesterov"] else direction

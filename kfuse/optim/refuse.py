@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +19,16 @@ from kfuse.membership import Session
 from kfuse.optim.consistency import each_element_once
 from kfuse.optim.updates import named_parameters
 
-_OWN_LOOP = (
-    "this job is elastic: kf.fit or kf.DataLoader must drive its training loop, also one without a data set "
-    "(docs/train.md, data made in the loop)"
-)
-
 
 def refuse_wrapped(model: nn.Module) -> None:
     """Raises TypeError if the model, or a module in it, is wrapped in DistributedDataParallel or sharded by FSDP."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it is not imported, no model is sharded
+    sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     for path, module in model.named_modules():
         name = ".".join(filter(None, ("model", path)))
         if issubclass(type(module), DistributedDataParallel):
             raise TypeError(_message(name, *_DDP))
-        if issubclass(type(module), _fsdp_classes()):
+        if issubclass(type(module), sharded):
             raise TypeError(_message(name, *_FSDP))
 
 
@@ -101,7 +99,10 @@ def refuse_own_loop(session: Session, uses_scaler: bool) -> None:
     would find another scale on each worker, or no gradients to look at.
     """
     if session.elastic and not session.in_training:
-        raise RuntimeError(f"{_OWN_LOOP}; or use a fixed number of workers (torchrun)")
+        raise RuntimeError(
+            "this job is elastic: kf.fit or kf.DataLoader must drive its training loop, also one without a data set "
+            "(docs/train.md, data made in the loop); or use a fixed number of workers (torchrun)"
+        )
     if session.comm.sharded and uses_scaler:
         raise RuntimeError(
             "GradScaler with comm.state=sharded: it looks at p.grad, and no worker has a whole mean gradient. Use "
@@ -136,13 +137,6 @@ def refuse_unplanned(session: Session, planned: bool) -> None:
             "kf.DataLoader plans. For two passes (SAM) see docs/train.md; of several optimizers give kf.DataLoader a "
             "list, and a model with the parameters of all. Or use a fixed number of workers (torchrun)"
         )
-
-
-def _fsdp_classes() -> tuple[type, ...]:
-    """None where FSDP was not imported: then no model is sharded."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    names = ("FullyShardedDataParallel", "FSDPModule")
-    return tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))
 
 
 def _message(what: str, how: str, inner: str) -> str:

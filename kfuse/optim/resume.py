@@ -22,9 +22,8 @@ def begun_update(opt: DistributedOptimizer) -> dict[str, Any]:
     assert opt.begun is not None
     begun, step = opt.begun, opt.begun.step
     groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
-    settings = {"groups": groups, "lr_factor": opt.lr_factor}
     reduced = {"record": step.record, "tail": step.tail, "changes": step.changes}
-    return {**reduced, "factor": begun.factor, "skip": begun.skip, **settings}
+    return reduced | {"factor": begun.factor, "skip": begun.skip, "groups": groups, "lr_factor": opt.lr_factor}
 
 
 @torch.no_grad()

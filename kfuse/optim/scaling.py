@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +13,6 @@ from kfuse.comm.engine import Engine
 from kfuse.comm.step import Step
 from kfuse.kernels import BLOCK, num_blocks, sum_partials
 from kfuse.optim.updates import Update
-
-_LOG = logging.getLogger("kfuse")
 
 
 def scaling(
@@ -110,20 +106,3 @@ def squared_norm_exactly(engine: Engine) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     sum_partials(every, total)
     return total
-
-
-class NonfiniteWarning:
-    """Warns of the first of several steps in a row whose gradients are not finite; on CUDA once that has arrived."""
-
-    def __init__(self) -> None:
-        self._was_nonfinite = False
-
-    def after_step(
-        self, step: int, finite: Tensor | bool, arrived: Sequence[tuple[int, bool]], skips: bool, warns: bool
-    ) -> None:
-        """arrived: `Statistics.arrived`, in place of this step's `finite` where that is on a GPU. warns: on rank 0."""
-        for number, nonfinite in [(step, not finite)] if isinstance(finite, bool) else arrived:
-            if nonfinite and not self._was_nonfinite and warns:
-                outcome = "left out" if skips else "made all the same, since skip_nonfinite is off"
-                _LOG.warning("step %d: a gradient is not finite; the update was %s", number, outcome)
-            self._was_nonfinite = nonfinite

@@ -140,11 +140,10 @@ def regroup(engine: Engine, states: Sequence[BucketState], has_state: bool) -> N
         [part for part in state.held() if has_state and part.tensors.keys() >= set(of_bucket)]  # a new worker has none
         for state, of_bucket in zip(states, names, strict=True)
     ]
-    wanted = []
-    for bucket in buckets:
-        mirrors, cuts = engine.mirrors and group.size > 1, bucket.shards
-        before = group.before
-        wanted.append([[cut, cuts[before[rank]]] if mirrors else [cut] for rank, cut in enumerate(cuts)])
+    mirrors, before, cuts = engine.mirrors and group.size > 1, group.before, [bucket.shards for bucket in buckets]
+    wanted = [
+        [[shard, shards[before[rank]]] if mirrors else [shard] for rank, shard in enumerate(shards)] for shards in cuts
+    ]
     moved = move(group, buckets, held, wanted, names, "optimizer state to its new owners")
     for state, new in zip(states, moved, strict=True):
         state.others += new

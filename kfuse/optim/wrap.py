@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 
 from kfuse.comm import devices
 from kfuse.optim.base import DistributedOptimizer
@@ -16,9 +16,7 @@ from kfuse.optim.updates import Update, Updates, named_parameters
 
 # Their state tensors are all zeros before the first update.
 _BEGIN_WITH_ZEROS = tuple(
-    getattr(torch.optim, name)
-    for name in ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta", "Muon")
-    if hasattr(torch.optim, name)  # torch has Muon since 2.9
+    getattr(optim, name) for name in ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta", "Muon")
 )
 _SEVERAL = "optimizers"  # a key of state_dict
 _STATE_HOOKS = tuple(
@@ -122,7 +120,8 @@ class TorchUpdates(Updates):
             self.opt.param_groups, self.opt.state = inner.param_groups, inner.state
             return
         states = state.get(_SEVERAL, ())
-        if [_sizes(each["param_groups"]) for each in states] != [_sizes(each.param_groups) for each in self._inners]:
+        sizes = [[len(group["params"]) for group in each["param_groups"]] for each in states]
+        if sizes != [[len(group["params"]) for group in each.param_groups] for each in self._inners]:
             raise ValueError(f'the state must have "{_SEVERAL}": a list of the state_dict of {_named(self._inners)}')
         for inner, of_inner in zip(self._inners, states, strict=True):
             inner.load_state_dict(of_inner)
@@ -266,10 +265,6 @@ def _refuse_own_step(inner: torch.optim.Optimizer, *_: object) -> None:
 
 def _groups(inners: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
     return [group for inner in inners for group in inner.param_groups]
-
-
-def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    return [len(group["params"]) for group in groups]
 
 
 def _named(inners: Sequence[torch.optim.Optimizer]) -> str:

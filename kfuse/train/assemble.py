@@ -130,7 +130,7 @@ def _fetcher(
 
     def report(pid: int, how: str) -> None:
         about = {"step": progress.step, "kind": "loader_lost", "worker": session.worker}
-        reporter.of_any_worker({**about, "pid": pid, "how": how})
+        reporter.report("event", {**about, "pid": pid, "how": how})
 
     return Feeder(given.data, sampler, loading, report)
 

@@ -316,7 +316,7 @@ class PolicyCalls:
             if self.session.elastic:
                 self.session.link.give_up(f"the policy's {name} has raised {why}", event, [told, *frames.splitlines()])
             else:
-                self.reporter.of_any_worker(event)
+                self.reporter.report("event", event)
                 print(told, file=sys.stderr, flush=True)  # Python prints the traceback of what is raised here
             raise
 

@@ -176,7 +176,7 @@ class DataLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `kf.load_state_dict`, for this training."""
-        self._trainer.load_state_dict(state)
+        self._trainer.recovery.begin_from(state)
 
     def __len__(self) -> int:
         """Steps of this training, those done included, if the batch size stays as it is.

@@ -165,9 +165,9 @@ class PairAveraging(SyncMethod):
         self._of_view().moved()
         # After a loss a step may end in a new view, in which the workers first meet in `before_step`. Until then nobody
         # waits here for a meeting: the others may not know of it yet, and wait in `before_step`.
-        called = self._is_called and self._group is session.group
+        called = self._pending or session.proposed_generation() > 0 or session.link.stop in STOP_REASONS
         step = self._progress.step + 1
-        if common or over or (called and step >= self._until):
+        if common or over or (called and self._group is session.group and step >= self._until):
             self._meet(step)
 
     def _of_view(self) -> Meeting:
@@ -191,11 +191,6 @@ class PairAveraging(SyncMethod):
         for each in pending:
             self._decisions.apply(each)
         self._pending = []
-
-    @property
-    def _is_called(self) -> bool:
-        session = self._session
-        return bool(self._pending) or session.proposed_generation() > 0 or session.link.stop in STOP_REASONS
 
     def meet(self, every: int) -> None:
         """Another mode begins. Where there are several workers they have just met: it was announced so."""

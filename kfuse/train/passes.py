@@ -66,10 +66,8 @@ class Passes:
 
     def _under_way(self) -> int | None:
         """The index of an optimizer whose pass has begun, and whose update is not made; None: there is none."""
-        for index, opt in enumerate(self._opts):
-            if opt.engine.now.plan is not None or opt.engine.reduced is not None:
-                return index
-        return None
+        engines = enumerate(opt.engine for opt in self._opts)
+        return next((k for k, each in engines if each.now.plan is not None or each.reduced is not None), None)
 
     @property
     def complete(self) -> bool:

@@ -31,7 +31,8 @@ class Reporter:
     ) -> None:
         """samples_an_epoch: None for a stream."""
         self._session, self._settings, self._samples_an_epoch = session, settings, samples_an_epoch
-        self.records, self._report = report is not ignore, report
+        self.records = report is not ignore
+        self.report = report  # also of a worker that is not rank 0
         # The newest records, which a lost leader or supervisor may not have written: see `resend`.
         self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
 
@@ -45,17 +46,13 @@ class Reporter:
 
     def _send(self, kind: str, data: dict[str, Any]) -> None:
         if self._session.group.rank == 0:
-            self._report(kind, data)
+            self.report(kind, data)
 
     def event(self, step: int, kind: str, **fields: Any) -> None:
         """A line of events.jsonl: something that happened at this step."""
         data = {"step": step, "kind": kind, **fields}
         self.recent.append([("event", data)])
         self._send("event", data)
-
-    def of_any_worker(self, event: dict[str, Any]) -> None:
-        """Reports an event of this worker alone, also where it is not rank 0."""
-        self._report("event", event)
 
     def start(self, step: int, restarts: bool) -> None:
         """Training begins; sends its planned length in samples and steps.
@@ -106,7 +103,7 @@ class Reporter:
         self.recent.append(records)
         for kind, data in records:
             if kind == "ledger" and mine is not None:  # no other worker knows them
-                self._report(kind, data)
+                self.report(kind, data)
             else:
                 self._send(kind, data)
 

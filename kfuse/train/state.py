@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from torch import nn
-from torch.nn import Parameter
 
 from kfuse.optim import DistributedOptimizer
 
@@ -34,15 +33,12 @@ class Trainable:
     def __init__(self, opt: DistributedOptimizer) -> None:
         self._opt = opt
 
-    def _params(self) -> list[Parameter]:
-        return [p for group in self._opt.param_groups for p in group["params"]]
-
     def state_dict(self) -> dict[str, Any]:
-        return {"requires_grad": [p.requires_grad for p in self._params()]}
+        return {"requires_grad": [p.requires_grad for group in self._opt.param_groups for p in group["params"]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError where the other optimizer has more or fewer parameters."""
-        params, wanted = self._params(), state["requires_grad"]
+        params, wanted = [p for group in self._opt.param_groups for p in group["params"]], state["requires_grad"]
         if len(params) != len(wanted):
             raise ValueError(
                 f"another program's state: its optimizer has {len(wanted)} parameters, not {len(params)}: parameter "
@@ -81,9 +77,9 @@ class TrainingState:
         """As `capture`, but rank 0 alone gets the shards of the optimizer's state."""
         return self.capture(of_optimizer=lambda opt: opt.with_statistics(opt.updates.state_dict(only=0)))
 
-    def capture_common(self) -> dict[str, Any]:
+    def capture_common(self, only: Collection[str] | None = None) -> dict[str, Any]:
         """As `capture`, without the shards of the optimizer's state: no collective."""
-        return self.capture(of_optimizer=_common_state)
+        return self.capture(only, of_optimizer=lambda opt: opt.with_statistics(opt.updates.common_state()))
 
     def restore_some(self, state: Mapping[str, Any]) -> None:
         """Loads the parts that `capture` returned with a selection."""
@@ -106,8 +102,7 @@ class TrainingState:
             if isinstance(part, DistributedOptimizer) and name in state:
                 part.updates.make_room(state[name])
         kinds = DistributedOptimizer | nn.Module
-        own = [name.split()[0] for name, part in self._parts.items() if isinstance(part, kinds)]
-        return self.capture(only=own, of_optimizer=_common_state)
+        return self.capture_common([name.split()[0] for name, part in self._parts.items() if isinstance(part, kinds)])
 
     def restore(self, state: Mapping[str, Any], keeps_shards: bool | None = None) -> None:
         """Loads what `capture` returned, here or in another process, part by part, in the order of declaration.
@@ -133,8 +128,3 @@ class TrainingState:
         for part in self._parts.values():
             if isinstance(part, DistributedOptimizer):
                 part.reducer.follow_buffers()
-
-
-def _common_state(opt: DistributedOptimizer) -> dict[str, Any]:
-    """What all workers have alike. No collective."""
-    return opt.with_statistics(opt.updates.common_state())

@@ -117,19 +117,17 @@ class Step:
         return self.samples.epoch
 
     @contextlib.contextmanager
-    def micro_batch(self, j: int, of: DistributedOptimizer | None = None) -> Iterator[Any]:
+    def micro_batch(self, j: int, opt: DistributedOptimizer) -> Iterator[Any]:
         """Micro-batch j's batch, its tensors on this worker's device; a backward within is this micro-batch's.
 
-        of: the optimizer whose pass it is, where there are several.
+        opt: the optimizer whose pass it is.
         """
-        opt = of or self._opt
         device = opt.engine.group.device
         started = time.perf_counter()
         fetch = self._fetcher.fetch_out_of_turn if j in self._fetched else self._fetcher.fetch
         fetched, samples = fetch(self.samples.task(j)), self.samples.sizes[j]
         self._fetched.add(j)
-        weighs = self._objective.weight_fn is not None
-        weight = self._objective.weight(fetched, samples) if weighs else samples  # before it is on a GPU: no wait
+        weight = self._objective.weight(fetched, samples)  # before it is on a GPU: no wait
         batch = to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
         for each in tensors(batch):

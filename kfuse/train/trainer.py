@@ -85,7 +85,7 @@ class Trainer:
             try:
                 with self._exits():
                     for j in step.mine:
-                        with step.micro_batch(j) as batch:
+                        with step.micro_batch(j, self.opt) as batch:
                             step.loss, step.figures = self.forward(batch)
                             step.loss.backward()  # type: ignore[no-untyped-call]
                     if self.audit is not None:
@@ -171,7 +171,7 @@ class Trainer:
         """Context: this is the `newest` training. It begins from the state that kf.load_state_dict was given."""
         if (state := Trainer.next_state) is not None:
             Trainer.next_state = None
-            self.load_state_dict(state)
+            self.recovery.begin_from(state)
         Trainer.running.append(self)
         try:
             yield
@@ -181,22 +181,20 @@ class Trainer:
     # -- the parts of a step, in order ----------------------------------------------------------------------------
 
     def _before_step(self) -> None:
-        """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
-        if self.progress.cursor == 0:
-            self._refuse_other_length()
-            self.calls.hook("before_epoch")
-        self.calls.hook("before_step")
+        """The policy's hooks before a step. They may call kf.set_lr, also before the first one.
 
-    def _refuse_other_length(self) -> None:
-        """Raises ValueError where the data set has more or fewer samples than as training began: the order is drawn for
+        Raises ValueError where the data set has more or fewer samples than as training began: the order is drawn for
         those.
         """
         data = self.given.data
-        if not isinstance(data, Stream) and len(data) != self.samples_an_epoch:
-            raise ValueError(
-                f"the data set has {len(data)} samples now, and had {self.samples_an_epoch} as training began: "
-                "must stay the same; for other lengths take a stream, or train on each data set by itself"
-            )
+        if self.progress.cursor == 0:
+            if not isinstance(data, Stream) and len(data) != self.samples_an_epoch:
+                raise ValueError(
+                    f"the data set has {len(data)} samples now, and had {self.samples_an_epoch} as training began: "
+                    "must stay the same; for other lengths take a stream, or train on each data set by itself"
+                )
+            self.calls.hook("before_epoch")
+        self.calls.hook("before_step")
 
     def _next_step(self) -> Step:
         """Chooses the coming step's samples, and gives the optimizer the step's plan."""
@@ -429,10 +427,6 @@ class Trainer:
         elif self._lost_worker() is None:  # else the step comes again, and the state is as before it
             raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
         return self.recovery.snapshot(in_body=True)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `kf.load_state_dict`."""
-        self.recovery.begin_from(state)
 
 
 def newest() -> Trainer | None:

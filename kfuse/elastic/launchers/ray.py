@@ -67,9 +67,8 @@ class RayLauncher(HostsLauncher):
         grace_s = SETTINGS["elastic_grace_s"].default
         super().__init__(None, host or "", 0, secrets.token_hex(16), slots=0, most=1, grace_s=grace_s)
         self._address, self._cpus, self._needed_gpus = address, cpus, gpus
-        self._keeping: set[asyncio.Task[None]] = set()
+        self._keeping: set[asyncio.Task[None]] = set()  # tasks until `close`: one for each actor, and `_watch_nodes`
         self._nodes: dict[HostProcess, str] = {}  # where each one runs
-        self._watching: asyncio.Task[None] | None = None
         self._closing = threading.Event()
 
     async def open(self) -> str:
@@ -86,7 +85,7 @@ class RayLauncher(HostsLauncher):
             where = self._address or os.environ.get("RAY_ADDRESS") or "the address of the newest one on this machine"
             raise OSError(f"no Ray cluster answered within {_CONNECT_TIMEOUT_S:.0f} s at {where}") from None
         self._host = self._host or found
-        self._watching = asyncio.create_task(self._watch_nodes())
+        self._keeping.add(asyncio.create_task(self._watch_nodes()))
         return await super().open()
 
     def _hold(self, opened: Future[str]) -> None:
@@ -171,7 +170,7 @@ class RayLauncher(HostsLauncher):
 
     async def close(self) -> None:
         await super().close()
-        tasks = [*self._keeping, *([] if self._watching is None else [self._watching])]
+        tasks = [*self._keeping]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
