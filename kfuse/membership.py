@@ -184,8 +184,8 @@ class Session:
             return False
         from kfuse.elastic.rendezvous import form_group  # where a supervisor has started this worker
 
-        if new and view.size > 1:
-            from kfuse.comm import chunks, cost  # noqa: F401  # after the switch the others would wait for the import
+        if new and view.size > 1 and self.comm.leaves_choice:
+            import kfuse.comm.cost  # noqa: F401  # after the switch the others would wait for the import
 
         begun = early[1] if early is not None and early[0] == view.generation else None
         group = form_group(view, rank, old, self.check, new, begun)
