@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from kfuse.elastic.launchers.local import stopped
+from kfuse.elastic.launchers.local import kill_once_stopped
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -52,7 +52,7 @@ class WarmProcess:
         """May be awaited once."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._process.sentinel, ended.set)
-        watching = asyncio.create_task(self._kill_once_stopped())
+        watching = asyncio.create_task(kill_once_stopped(self, self.pid))
         try:
             await ended.wait()
         finally:
@@ -63,12 +63,6 @@ class WarmProcess:
         assert self.status is not None
         self._process.close()
         return self.status
-
-    async def _kill_once_stopped(self) -> None:
-        """As a LocalProcess does."""
-        await stopped(self.pid or 0)
-        self.cause = "was stopped by a signal and was killed"
-        self.kill()
 
     def kill(self) -> None:
         if self.status is None:

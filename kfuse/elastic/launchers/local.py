@@ -44,7 +44,7 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.SubprocessTransport)
         self._process = transport
-        self._watching = asyncio.create_task(self._kill_once_stopped())
+        self._watching = asyncio.create_task(kill_once_stopped(self, transport.get_pid()))
         super().connection_made(transport)
 
     def process_exited(self) -> None:
@@ -83,11 +83,6 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
         status = self._process.get_returncode()
         assert status is not None
         return status
-
-    async def _kill_once_stopped(self) -> None:
-        await stopped(self._process.get_pid())
-        self.cause = "was stopped by a signal and was killed"  # the others wait for it, and nobody knows for how long
-        self.kill()
 
     def kill(self) -> None:
         if not self.ended:
@@ -174,13 +169,15 @@ class LocalLauncher:
         """Does nothing: the processes have ended."""
 
 
-async def stopped(pid: int) -> None:
-    """Returns when a signal has stopped this process, and it has not gone on for some looks."""
+async def kill_once_stopped(process: LocalProcess, pid: int) -> None:
+    """Kills a worker that a signal has stopped: the others wait for it, and nobody knows for how long."""
     looks = 0
     while looks < _STOPPED_LOOKS:
         await asyncio.sleep(HEARTBEAT_S)
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # else it has ended
             looks = looks + 1 if file.read().rpartition(b")")[2].startswith(b" T") else 0
+    process.cause = "was stopped by a signal and was killed"
+    process.kill()
 
 
 def gpus() -> int:
