@@ -54,8 +54,6 @@ Say = Callable[[tuple[str, Any]], None]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is measured, and where."""
-
     names: tuple[str, ...]
     rounds: int
     steps: int | None = None

@@ -120,7 +120,6 @@ class Worker:
             self.say("broken", generation=self._generation, why="all-reduce: lost contact with rank 1: reset by peer")
 
     def end(self, status: int) -> None:
-        """Its process ends."""
         if not self._over:
             self._over = True
             for timer in self._timers.values():
@@ -168,7 +167,6 @@ class Process:
         self._starting: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Reads orders."""
         reader = asyncio.StreamReader(_LIMIT)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():

@@ -58,7 +58,6 @@ class StandIn:
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def lines(self) -> AsyncIterator[str]:
-        """It prints nothing."""
         await self.wait()
         return
         yield ""
@@ -68,7 +67,6 @@ class StandIn:
         return await asyncio.shield(self.status)
 
     def kill(self) -> None:
-        """Ends it."""
         self._processes.lose([self._number])
 
 
@@ -76,7 +74,6 @@ class Clients:
     """A launcher whose workers are connections of a few processes."""
 
     async def open(self) -> str:
-        """Starts the processes."""
         script = str(Path(__file__).with_name("control_clients.py"))
         pipe = asyncio.subprocess.PIPE
         starting = (
@@ -101,11 +98,9 @@ class Clients:
             self._order(process, do="lose", workers=list(numbers), over_s=over_s)
 
     def say(self, number: int, message: str, **fields: Any) -> None:
-        """A worker sends a message."""
         self._order(self._all[number % PROCESSES], do="say", worker=number, message=message, fields=fields)
 
     async def close(self) -> None:
-        """Ends the processes."""
         for process in self._all:
             assert process.stdin is not None
             process.stdin.close()
@@ -139,7 +134,6 @@ class Measured:
         self.phases: dict[str, dict[str, float]] = {}
 
     async def run(self) -> dict[str, Any]:
-        """Goes through all phases."""
         empty_kb = _resident_kb()
         self._begin(self._count)
         job = asyncio.create_task(self._supervisor.run())
@@ -278,7 +272,6 @@ def show(results: Mapping[int, dict[str, Any]]) -> None:
 
 
 def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The medians of rounds."""
     values = list(rounds)
     if isinstance(values[0], dict):
         return {key: middle([each[key] for each in values]) for key in values[0]}

@@ -147,8 +147,6 @@ def _kill_if_alive(pid: int) -> None:
 
 @dataclass
 class Series:
-    """A system's jobs."""
-
     name: str
     epochs: int
     every_s: float

@@ -130,8 +130,6 @@ _PARTS = ("boot", "join", "regroup", "transfer")
 
 @dataclass(frozen=True)
 class Episode:
-    """One kill, or one notice."""
-
     kind: str
     rank: int
     """Of the worker that was killed."""
@@ -147,8 +145,6 @@ class Episode:
 
 @dataclass
 class Result:
-    """What was seen of one system."""
-
     start_s: list[float] = field(default_factory=list)
     undisturbed_per_second: list[float] = field(default_factory=list)
     """Samples, by job to which nothing was done."""

@@ -103,7 +103,6 @@ def fit_by_torch() -> Block:
 
 
 def fit_by_kfuse() -> Block:
-    """Blocks of kf.fit."""
     model, x, y = digits()
     opt = kf.FusedAdamW(model.parameters(), lr=1e-3)
 

@@ -28,8 +28,6 @@ PATIENCE_ON_CPU = 3
 
 @dataclass(frozen=True)
 class Part:
-    """One row of the table."""
-
     name: str
     command: list[str]
     limit_s: float

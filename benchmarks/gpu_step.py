@@ -43,8 +43,6 @@ Rows = Iterator[tuple[str, Any, float | None]]
 
 @dataclass(frozen=True)
 class Case:
-    """Variants that take turns."""
-
     ours: str
     at_most: dict[str, float | None]
     """By peer: the part of its time that ours may take."""

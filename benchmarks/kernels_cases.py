@@ -42,7 +42,6 @@ class Case:
     floor_bytes: int
     """What must be read and written by any implementation."""
     make: Callable[[], Buffers]
-    """Fresh random buffers."""
     runs: dict[str, Run]
     """The contestants; ours is `kfuse`."""
     absent: dict[str, str]

@@ -34,8 +34,6 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 @dataclass(frozen=True)
 class Place:
-    """Where one worker runs."""
-
     namespace: str | None
     """None: the machine's own."""
     address: str

@@ -108,7 +108,6 @@ def write(path: Path | None, packages: Iterable[str], **figures: Any) -> None:
 
 
 def origin(packages: Iterable[str]) -> dict[str, Any]:
-    """What figures hold for."""
     return {"command": _command(), "machine": _machine(), "versions": _versions(packages)}
 
 

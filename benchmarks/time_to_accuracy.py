@@ -73,7 +73,6 @@ Train = Callable[[Sequence[Job]], list[Run]]
 
 
 def in_this_process(job: Job) -> Run:
-    """One run, of one worker."""
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
     return run(job, _problem(job.problem, job.part))
