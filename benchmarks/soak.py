@@ -210,7 +210,8 @@ def figures(plan: Plan, directory: Path, job: Job) -> dict[str, Any]:
     for sample, after in zip(samples, [*samples[1:], None], strict=True):
         ended = sample["ended"] or (after["began"] if after else sample["began"])
         first, last = np.searchsorted(marks, [sample["began"], ended])
-        gaps.setdefault(sample["kind"], []).append(float(np.diff(marks[max(0, first - 1) : last + 1]).max(initial=0.0)))
+        after_it = np.diff([sample["began"], *marks[first : last + 1]])  # before it may be the gap of a restart
+        gaps.setdefault(sample["kind"], []).append(float(after_it.max(initial=0.0)))
     failures, evicted = job.of_kind("failure"), [cut["evicted"] for cut in job.of_kind("cut")]
     strikes = {"kill", "exception", "exit", "stop", "agent lost"}
     return {

@@ -94,7 +94,6 @@ class Course:
         self.steps: dict[int, tuple[int, int, float]] = {}
         """By step: samples used until then, batch size, learning rate."""
         self.finished = 0
-        """Steps made."""
         self.evaluations: list[tuple[int, float, float]] = []
         """Steps made, seconds of training, quality."""
         self.truth: list[tuple[int, float]] = []
