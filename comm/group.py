@@ -27,6 +27,7 @@ from kfuse.comm.settings import BUSY
 
 SLICE_S = 0.02  # between two looks of a wait
 EARLY = 10  # times comm.timeout_s: the limit until each optimizer has made two steps
+CONNECT_THREAD = "kfuse-connect"
 GRACE_S = 5.0  # for others to say that they timed out too: ranks that wait for one rank time out together
 _OPS = dist.ReduceOp
 # The operations of `Group.all_reduce`, as torch has them; for "avg" the caller divides.
@@ -59,7 +60,7 @@ def in_thread(
             with contextlib.suppress(InvalidStateError):
                 outcome.set_exception(error)
 
-    threading.Thread(target=run, name="kfuse-connect", daemon=True).start()
+    threading.Thread(target=run, name=CONNECT_THREAD, daemon=True).start()
     deadline = time.monotonic() + limit_s
     try:
         while not futures.wait([outcome], SLICE_S).done:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TextIO
 
-from kfuse.comm.group import CommError, Group
+from kfuse.comm.group import CONNECT_THREAD, CommError, Group
 from kfuse.comm.settings import CommOptions
 from kfuse.elastic.link import Link
 from kfuse.elastic.protocol import View
 
 _LOG = logging.getLogger("kfuse")
 
+EARLY_THREAD = "kfuse-early"
+_CONNECTING_S = 1.0  # as training ends: for connections that are being made, which then nobody needs
 _MOST_LANES = 8  # only optimizers that take part in the same backward need different lanes
 
 
@@ -136,14 +139,17 @@ class Session:
             return
         rank = view.rank_of(self.worker)
         if rank is not None and view.size > 1:
-            from kfuse.elastic.rendezvous import form_early
+            from kfuse.elastic.rendezvous import connect_early
 
             def check() -> None:
                 self.link.check()
-                if self.link.view(view.generation) is not None:
-                    raise CommError("another view was formed")
+                if self.link.view(view.generation) is not None or not self.in_training:
+                    raise CommError("another view was formed, or training has ended")
 
-            self._early = view.generation, form_early(view, rank, self.group, check)
+            early: Future[Group] = Future()
+            arguments = early, view, rank, self.group, check
+            threading.Thread(target=connect_early, args=arguments, name=EARLY_THREAD, daemon=True).start()
+            self._early = view.generation, early
 
     def switch(self, generation: int) -> bool:
         """Moves to the view of `generation`, at the same step boundary on every worker; False if this one leaves.
@@ -250,3 +256,6 @@ class Session:
         self.in_training = False
         if not sys.is_finalizing():
             self.link.send("loop_ended", failed_at=failed_at)
+            for thread in threading.enumerate():  # one that goes on as the interpreter ends would abort the process
+                if thread.name in (EARLY_THREAD, CONNECT_THREAD):
+                    thread.join(_CONNECTING_S)

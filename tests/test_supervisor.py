@@ -340,6 +340,20 @@ async def test_scripts_that_all_end_early_end_the_job_well(stage: Stage, trains:
     assert (stage.supervisor.job.outcome, len(stage.workers)) == (outcome, 2)
 
 
+@job(limits(2, 1, 3, script=True), quit=1)
+async def test_a_newcomer_without_the_state_does_not_go_on_alone(stage: Stage) -> None:
+    """All others leave their loops at the step at which it is proposed."""
+    await stage.train(0, 1)
+    await stage.says(0, "resize", workers=3)
+    await stage.boot(2)
+    for number in (0, 1):
+        await stage.says(number, "loop_ended", failed_at=None)
+    stage.workers[0].end(0)
+    stage.workers[1].end(0)
+    await stage.ended()
+    assert stage.supervisor.job.outcome == "loop_left" and stage.workers[2].view == [0, 1, 2]
+
+
 @pytest.mark.parametrize("ends", [True, False])
 @job(SCRIPTS, quit=1, failure=0)
 async def test_where_one_worker_leaves_the_loop_the_others_go_on(stage: Stage, ends: bool) -> None:

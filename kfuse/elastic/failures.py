@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass, field
 
 from kfuse.comm.settings import BUSY
@@ -14,6 +15,9 @@ from kfuse.elastic.roster import Roster
 
 _log = logging.getLogger("kfuse")
 
+_STALLED_S = (
+    4.0  # without a new step, or three times as long as the one before took: then workers are asked whom they reach
+)
 _REPORTS_S = 6.0  # for all that wait for the same worker to say so: more than between their timeouts
 
 
@@ -34,6 +38,8 @@ class Failures:
         self._since_step = _Streak()
         self._since_boot = _Streak()  # of newcomers, since the last one that has booted
         self._furthest = -1  # `Records.furthest` when the last lost worker was counted
+        self._seen, self._seen_at = -1, 0.0  # `Records.furthest` as `check_progress` saw it anew, and when
+        self._stalled_at = math.inf
 
     def booted(self, worker: Worker) -> None:
         """A new worker is ready to join."""
@@ -61,6 +67,21 @@ class Failures:
             when = " after training had ended" if job.done else ""
             job.late_failure = job.late_failure or JobFailed(f"worker {worker.number} {how}{when}{cause}")
             job.done = True  # its workers have ended or left its loop
+
+    def check_progress(self, now: float) -> None:
+        """Often called. Where no new step comes for long, a link may be cut: long before a message is late, all workers
+        are asked once whom they reach.
+        """
+        job, members = self._job, self._processes.members()
+        if self._records.furthest > self._seen:
+            self._stalled_at = now + max(_STALLED_S, 3 * (now - self._seen_at))
+            self._seen, self._seen_at = self._records.furthest, now
+        elif now > self._stalled_at and not (job.is_over or any(m.ended_loop or m.said_goodbye for m in members)):
+            self._stalled_at = math.inf
+            job.run(self._leave_out_cut_off())
+
+    async def _leave_out_cut_off(self) -> None:
+        await self.cuts.evict()
 
     def contact_lost(self, worker: Worker, generation: int, why: str) -> None:
         """A worker of this generation lost contact with another. If none has ended, the same workers form a new view.
@@ -154,7 +175,9 @@ class Failures:
             self._roster.continue_without(worker, "ended with exit status 0 before it used kf.fit or kf.DataLoader")
             return
         self._roster.continue_without(worker, "ended with exit status 0 before training did")
-        self._job.done = not self._processes.members()
+        members = self._processes.members()
+        goes_on = any(member.joined and not member.ended_loop for member in members)  # newcomers have no state
+        self._job.done = not (goes_on if worker.joined else members)
         if rank is not None and not self._job.done:
             self._roster.settle("quit")
 

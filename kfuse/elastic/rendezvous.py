@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -33,7 +32,7 @@ _JOB_TIMEOUT_S = 600.0  # rank 0 loads the data before it announces the job
 
 # Keys in a view's store: a worker of the view before is at the switch; this rank connects.
 _ARRIVED, _COMES = "arrived", "comes/"
-_POLL_S = 0.002
+_POLL_S = 0.01
 _CONNECT_S = 1.0  # an attempt to reach a view's store, which is there before the view is announced
 
 
@@ -165,18 +164,12 @@ def _new_group(
     return GlooGroup(rank, size, store, device, timeout_s, address, check, hosts)
 
 
-def form_early(view: View, rank: int, old: Group, check: Callable[[], None]) -> Future[Group]:
-    """Begins to form the group of a planned view, in a thread beside training. The arguments: as of `form_group`."""
-    early: Future[Group] = Future()
-
-    def run() -> None:
-        try:
-            early.set_result(_connected(view, rank, old, check, meets=True))
-        except Exception as error:
-            early.set_exception(error)
-
-    threading.Thread(target=run, name="kfuse-early", daemon=True).start()
-    return early
+def connect_early(early: Future[Group], view: View, rank: int, old: Group, check: Callable[[], None]) -> None:
+    """Forms the group of a planned view, in a thread beside training. The other arguments: as of `form_group`."""
+    try:
+        early.set_result(_connected(view, rank, old, check, meets=True))
+    except Exception as error:
+        early.set_exception(error)
 
 
 def form_group(
@@ -185,7 +178,7 @@ def form_group(
     """The group of a view, with the old group's device and timeout. `check`: called while waiting; raises to end it.
 
     new: this worker was in no view before. It waits without a time limit until the others come, after the steps that
-    they make before the switch. early: what `form_early` has begun. Raises CommError if the store or another worker
+    they make before the switch. early: what `connect_early` makes. Raises CommError if the store or another worker
     cannot be reached, and what `check` raises.
     """
     if view.size == 1:
@@ -199,7 +192,7 @@ def form_group(
         if not new:
             group.store.set(_ARRIVED, "")
         elif joins:
-            _await_keys(group.store, [_ARRIVED], check)
+            _await_keys(group.store, [_ARRIVED], check, _POLL_S / 5)  # the others wait for this one then
     return group
 
 
@@ -213,7 +206,7 @@ def _connected(view: View, rank: int, old: Group, check: Callable[[], None], mee
         address = own_address(host, port)
         store.set(f"{_COMES}{rank}", "")
         if meets:
-            _await_keys(store, [f"{_COMES}{each}" for each in range(view.size)], check)
+            _await_keys(store, [f"{_COMES}{each}" for each in range(view.size)], check, _POLL_S)
     return _new_group(rank, view.members, store, old.device, old.timeout_s, address, check)
 
 
@@ -229,10 +222,10 @@ def _needs_store(view: View) -> Iterator[None]:
         raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
 
 
-def _await_keys(store: Store, keys: list[str], check: Callable[[], None]) -> None:
+def _await_keys(store: Store, keys: list[str], check: Callable[[], None], pause_s: float) -> None:
     while not store.check(keys):
         check()
-        time.sleep(_POLL_S)  # not `wait`: cut into slices it fails after some hundred
+        time.sleep(pause_s)  # not `wait`: cut into slices it fails after some hundred
 
 
 def connect_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:

@@ -125,6 +125,7 @@ class Supervisor:
             await asyncio.sleep(protocol.HEARTBEAT_S)
             before, checked_at = checked_at, time()
             self.processes.check_heartbeats(checked_at - before - protocol.HEARTBEAT_S)
+            self.failures.check_progress(checked_at)
             self.roster.settle()
             for worker in self.processes.alive():
                 if getattr(worker.process, "noticed", False):
