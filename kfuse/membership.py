@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TextIO
 
+from kfuse.comm import devices
 from kfuse.comm.group import CONNECT_THREAD, CommError, Group
 from kfuse.comm.settings import CommOptions
 from kfuse.elastic.link import Link
@@ -135,7 +136,7 @@ class Session:
         On CPUs: a communicator of NCCL is not made beside the messages of another one.
         """
         view = self.link.view(self._generation)
-        if view is None or view.recovers or self._early is not None or self.group.in_one_order:
+        if view is None or view.recovers or self._early is not None or devices.of(self.group.device).asynchronous:
             return
         rank = view.rank_of(self.worker)
         if rank is not None and view.size > 1:

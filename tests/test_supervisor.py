@@ -327,31 +327,22 @@ async def test_an_error_of_all_scripts_ends_the_job_and_is_named(stage: Stage) -
         worker.end(1, *TRACEBACK)
 
 
-@pytest.mark.parametrize(("trains", "outcome"), [(True, "loop_left"), (False, "not_trained")])
-@job(SCRIPTS)
-async def test_scripts_that_all_end_early_end_the_job_well(stage: Stage, trains: bool, outcome: str) -> None:
+@pytest.mark.parametrize(("trains", "comes"), [(True, False), (True, True), (False, False)])
+@job(limits(2, 1, 3, script=True))
+async def test_scripts_that_all_end_early_end_the_job_well(stage: Stage, trains: bool, comes: bool) -> None:
+    """A newcomer that is proposed has no state yet, and does not go on alone."""
     if trains:
         await stage.train(0, 1)
+        if comes:
+            await stage.says(0, "resize", workers=3)
+            await stage.boot(2)
         for number in (0, 1):
             await stage.says(number, "loop_ended", failed_at=None)
-    for worker in stage.workers:
+    for worker in stage.workers[:2]:
         worker.end(0)
     await stage.ended()
-    assert (stage.supervisor.job.outcome, len(stage.workers)) == (outcome, 2)
-
-
-@job(limits(2, 1, 3, script=True), quit=1)
-async def test_a_newcomer_without_the_state_does_not_go_on_alone(stage: Stage) -> None:
-    """All others leave their loops at the step at which it is proposed."""
-    await stage.train(0, 1)
-    await stage.says(0, "resize", workers=3)
-    await stage.boot(2)
-    for number in (0, 1):
-        await stage.says(number, "loop_ended", failed_at=None)
-    stage.workers[0].end(0)
-    stage.workers[1].end(0)
-    await stage.ended()
-    assert stage.supervisor.job.outcome == "loop_left" and stage.workers[2].view == [0, 1, 2]
+    outcome = "loop_left" if trains else "not_trained"
+    assert (stage.supervisor.job.outcome, len(stage.workers)) == (outcome, 2 + comes)
 
 
 @pytest.mark.parametrize("ends", [True, False])

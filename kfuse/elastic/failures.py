@@ -15,9 +15,7 @@ from kfuse.elastic.roster import Roster
 
 _log = logging.getLogger("kfuse")
 
-_STALLED_S = (
-    4.0  # without a new step, or three times as long as the one before took: then workers are asked whom they reach
-)
+_STALLED_S = 4.0  # without a new step, and three times as long as the last one took: then a link may be cut
 _REPORTS_S = 6.0  # for all that wait for the same worker to say so: more than between their timeouts
 
 
@@ -69,19 +67,14 @@ class Failures:
             job.done = True  # its workers have ended or left its loop
 
     def check_progress(self, now: float) -> None:
-        """Often called. Where no new step comes for long, a link may be cut: long before a message is late, all workers
-        are asked once whom they reach.
-        """
+        """Often called. Where no new step comes all are asked once whom they reach, long before a message is late."""
         job, members = self._job, self._processes.members()
         if self._records.furthest > self._seen:
             self._stalled_at = now + max(_STALLED_S, 3 * (now - self._seen_at))
             self._seen, self._seen_at = self._records.furthest, now
         elif now > self._stalled_at and not (job.is_over or any(m.ended_loop or m.said_goodbye for m in members)):
             self._stalled_at = math.inf
-            job.run(self._leave_out_cut_off())
-
-    async def _leave_out_cut_off(self) -> None:
-        await self.cuts.evict()
+            job.run(self.cuts.evict())
 
     def contact_lost(self, worker: Worker, generation: int, why: str) -> None:
         """A worker of this generation lost contact with another. If none has ended, the same workers form a new view.

@@ -62,10 +62,10 @@ class Job:
             self.saves = True
             self.end(JobFailed(why))
 
-    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Runs a part of the supervisor beside the rest; an error in it ends the job."""
 
-        def finished(task: asyncio.Task[None]) -> None:
+        def finished(task: asyncio.Task[Any]) -> None:
             self._beside.discard(task)
             if not task.cancelled() and task.exception() is not None:
                 self.end(task.exception())
