@@ -211,8 +211,7 @@ def test_a_store_that_does_not_answer_keeps_nobody_from_the_next_view() -> None:
     """It is closed as another view is formed. Its port takes connections, and torch waits a second for its answer."""
     looks, began = Mock(side_effect=[None] * 5 + [CommError("another view")]), time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        members = Member(0, 1, "here"), Member(1, 1, "here")
-        view = View(2, members, ("127.0.0.1", silent.getsockname()[1]), "failure", recovers=True)
+        view = View(2, (Member(0, 1, "here"),) * 2, silent.getsockname(), "failure", recovers=True)
         with pytest.raises(CommError, match="another view"):
             form_group(view, 0, Group(timeout_s=30.0), looks, new=False)
     assert time.monotonic() - began < 3
