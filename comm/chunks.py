@@ -242,25 +242,42 @@ def _put_in_place(
     numbers = {id(description): number for number, description in enumerate(descriptions)}
     tensors: dict[int, Tensor] = {}
 
-    def place(description: Tensor, mine: Any) -> Tensor:
-        number = numbers[id(description)]
-        if number not in tensors:
-            where = devices[number]
-            if isinstance(mine, Tensor) and mine.device == where and _alike(mine, description):
-                tensors[number] = mine.detach()
-            else:
-                shape, strides = description.shape, description.stride()
-                tensors[number] = torch.empty_strided(shape, strides, dtype=description.dtype, device=where)
-        return tensors[number]
+    def placed(value: Any, mine: Any) -> Any:
+        """A copy of `value`. mine: what `own` has in that place; None where it has nothing."""
+        if isinstance(value, Tensor):
+            if (number := numbers.get(id(value))) is None:
+                return value  # of a kind that does not travel in chunks
+            if number not in tensors:
+                tensors[number] = _room(value, mine, devices[number])
+            return tensors[number]
+        if type(value) in (list, tuple):
+            if _PLAIN.issuperset(map(type, value)):  # a list of numbers may be long
+                return value
+            others = mine if type(mine) is type(value) and len(mine) == len(value) else [None] * len(value)
+            return type(value)(map(placed, value, others))
+        if type(value) in (dict, OrderedDict):
+            others = mine if isinstance(mine, dict) else {}
+            copy = type(value)((key, placed(item, others.get(key))) for key, item in value.items())
+            if isinstance(copy, OrderedDict):  # a module's state dict has its version numbers in an attribute
+                vars(copy).update(vars(value))
+            return copy
+        return value
 
-    placed = _replace_tensors(structure, place, own)
-    return placed, [tensors[number] for number in range(len(numbers))]
+    structure = placed(structure, own)
+    return structure, [tensors[number] for number in range(len(numbers))]
 
 
-def _alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether its memory can take the described tensor's bytes."""
-    same = tensor.shape == other.shape and tensor.stride() == other.stride() and tensor.dtype == other.dtype
-    return same and memory(tensor) is not None
+def _room(description: Tensor, mine: Any, device: torch.device) -> Tensor:
+    """`mine`, where its memory is on the device and can take the described tensor's bytes; else a new tensor."""
+    shape, strides, dtype = description.shape, description.stride(), description.dtype
+    if (
+        isinstance(mine, Tensor)
+        and (mine.device, mine.shape, mine.dtype) == (device, shape, dtype)
+        and mine.stride() == strides
+        and memory(mine) is not None
+    ):
+        return mine.detach()
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def _share_tensors(group: Group, source: int, sizes: list[int], tensors: list[Tensor]) -> None:
@@ -283,29 +300,6 @@ def _share_tensors(group: Group, source: int, sizes: list[int], tensors: list[Te
         group.broadcast(message, _TRANSFER, source).wait()
         if staged and memories and group.rank != source:
             scatter(message, chunk, memories)
-
-
-def _replace_tensors(value: Any, act: Callable[[Tensor, Any], Any], beside: Any = None) -> Any:
-    """A copy of `value`, of nested lists, tuples and dictionaries, with act(tensor, other) in each tensor's place.
-
-    other: what `beside`, a structure like `value`, has in that place; None where it has nothing. Tensors that have no
-    dense memory by their kind (sparse, quantized, of a subclass) and all other values stay.
-    """
-    if isinstance(value, Tensor):
-        plain = type(value.detach()) is Tensor and value.layout is torch.strided and not value.is_quantized
-        return act(value, beside) if plain else value
-    if type(value) in (list, tuple):
-        if _PLAIN.issuperset(map(type, value)):  # a list of numbers may be long
-            return value
-        others = beside if type(beside) is type(value) and len(beside) == len(value) else [None] * len(value)
-        return type(value)(_replace_tensors(item, act, other) for item, other in zip(value, others, strict=True))
-    if type(value) in (dict, OrderedDict):
-        others = beside if isinstance(beside, dict) else {}
-        copy = type(value)((key, _replace_tensors(item, act, others.get(key))) for key, item in value.items())
-        if isinstance(copy, OrderedDict):  # a module's state dict has its version numbers in an attribute
-            vars(copy).update(vars(value))
-        return copy
-    return value
 
 
 def decode(payload: bytes, device: torch.device) -> Any:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -53,19 +53,14 @@ class Event:
         return 1000 * float(end._at - self._at)
 
 
-class Stream(Protocol):
-    """A queue of work on the device: of torch.cuda.Stream's methods, those that are used."""
+class Stream:
+    """A queue of work on the device: of torch.cuda.Stream's methods, those that are used. This class: the host's."""
 
     def wait_stream(self, stream: Any) -> None:
         """Later work on this stream begins after what is enqueued on `stream` so far. The host does not wait."""
 
 
-class _HostStream:
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-
-_HOST_STREAM, _NO_CONTEXT = _HostStream(), contextlib.nullcontext()
+_HOST_STREAM, _NO_CONTEXT = Stream(), contextlib.nullcontext()
 
 
 class Device:
@@ -91,7 +86,7 @@ class Device:
 
     def new_stream(self) -> Stream:
         """A stream of its own."""
-        return _HostStream()
+        return Stream()
 
     def current_stream(self) -> Stream:
         return _HOST_STREAM
@@ -151,7 +146,7 @@ class CudaDevice(Device):
     def make_current(self) -> None:
         torch.cuda.set_device(self.name)
 
-    def new_stream(self) -> Stream:
+    def new_stream(self) -> Any:
         return torch.cuda.Stream(self.name)  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_int64
 
 import torch
 from torch import Tensor
@@ -19,15 +20,15 @@ def digest(tensors: Sequence[Tensor], salt: int = 0) -> Tensor:
     that cancel in each row and column of `_words`.
     tensors: on one device, of elements of 1, 2, 4 or 8 bytes, read in logical order. salt: added to it.
     """
-    words = [word for tensor in tensors for word in _words(tensor.detach())]
+    words, signed = [word for tensor in tensors for word in _words(tensor.detach())], c_int64(salt).value
     if not words:
-        return torch.full((), _signed(salt), dtype=torch.int64)
+        return torch.full((), signed, dtype=torch.int64)
     mixed = torch.cat(words).to(torch.int64)
     mixed ^= _ODD[0] * torch.arange(1, mixed.numel() + 1, device=mixed.device)  # place by place another value
     for shift, factor in ((32, _ODD[1]), (29, _ODD[2])):
         mixed ^= _shifted(mixed, shift)
         mixed *= factor
-    return (mixed ^ _shifted(mixed, 32)).sum() + _signed(salt)
+    return (mixed ^ _shifted(mixed, 32)).sum() + signed
 
 
 def _shifted(words: Tensor, count: int) -> Tensor:
@@ -46,8 +47,3 @@ def _words(tensor: Tensor) -> list[Tensor]:
     rows = bits[:full].view(-1, _ROW)
     sums = [rows.sum(dim, dtype=torch.int32) for dim in (0, 1)] if full else []
     return [*sums, bits[full:].to(torch.int32)]
-
-
-def _signed(value: int) -> int:
-    value &= 2**64 - 1
-    return value - 2**64 if value >= 2**63 else value

@@ -219,25 +219,25 @@ class EngineParts:
             _LOG.warning(message, *values)
 
 
-_OWNERS: dict[int, weakref.ref[EngineParts]] = {}  # by the parameter's id, which no other has while the engine lives
+# By the parameter's id, which no other has while the engine lives.
+_OWNERS: weakref.WeakValueDictionary[int, EngineParts] = weakref.WeakValueDictionary()
 
 
 def owner(parameter: Parameter) -> EngineParts | None:
-    reference = _OWNERS.get(id(parameter))
-    return None if reference is None else reference()
+    return _OWNERS.get(id(parameter))
 
 
 def take_over(params: Sequence[Parameter], engine: EngineParts) -> None:
     """Makes `engine` these parameters' only owner, and the owner of no others. With two, the first hook would take the
     gradient from the second.
     """
-    for key in [key for key, reference in _OWNERS.items() if reference() in (None, engine)]:
+    for key in [key for key, other in _OWNERS.items() if other is engine]:
         del _OWNERS[key]
     for param in params:
         if (other := owner(param)) is not None:
             other.close()
             other.superseded = True
-        _OWNERS[id(param)] = weakref.ref(engine)
+        _OWNERS[id(param)] = engine
     engine.superseded = False
 
 

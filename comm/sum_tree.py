@@ -145,15 +145,13 @@ def plan_merges(nodes: Sequence[Node], total: int) -> tuple[Merge, ...]:
     """
     row_of: dict[Node, int] = {}
     merges: list[Merge] = []
-    twice = False
     for row, given in enumerate(nodes):
         node = _promote(given, total)
         while (other := row_of.pop(_sibling(node), None)) is not None:
             row, source = min(row, other), max(row, other)  # so whatever has row 0 stays there
             merges.append((row, source))
             node = _parent(node, total)
-        twice = twice or node in row_of
         row_of[node] = row
-    if twice or list(row_of) != [((total - 1).bit_length(), 0)]:
+    if len(merges) != len(nodes) - 1 or list(row_of) != [((total - 1).bit_length(), 0)]:  # one that came twice is lost
         raise ValueError(f"nodes {list(nodes)} do not cover the tree over {total} micro-batches")
     return tuple(merges)

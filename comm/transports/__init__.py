@@ -35,6 +35,7 @@ class Transport(Protocol):
         merges: the order of additions, as pairs (destination, source); slots are counted rank after rank. Only
         transports for reproducible sums need it, which are kfuse's own.
         """
+        return  # nothing to prepare, where each worker contributes one slot
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
         """Starts the exchange of bucket `key`, without waiting.
@@ -133,7 +134,7 @@ def make(name: str, group: Group, tree: str | Sequence[int], cuts: Cuts) -> Tran
     return made
 
 
-class AllReduce:
+class AllReduce(Transport):
     """The transport `allreduce`: the library's own collective, in a summation order of its choice."""
 
     _name = "allreduce"
@@ -142,9 +143,6 @@ class AllReduce:
         """cuts: None, as for classes of users that are derived from this one: equal shards."""
         self._group, self._cuts = group, cuts or (lambda key, numel: group.shards(numel))
         self._pending: dict[int, Pending] = {}
-
-    def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
-        """Nothing to prepare: each worker contributes one slot."""
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
         self._pending[key] = self._start(key, slots[0], f"{what} ({self._name})")

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kfuse.comm.group import Group, Links, Pending
-from kfuse.comm.sum_tree import Merge
 from kfuse.comm.topology import best_tree, check_parents, chunks, depths
+from kfuse.comm.transports import Transport
 
 _LOG = logging.getLogger("kfuse")
 
@@ -44,7 +44,7 @@ class _Shape:
         self.levels = max(self.depths)
 
 
-class Tree:
+class Tree(Transport):
     """The transport `tree`: all ranks call each round's `to_few`, some with no data, when the step waits for it."""
 
     def __init__(self, group: Group, shape: str | Sequence[int]) -> None:
@@ -62,9 +62,6 @@ class Tree:
         self._links: Links | None = None
         self._by_bytes: dict[int, _Shape] = {}  # of `_links`, by bytes of a bucket
         self._launched: dict[int, Iterator[Pending]] = {}
-
-    def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
-        """Nothing to prepare: each worker contributes one slot."""
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
         """Sends nothing: the first sum connects the hosts, for which no hook of backward must wait."""

@@ -191,17 +191,14 @@ class Roster:
             self._settling = True
             self._job.run(self._settle())
 
-    def _plan(self) -> Plan:
-        processes = self._processes
-        return plan(processes.present, self._job, len(processes.free_gpus()) if processes.gpus else None)
-
     async def _settle(self) -> None:
         job, processes = self._job, self._processes
         await asyncio.sleep(_CHANGES_S * job.view.size)
         self._settling = False
         if job.over.is_set():
             return
-        found, job.broken = self._plan(), ""
+        room = len(processes.free_gpus()) if processes.gpus else None
+        found, job.broken = plan(processes.present, job, room), ""
         for worker in found.kill:
             worker.kill()
         if found.members:

@@ -68,7 +68,7 @@ class BackwardWatch(ABC):
     def begin_step(self) -> None:
         """Makes the next backward the first of a step."""
         self._conditions: list[Tensor] = []  # bool scalars on the device: where one is false, squares are unknown
-        self._unknown = False
+        self.unknown = False  # this step's squares are
         self._forwards = self._backwards = 0
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
@@ -105,12 +105,8 @@ class BackwardWatch(ABC):
             self.begin_step()
             self._forwards = 1
         elif self.before != self.after:
-            self.unknown()  # changed between two backwards of a step, for example clipped
+            self.unknown = True  # changed between two backwards of a step, for example clipped
         self._measures = self.begins()
-
-    def unknown(self) -> None:
-        """Makes this step's squares unknown."""
-        self._unknown = True
 
     def square(self) -> Tensor | float:
         """Returns |s_j|^2 of the backward under way or just over, or NaN where it is unknown.
@@ -120,8 +116,8 @@ class BackwardWatch(ABC):
         """
         self._backwards += 1
         if self._backwards > self._forwards:
-            self.unknown()
-        if self._unknown or not self.norms:
+            self.unknown = True
+        if self.unknown or not self.norms:
             return math.nan
         square = sum_squares(self.norms)
         for condition in self._conditions:

@@ -116,7 +116,7 @@ class _Hook(BackwardWatch):
         if not self._began:
             self.reached()
             self.before = []  # some gradients are there by now
-            self.unknown()  # the backward did not come from the model's outputs
+            self.unknown = True  # the backward did not come from the model's outputs
             self._watch_parameters()  # from now on it may
         if buffer.dtype in (torch.bfloat16, torch.float16):
             self.monitor.low_precision()

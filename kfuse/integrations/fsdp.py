@@ -88,7 +88,7 @@ class _Sharded(BackwardWatch):
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
         if torch.is_grad_enabled() and self._began:
-            self.unknown()  # the backward raised, and FSDP2 may keep a part of its gradient
+            self.unknown = True  # the backward raised, and FSDP2 may keep a part of its gradient
         super().before_forward(module, arguments)
 
     def _before_unit(self, unit: nn.Module, arguments: object) -> None:
@@ -114,7 +114,7 @@ class _Sharded(BackwardWatch):
     def ended(self) -> None:
         self._pending -= {index for index, before in enumerate(self.before) if before != self.after[index]}
         if any(mark is not None and index not in self._gathered for index, mark in enumerate(self.after)):
-            self.unknown()  # a parameter's unit of FSDP2 was not entered by its forward
+            self.unknown = True  # a parameter's unit of FSDP2 was not entered by its forward
         self.monitor.micro_batch(self.square())
         gradients = self.gradients()
         self._left = total_square(gradients) if gradients else None
@@ -135,7 +135,7 @@ class _Sharded(BackwardWatch):
     def begin_step(self) -> None:
         super().begin_step()
         if self._pending:
-            self.unknown()  # FSDP2 had not reduced a gradient as the step before ended, and adds it to this one
+            self.unknown = True  # FSDP2 had not reduced a gradient as the step before ended, and adds it to this one
 
     def gradients(self) -> list[Tensor]:
         """Returns this rank's shards of the gradients."""

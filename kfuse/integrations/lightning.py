@@ -75,26 +75,16 @@ class NoiseScale(Callback):  # type: ignore[misc]
         assert self.monitor is not None
         self.monitor.samples = _length_of(batch)
         self.monitor.accumulate = trainer.accumulate_grad_batches
-        if self._growth is None:
+        if (growth := self._growth) is None:
             return
-        if not self._growth.batch_size:
-            resumed = bool(self._growth.saved_accumulate)
-            self._begin_growth(self._growth, trainer, self.monitor)
+        if not growth.batch_size:
+            resumed, samples, configs = growth.saved_accumulate, self.monitor.samples, trainer.lr_scheduler_configs
+            schedulers = [each.scheduler for each in configs]
+            stepped = [each.scheduler for each in configs if each.interval == "step" and not each.reduce_on_plateau]
+            growth.begin(self.monitor, self._first, int(samples or 1), trainer.optimizers, schedulers, stepped)
             if resumed and batch_idx == 0:
-                self._growth.begin_epoch()
-        self._growth.micro_batch()
-
-    def _begin_growth(self, growth: Growth, trainer: Trainer, monitor: Monitor) -> None:
-        configs = trainer.lr_scheduler_configs
-        stepped = [each for each in configs if each.interval == "step" and not each.reduce_on_plateau]
-        growth.begin(
-            monitor,
-            self._first,
-            int(monitor.samples or 1),
-            trainer.optimizers,
-            [each.scheduler for each in configs],
-            [each.scheduler for each in stepped],
-        )
+                growth.begin_epoch()
+        growth.micro_batch()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._growth is not None and self._growth.batch_size:

@@ -57,10 +57,8 @@ def refuse(trainer: Trainer, settings: Mapping[str, Any]) -> None:
     for name, is_used in distributed.items():
         if is_used:
             raise ValueError(f"fit: {name}: must be left out: kfuse's workers have the whole model on one device each")
-    for name in _LEFT_OUT:
-        if getattr(args, name):
-            raise ValueError(f"fit: {name}={getattr(args, name)}: must be left out")
     unsupported = {
+        **{f"{name}={getattr(args, name)}": getattr(args, name) for name in _LEFT_OUT},
         "trainer.train() before": getattr(trainer.optimizer, "_is_accelerate_prepared", False),
         "model_init": trainer.model_init is not None,
         "neftune_noise_alpha": trainer.neftune_noise_alpha is not None,

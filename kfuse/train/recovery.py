@@ -356,7 +356,10 @@ class Recovery:
             )
         if saved is not None:
             self._restore(saved)
-        self._report_start()  # before the others have the state: a view after a loss until then counts as no beginning
+        # The first step whose statistics are not read yet; without one the coming step. Reported before the others have
+        # the state: a view after a loss until then counts as no beginning.
+        unreported = min(self.progress.contexts, default=self.progress.step)
+        self.reporter.start(unreported, self.given.checkpoints is not None and self.given.checkpoints.restarts)
         if saved is None:
             self.calls.begin()
         self._has_state, self._torn = True, False
@@ -383,12 +386,6 @@ class Recovery:
         """Gives each engine the number of its coming step: it may have reduced one whose update was not made."""
         for index, opt in enumerate(self.given.opts):
             opt.engine.step = self.progress.updates_of(index)
-
-    def _report_start(self) -> None:
-        restarts = self.given.checkpoints is not None and self.given.checkpoints.restarts
-        # The first step whose statistics are not read yet; without one the coming step.
-        unreported = min(self.progress.contexts, default=self.progress.step)
-        self.reporter.start(unreported, restarts)
 
     def _report_view(self, view: View, regroup_s: float, transfer_s: float, positions: Sequence[int]) -> None:
         """Reports the view, and a return to the last checkpoint."""

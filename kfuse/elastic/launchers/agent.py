@@ -98,7 +98,7 @@ async def offer(
                 return True
             if agent.watching:
                 await asyncio.wait(agent.watching, timeout=job["grace_s"])
-            if agent.noticed:  # meanwhile
+            if agent.notice.done():  # meanwhile
                 return not agent.watching
     finally:
         for task in (serving, leaving, heartbeats):
@@ -163,7 +163,7 @@ class _Agent:
         self._writer, self._launcher, self._grace_s = writer, launcher, grace_s
         self.processes: dict[int, LocalProcess] = {}
         self.watching: set[asyncio.Task[None]] = set()
-        self._notice: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # the signal that gave it
+        self.notice: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # the signal that gave it
         self._left = asyncio.Event()  # the supervisor starts no worker here any more
 
     async def serve(self, reader: asyncio.StreamReader) -> str | None:
@@ -184,17 +184,13 @@ class _Agent:
             return f": {error}"
         return ""
 
-    @property
-    def noticed(self) -> bool:
-        return self._notice.done()
-
     def take_notice(self, number: int) -> None:
-        if not self.noticed:
-            self._notice.set_result(number)
+        if not self.notice.done():
+            self.notice.set_result(number)
 
     async def leave(self) -> bool:
         """Waits for a notice, and until all workers have left. Returns False after the grace."""
-        number = await self._notice
+        number = await self.notice
         send(self._writer, "leaving")
         try:
             async with asyncio.timeout(self._grace_s):
