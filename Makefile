@@ -16,7 +16,7 @@ DOCS_VENV := .venv-docs
 # What is tested: this checkout, or a wheel (make test WHEEL=dist/kfuse-0.1.0-py3-none-any.whl).
 WHEEL ?= .
 INSTALL := -m pip --quiet --quiet --disable-pip-version-check install
-# make test TORCH=2.14.1 (or test-all): with that torch and its Triton, in environments of their own.
+# make test TORCH=2.14.1 (or test-all): with that torch and the Triton that pip brings for it, in environments of their own.
 CONSTRAINTS := constraints.txt
 ifdef TORCH
 TEST_VENV := .venv-test-$(TORCH)
@@ -88,7 +88,7 @@ build/constraints-%.txt: constraints.txt
 # `make run` uses the checkout itself (editable); `make test` uses a wheel, built anew each time.
 $(VENV)/.installed: pyproject.toml constraints.txt | python
 	$(PYTHON) -m venv --clear $(VENV)
-	$(VENV)/bin/python $(PIP) --editable .
+	$(VENV)/bin/python $(INSTALL) -c constraints.txt --editable .
 	touch $@
 
 $(TEST_VENV)/.installed: pyproject.toml $(CONSTRAINTS) | python
@@ -114,7 +114,7 @@ $(NEWEST_VENV)/.installed: pyproject.toml | python
 
 $(DOCS_VENV)/.installed: constraints.txt | python
 	$(PYTHON) -m venv --clear $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python $(PIP) zensical mkdocstrings-python
+	$(DOCS_VENV)/bin/python $(INSTALL) -c constraints.txt zensical mkdocstrings-python
 	touch $@
 
 python:
@@ -122,4 +122,4 @@ python:
 		{ echo "kfuse needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(FRAMEWORKS_VENV) $(NEWEST_VENV) $(DOCS_VENV) build
+	rm -rf $(VENV) $(VENV)-* build

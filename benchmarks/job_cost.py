@@ -4,9 +4,9 @@
 
 Two workers (gloo, one thread each) train as a job of `kfuse-run` with its supervisor and run directory, also with
 reproducible sums, and by a loop with DDP and fused AdamW under torchrun: an MLP, elastic.py's network, and that one
-with batches 12 times as large. The jobs run side by side, and in turns: each makes a block of steps while the others
+with a batch of 768. The jobs run side by side, and in turns: each makes a block of steps while the others
 wait. CPU time is that of all of a job's processes. What memory a process happened to get decides about page faults, so
-each case starts several times, and the intervals are those over starts and blocks.
+each case starts several times, and the figures are those of the starts' medians.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from torch import Tensor, nn
 CASES = {"mlp": (64, 150), "conv": (64, 80), "conv, large batch": (768, 12)}  # samples a step, steps of a block
 NAMES = ("torchrun", "kfuse", "reproducible")
 LR, WARM = 1e-3, 2  # blocks before those that count
-METRICS_S = 0.15  # after a block: the supervisor takes its last records in
+RECORDS_S = 0.5  # after a block: workers send the last records, and the supervisor writes them
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="blocks of each job (default 20)")
-    parser.add_argument("--starts", type=int, default=3, help="of each case (default 3)")
+    parser.add_argument("--rounds", type=int, default=12, help="blocks of each job (default 12)")
+    parser.add_argument("--starts", type=int, default=8, help="of each case (default 8)")
     arguments = parser.parse_args()
     warn_if_busy()
     ratios: dict[str, dict[str, Any]] = {}
     for case in CASES:
         starts = [cost(case, arguments.rounds) for _ in track(range(arguments.starts), case)]
-        found = {name: np.concatenate([start[name] for start in starts]) for name in NAMES}
+        found = {name: np.array([np.median(start[name], axis=0) for start in starts]) for name in NAMES}
         print(f"{case}: a step takes {1e3 * float(np.median(found['torchrun'][:, 0])):.1f} ms by DDP")
         for name in NAMES[1:]:
-            pairs = found[name] / found["torchrun"]
+            pairs = found[name][:, :2] / found["torchrun"][:, :2]
             row = {"wall": median_interval(pairs[:, 0]), "cpu": median_interval(pairs[:, 1])}
             parent_us = 1e6 * float(np.median(found[name][:, 2]))
             ratios.setdefault(case, {})[name] = {**row, "parent_us": parent_us}
@@ -83,7 +83,7 @@ class Blocks:
             worker.write(b"\n")
             worker.flush()
         found = [json.loads(worker.readline()) for worker in self._workers]
-        time.sleep(METRICS_S)
+        time.sleep(RECORDS_S)
         parent = sum(map(cpu_s, self._parents)) - before
         wall = max(each["end"] for each in found) - min(each["began"] for each in found)
         return wall / self._steps, (sum(each["cpu"] for each in found) + parent) / self._steps, parent / self._steps
@@ -93,7 +93,7 @@ class Blocks:
         self._process.kill()
         for worker in self._workers:
             worker.close()
-        self._process.communicate()
+        self._process.wait()
 
 
 def cost(case: str, rounds: int) -> dict[str, np.ndarray]:
@@ -123,7 +123,7 @@ def start(name: str, case: str, path: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", *command, __file__, "worker", name, case, path],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        stdout=subprocess.PIPE,
+        stdout=open(f"{path}.out", "wb"),
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )

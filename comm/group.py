@@ -40,12 +40,10 @@ class CommError(RuntimeError):
     """A collective failed or timed out. The message names the collective and the ranks that were waited for."""
 
 
-def in_thread(
-    act: Callable[[], Made], drop: Callable[[Made], None], check: Callable[[], None], limit_s: float
-) -> Future[Made]:
-    """What has become of `act`, in a thread: nothing can interrupt it while it waits for a process that is lost.
+def in_thread(act: Callable[[], Made], drop: Callable[[Made], object] = lambda made: None) -> Future[Made]:
+    """Runs `act` in a thread: nothing can interrupt one that waits for a process that is lost.
 
-    drop: called with what `act` has made after this function gave up. Raises TimeoutError, and what `check` raises.
+    drop: called with what `act` has made after the future was cancelled.
     """
     outcome: Future[Made] = Future()
 
@@ -61,6 +59,11 @@ def in_thread(
                 outcome.set_exception(error)
 
     threading.Thread(target=run, name=CONNECT_THREAD, daemon=True).start()
+    return outcome
+
+
+def settled(outcome: Future[Made], check: Callable[[], None], limit_s: float) -> Future[Made]:
+    """The future, once it is done. Raises TimeoutError, and what `check` raises; then it is cancelled."""
     deadline = time.monotonic() + limit_s
     try:
         while not futures.wait([outcome], SLICE_S).done:
@@ -191,14 +194,15 @@ class Group:
     def connect(
         self, act: Callable[[], Made], drop: Callable[[Made], None], what: str = "connecting", late: str = "connect"
     ) -> Made:
-        """What `act` returns, which runs in a thread (see `in_thread`).
+        """What `act` returns, which runs in a thread.
 
-        drop: called with what `act` has made after this method gave up. what: it does, and late: what the others did
-        not do in time, for errors. Raises CommError if `act` fails or is late, and what `check` raises.
+        drop: called with what `act` has made after this method gave up. what: what `act` does, and late: what the
+        others did not do in time, for errors. Raises CommError if `act` fails or is late, and what `check` raises.
         """
         limit_s = self.limit_s
+        self.check()
         try:
-            outcome = in_thread(act, drop, self.check, limit_s)
+            outcome = settled(in_thread(act, drop), self.check, limit_s)
         except TimeoutError:
             raise CommError(f"{self.whom()} did not {late} within {limit_s:.0f} s (comm.timeout_s)") from None
         if error := outcome.exception():

@@ -9,18 +9,18 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TextIO
 
 from kfuse.comm import devices
-from kfuse.comm.group import CONNECT_THREAD, CommError, Group
+from kfuse.comm.group import CONNECT_THREAD, CommError, Group, in_thread
 from kfuse.comm.settings import CommOptions
 from kfuse.elastic.link import Link
 from kfuse.elastic.protocol import View
 
 _LOG = logging.getLogger("kfuse")
 
-EARLY_THREAD = "kfuse-early"
-_CONNECTING_S = 1.0  # as training ends: for connections that are being made, which then nobody needs
+_CONNECTING_S = 1.0  # that `end_training` waits for a thread that connects
 _MOST_LANES = 8  # only optimizers that take part in the same backward need different lanes
 
 
@@ -29,6 +29,12 @@ def _call(listeners: list[weakref.WeakMethod[Callable[..., None]]], *arguments: 
     for listener in listeners:
         if (method := listener()) is not None:
             method(*arguments)
+
+
+def _retire(early: tuple[int, Future[Group]] | None) -> None:
+    """Drops a group that is not needed, if it is made already."""
+    if early is not None and early[1].done() and early[1].exception() is None:
+        early[1].result().retire()
 
 
 class Session:
@@ -127,30 +133,31 @@ class Session:
         Whatever takes time (imports, data, model, optimizer) is best done before: others may be training.
         """
         if self.elastic and self.view is None:
+            if self.comm.leaves_choice:
+                import kfuse.comm.cost  # noqa: F401  # at the switch the others would wait for the import
+
             self.link.send("ready")
             self._enter(self.link.await_view(0), new=True)  # no time limit: the others may train for long before
 
     def form_early(self) -> None:
-        """Between two steps: if a planned view is proposed, its workers connect beside training, up to the switch.
+        """Between two steps: begins to connect the workers of a proposed planned view in a thread, for `_enter`.
 
-        On CPUs: a communicator of NCCL is not made beside the messages of another one.
+        On CPUs only: a communicator of NCCL must not be made while another one sends.
         """
         view = self.link.view(self._generation)
         if view is None or view.recovers or self._early is not None or devices.of(self.group.device).asynchronous:
             return
         rank = view.rank_of(self.worker)
         if rank is not None and view.size > 1:
-            from kfuse.elastic.rendezvous import connect_early
+            from kfuse.elastic.rendezvous import connected
 
             def check() -> None:
                 self.link.check()
                 if self.link.view(view.generation) is not None or not self.in_training:
                     raise CommError("another view was formed, or training has ended")
 
-            early: Future[Group] = Future()
-            arguments = early, view, rank, self.group, check
-            threading.Thread(target=connect_early, args=arguments, name=EARLY_THREAD, daemon=True).start()
-            self._early = view.generation, early
+            connecting = partial(connected, view, rank, self.group, check, meets=True)
+            self._early = view.generation, in_thread(connecting)
 
     def switch(self, generation: int) -> bool:
         """Moves to the view of `generation`, at the same step boundary on every worker; False if this one leaves.
@@ -191,11 +198,10 @@ class Session:
             return False
         from kfuse.elastic.rendezvous import form_group  # where a supervisor has started this worker
 
-        if new and view.size > 1 and self.comm.leaves_choice:
-            import kfuse.comm.cost  # noqa: F401  # after the switch the others would wait for the import
-
-        begun = early[1] if early is not None and early[0] == view.generation else None
-        group = form_group(view, rank, old, self.check, new, begun)
+        if early is not None and early[0] != view.generation:
+            _retire(early)
+            early = None
+        group = form_group(view, rank, old, self.check, new, None if early is None else early[1])
         group.check = self.check
         try:
             group.connect_lanes(max(1, self.lanes_used))
@@ -258,5 +264,7 @@ class Session:
         if not sys.is_finalizing():
             self.link.send("loop_ended", failed_at=failed_at)
             for thread in threading.enumerate():  # one that goes on as the interpreter ends would abort the process
-                if thread.name in (EARLY_THREAD, CONNECT_THREAD):
+                if thread.name == CONNECT_THREAD:
                     thread.join(_CONNECTING_S)
+            _retire(self._early)
+            self._early = None

@@ -180,8 +180,8 @@ class Stage:
         await self.settle()
 
     async def cut(self, *pairs: tuple[int, int]) -> None:
-        """Whoever is asked now does not reach the other one of these pairs."""
-        for number, worker in enumerate(self.workers):
+        """Whoever is asked now, and again, does not reach the other one of these pairs."""
+        for number, worker in 2 * [*enumerate(self.workers)]:
             for asked in worker.of_kind("reach")[-1:] if not worker.killed else ():
                 missing = [other for pair in pairs if number in pair for other in pair if other != number]
                 await self.says(number, "reached", inquiry=asked["inquiry"], missing=missing)

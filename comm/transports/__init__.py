@@ -101,7 +101,7 @@ def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool)
 
 
 def in_one_message(program: Program) -> Program:
-    """Of two workers each adds up the whole bucket, where the program leaves each one its shard, to be shared then."""
+    """The program in which both workers add up the whole bucket, for one that reduces shards and shares them."""
     own = program.sharded or program.measures_shards or program.has("orthogonalise")
     return program if own or program.transport != "all_to_all" else schedule.all_reduce("swap")
 

@@ -167,8 +167,8 @@ class TwoWorkers:
 class Swap:
     """The transport of small buckets in such a group: each worker gets the other's contributions whole, and adds up.
 
-    One message, where `TwoWorkers` has a second one for the share of the sums: it costs more than the bytes, of which
-    there are as many where each worker has one contribution.
+    One message: the second one of `TwoWorkers`, with the sums, costs more than it saves. Where each worker has one
+    contribution the bytes are as many.
     """
 
     def __init__(self, group: Group, cuts: Cuts | None = None) -> None:
@@ -196,5 +196,5 @@ class Swap:
         for exchange in exchanges:
             exchange.wait()
         rank = self._group.rank
-        rows = slots[: self._pieces[rank]], self._received[key][: self._pieces[1 - rank]]
-        reduce([*rows[rank], *rows[1 - rank]], self._merges, slots[0])
+        own, theirs = slots[: self._pieces[rank]], self._received[key][: self._pieces[1 - rank]]
+        reduce([*own, *theirs] if rank == 0 else [*theirs, *own], self._merges, slots[0])

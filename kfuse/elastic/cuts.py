@@ -19,7 +19,7 @@ Pair = tuple[int, int]  # numbers of two workers, the smaller one first
 
 _log = logging.getLogger("kfuse")
 
-_REACH_S = 2.5  # for a connection: a lost packet of it is sent again after 1 s
+_REACH_S = 2.0  # for a connection, twice: a lost packet of it is sent again after 1 s
 _ANSWER_S = _REACH_S + 2.0
 _AGAIN_S = 10.0  # until a new worker that does not reach the others tries again
 
@@ -29,7 +29,7 @@ class Cuts:
         self._job, self._processes, self._records = job, processes, records
         self._inquiries = 0
         self._answers: dict[int, dict[int, list[int]]] = {}  # by inquiry, by worker: whom it does not reach
-        self._answered = asyncio.Condition()
+        self._answered, self._evicting = asyncio.Condition(), asyncio.Lock()
         self._hosts = set[str]()  # of workers that had to go: a new worker there is tried before it joins
 
     async def evict(self) -> bool | None:
@@ -37,11 +37,20 @@ class Cuts:
 
         None: another view was formed meanwhile, and the answer is not needed any more.
         """
+        async with self._evicting:
+            return await self._evict()
+
+    async def _evict(self) -> bool | None:
         view, members = self._job.view, self._processes.members()
         pairs = await self._among(dict.fromkeys(members, members))
-        if self._job.view is not view or self._job.over.is_set():
+        if pairs:  # packets are lost elsewhere too: only a pair of which that is said twice does not reach each other
+            again = await self._among(dict.fromkeys(members, members))
+            pairs = [pair for pair in pairs if pair in again]
+        if self._job.view is not view or self._job.is_over:
             return None
-        gone = to_leave([member.number for member in self._processes.members()], pairs)
+        # One that has ended its loop may have closed its socket since.
+        there = [each.number for each in self._processes.members() if not (each.ended_loop or each.said_goodbye)]
+        gone = to_leave(there, pairs)
         if gone:
             self._tell(pairs, gone)
         for worker in (self._processes.workers[number] for number in gone):

@@ -15,7 +15,7 @@ from kfuse.elastic.roster import Roster
 
 _log = logging.getLogger("kfuse")
 
-_STALLED_S = 4.0  # without a new step, and three times as long as the last one took: then a link may be cut
+_STALLED_S = 3.0  # without a step, and at least three times the last one's duration, before a link may be cut
 _REPORTS_S = 6.0  # for all that wait for the same worker to say so: more than between their timeouts
 
 
@@ -36,8 +36,8 @@ class Failures:
         self._since_step = _Streak()
         self._since_boot = _Streak()  # of newcomers, since the last one that has booted
         self._furthest = -1  # `Records.furthest` when the last lost worker was counted
-        self._seen, self._seen_at = -1, 0.0  # `Records.furthest` as `check_progress` saw it anew, and when
-        self._stalled_at = math.inf
+        self._last_step, self._last_step_at = 0, math.inf  # as `check_progress` saw it, and when
+        self._limit_s = _STALLED_S
 
     def booted(self, worker: Worker) -> None:
         """A new worker is ready to join."""
@@ -67,13 +67,15 @@ class Failures:
             job.done = True  # its workers have ended or left its loop
 
     def check_progress(self, now: float) -> None:
-        """Often called. Where no new step comes all are asked once whom they reach, long before a message is late."""
-        job, members = self._job, self._processes.members()
-        if self._records.furthest > self._seen:
-            self._stalled_at = now + max(_STALLED_S, 3 * (now - self._seen_at))
-            self._seen, self._seen_at = self._records.furthest, now
-        elif now > self._stalled_at and not (job.is_over or any(m.ended_loop or m.said_goodbye for m in members)):
-            self._stalled_at = math.inf
+        """Called with each check of heartbeats. If no step is recorded for long, asks all workers whom they reach: that
+        finds a cut link long before a message is late. Asks again after ever longer times.
+        """
+        job, members, since_s = self._job, self._processes.members(), now - self._last_step_at
+        if self._records.step != self._last_step:
+            self._limit_s = max(_STALLED_S, 3 * since_s)
+            self._last_step, self._last_step_at = self._records.step, now
+        elif since_s > self._limit_s and len(members) > 1 and not job.is_over:
+            self._limit_s = 3 * since_s
             job.run(self.cuts.evict())
 
     def contact_lost(self, worker: Worker, generation: int, why: str) -> None:
@@ -116,8 +118,8 @@ class Failures:
         self._roster.settle("failure")
 
     async def _inquire(self, why: str) -> None:
-        """Where some workers do not reach each other the others go on without one side. Else it was a moment's loss of
-        contact; if it comes again, some may hang.
+        """Where some workers do not reach each other the others go on without one side. Else the same workers form a
+        new view; from the second loss on, without those that did not come to the view.
         """
         row, evicted = self._since_step, await self.cuts.evict()
         if evicted:
@@ -168,9 +170,10 @@ class Failures:
             self._roster.continue_without(worker, "ended with exit status 0 before it used kf.fit or kf.DataLoader")
             return
         self._roster.continue_without(worker, "ended with exit status 0 before training did")
-        members = self._processes.members()
-        goes_on = any(member.joined and not member.ended_loop for member in members)  # newcomers have no state
-        self._job.done = not (goes_on if worker.joined else members)
+        others = self._processes.members()
+        if worker.joined and self._job.view.reason != "restart":  # then newcomers have no state
+            others = [each for each in others if each.joined and not each.ended_loop]
+        self._job.done = not others
         if rank is not None and not self._job.done:
             self._roster.settle("quit")
 

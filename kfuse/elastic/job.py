@@ -104,7 +104,7 @@ class Records:
     def __init__(self, recorder: Recorder, job: Job) -> None:
         self._recorder, self._job = recorder, job
         self.furthest = -1  # the furthest step that was reported
-        self._step = 0  # the newest one: training may have gone back
+        self.step = 0  # the newest one: training may have gone back
         self._events: deque[dict[str, Any]] = deque(maxlen=_KNOWN_EVENTS)
         self._changed = threading.Condition()
         self._waiting: list[Record] = []
@@ -124,8 +124,8 @@ class Records:
                 return
             self._events.append(data)
         elif kind == "metrics":
-            self._step = data["step"]
-            self.furthest = max(self.furthest, self._step)
+            self.step = data["step"]
+            self.furthest = max(self.furthest, self.step)
         with self._changed:
             if len(self._waiting) >= _MOST_WAITING and kind in OF_STEPS:
                 self._dropped.add(data["step"])
@@ -138,7 +138,7 @@ class Records:
 
     def event(self, kind: str, **fields: Any) -> None:
         """An event of the supervisor's own, at the newest step."""
-        self.add("event", {"step": self._step, "kind": kind, **fields})
+        self.add("event", {"step": self.step, "kind": kind, **fields})
 
     def line(self, text: str) -> None:
         self.add("line", {"text": text})

@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from kfuse.comm import devices
-from kfuse.comm.group import EARLY, CommError, Group, in_thread
+from kfuse.comm.group import EARLY, CommError, Group, in_thread, settled
 from kfuse.elastic.protocol import ControlError, Member, View, place
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _JOB_TIMEOUT_S = 600.0  # rank 0 loads the data before it announces the job
 
-# Keys in a view's store: a worker of the view before is at the switch; this rank connects.
+# Keys in a view's store: a worker of the view before is at the switch; "comes/RANK": this rank is about to connect.
 _ARRIVED, _COMES = "arrived", "comes/"
 _POLL_S = 0.01
 _CONNECT_S = 1.0  # an attempt to reach a view's store, which is there before the view is announced
@@ -164,45 +164,44 @@ def _new_group(
     return GlooGroup(rank, size, store, device, timeout_s, address, check, hosts)
 
 
-def connect_early(early: Future[Group], view: View, rank: int, old: Group, check: Callable[[], None]) -> None:
-    """Forms the group of a planned view, in a thread beside training. The other arguments: as of `form_group`."""
-    try:
-        early.set_result(_connected(view, rank, old, check, meets=True))
-    except Exception as error:
-        early.set_exception(error)
-
-
 def form_group(
     view: View, rank: int, old: Group, check: Callable[[], None], new: bool, early: Future[Group] | None = None
 ) -> Group:
     """The group of a view, with the old group's device and timeout. `check`: called while waiting; raises to end it.
 
     new: this worker was in no view before. It waits without a time limit until the others come, after the steps that
-    they make before the switch. early: what `connect_early` makes. Raises CommError if the store or another worker
+    they make before the switch. early: the future of `connected`. Raises CommError if the store or another worker
     cannot be reached, and what `check` raises.
     """
     if view.size == 1:
         return Group(device=old.device, timeout_s=old.timeout_s, check=check)
     joins = new and view.reason in ("grow", "replace")
     if early is None:
-        group = _connected(view, rank, old, check, meets=joins)
+        group = connected(view, rank, old, check, meets=joins)
     else:
-        group = old.connect(early.result, lambda made: None)
+        try:
+            group = settled(early, check, old.timeout_s).result()
+        except TimeoutError:
+            late = f"its workers {view.workers} did not connect within {old.timeout_s:.0f} s (comm.timeout_s)"
+            raise CommError(f"view {view.generation}: {late}") from None
     with _needs_store(view):
         if not new:
             group.store.set(_ARRIVED, "")
         elif joins:
-            _await_keys(group.store, [_ARRIVED], check, _POLL_S / 5)  # the others wait for this one then
+            _await_keys(group.store, [_ARRIVED], check, _POLL_S / 5)  # often: from then on the others wait for this one
     return group
 
 
-def _connected(view: View, rank: int, old: Group, check: Callable[[], None], meets: bool) -> Group:
-    """meets: the others come at other moments. Before it connects it waits for them in the store, however long."""
+def connected(view: View, rank: int, old: Group, check: Callable[[], None], meets: bool) -> Group:
+    """The group, connected. The arguments: as of `form_group`.
+
+    meets: waits in the store first, without a limit, until all are there: they come at different times.
+    """
     host, port = view.store
     with _needs_store(view):
         # In a thread: torch waits for an answer of a store that is closed meanwhile.
-        connecting = partial(connect_store, host, port, old.timeout_s, check)
-        store = in_thread(connecting, lambda made: None, check, 2 * old.timeout_s).result()
+        connecting = in_thread(partial(connect_store, host, port, old.timeout_s, check))
+        store = settled(connecting, check, 2 * old.timeout_s).result()
         address = own_address(host, port)
         store.set(f"{_COMES}{rank}", "")
         if meets:

@@ -18,8 +18,8 @@ from kfuse.elastic.protocol import ENV_LOG, HEARTBEAT_S
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_LINE = 2**20  # bytes
-_STOPPED_LOOKS = 4  # that find a process stopped: as a whole job goes on after a stop, one look may
-_DRIVERS = ("nvidia*", "nvhost*", "kfd", "dxg")  # files in /dev of CUDA, of its boards, of ROCm, of WSL
+_STOPPED_LOOKS = 4  # in a row: as a suspended job goes on, a single one may find a worker that is still stopped
+_DRIVERS = ("nvidia*", "nvhost*", "kfd", "dxg")  # files in /dev of CUDA, of Jetson boards, of ROCm, of WSL
 
 
 class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
@@ -170,19 +170,21 @@ class LocalLauncher:
 
 
 async def kill_once_stopped(process: LocalProcess, pid: int) -> None:
-    """Kills a worker that a signal has stopped: the others wait for it, and nobody knows for how long."""
-    looks = 0
+    """Kills a worker that stays stopped by a signal for about 2 s: the others wait for it."""
+    looks, time = 0, asyncio.get_running_loop().time
     while looks < _STOPPED_LOOKS:
+        since = time()
         await asyncio.sleep(HEARTBEAT_S)
+        was_here = time() - since < 2 * HEARTBEAT_S  # else this process was stopped too
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # else it has ended
-            looks = looks + 1 if file.read().rpartition(b")")[2].startswith(b" T") else 0
+            looks = looks + 1 if was_here and file.read().rpartition(b")")[2].startswith(b" T") else 0
     process.cause = "was stopped by a signal and was killed"
     process.kill()
 
 
 def gpus() -> int:
     """How many GPUs this process sees. Where there is no driver torch is not asked: its import takes seconds."""
-    if not any(found for name in _DRIVERS for found in Path("/dev").glob(name)):
+    if not any(any(Path("/dev").glob(name)) for name in _DRIVERS):
         return 0
     from kfuse.comm import devices  # here, as Ray copies this module to where kfuse is not imported
 
