@@ -1,4 +1,4 @@
-"""What kfuse costs beside torch, in one table: runs the other benchmarks one after the other, in under 20 minutes.
+"""What kfuse costs beside torch, in one table: runs the other benchmarks one after the other, in half an hour.
 
     python benchmarks/costs.py --json benchmarks/results/costs.json
 

@@ -40,8 +40,8 @@ RECORDS_S = 0.5  # after a block: workers send the last records, and the supervi
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=12, help="blocks of each job (default 12)")
-    parser.add_argument("--starts", type=int, default=8, help="of each case (default 8)")
+    parser.add_argument("--rounds", type=int, default=6, help="blocks of each job (default 6)")
+    parser.add_argument("--starts", type=int, default=6, help="of each case (default 6)")
     arguments = parser.parse_args()
     warn_if_busy()
     ratios: dict[str, dict[str, Any]] = {}
