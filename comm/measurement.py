@@ -32,10 +32,8 @@ LOSS = 2  # sum of b_j times the micro-batch's mean loss; NaN where a loss was n
 MICRO_BATCHES = 3
 STEP_TIME = 4  # seconds that the step before took on the leader; 0.0: unknown
 DATA_WAIT = 5  # the part of it that the leader waited for data
-FISHER_TRACE = 6  # of the diagonal Fisher information, by the leader's optimizer state before the step; 0.0: unknown
-FISHER_MAX = 7  # its largest entry
-DECISION = 8  # number of the leader's decision that this step announces; 0.0: none
-TAIL_SLOTS = 9
+DECISION = 6  # number of the leader's decision that this step announces; 0.0: none
+TAIL_SLOTS = 7
 
 GRAD_SQ = TAIL_SLOTS  # in a step's record, after the slots: |gbar|^2
 SKIPPED = TAIL_SLOTS + 1  # 1 if the update was left out
@@ -95,20 +93,17 @@ class Measurement:
         if now.parts > 1:
             squares *= now.parts**2  # the loss was divided
         weighted = zip(self._weighted, (squares, current.loss, *current.figures), strict=False)
-        fisher = None
         with np.errstate(all="ignore"):
             values[slots + SAMPLES] = samples
             if not now.done:  # what this rank alone writes, once a step
                 values[slots + TAIL_SLOTS + self._rank] = self.stopwatch.seconds_before
                 if (plan := now.plan) is not None and self._rank == 0:
                     values[slots + STEP_TIME], values[slots + DATA_WAIT] = plan.times
-                    values[slots + DECISION], fisher = plan.decision, plan.fisher
+                    values[slots + DECISION] = plan.decision
             if not isinstance(place, Tensor):
                 for index, scalar in weighted:
                     if scalar is not None:
                         values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
-                if fisher is not None:
-                    values[slots + FISHER_TRACE], values[slots + FISHER_MAX] = fisher.tolist()
                 place[:] = place + values if current.leaf.accumulate else values
                 return
         host_values = devices.of(place.device).pinned((self.tail,), torch.float32)
@@ -117,8 +112,6 @@ class Measurement:
         for index, scalar in weighted:
             if scalar is not None:
                 tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
-        if fisher is not None:
-            tail[slots + FISHER_TRACE : slots + FISHER_MAX + 1] = fisher
         place.add_(tail) if current.leaf.accumulate else place.copy_(tail)
 
     def total_weight(self, now: Step) -> Tensor | None:

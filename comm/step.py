@@ -29,7 +29,6 @@ class StepPlan:
     # The next three are rank 0's alone.
     decision: int = 0  # the number of the decision that is announced; 0: none
     times: tuple[float, float] = (0.0, 0.0)  # seconds of the step before, and of its wait for data; 0.0: unknown
-    fisher: Tensor | None = None  # fp32 [2] on the device: trace and largest entry of the diagonal Fisher information
     by_weight: bool = False  # micro-batches weigh otherwise than by samples: the sum is known after the reduction
     audited: int | None = None  # the micro-batch whose gradient's digest its worker takes (`AuditedGradient`)
 

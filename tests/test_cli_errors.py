@@ -70,7 +70,7 @@ WRONG = [
     ("--epochs 5", ["--epochs", "did you mean train.epochs?"]),
     ("batch_size=64", ["batch_size", "did you mean batch.size?"]),
     ("--lr=1", ["--lr=1", "lr.base?"]),
-    ("policy=curvature optimizer=sgd", ["policy=CurvaturePolicy: must be another one with optimizer=FusedSGD"]),
+    ("statistics.curvature_every=9 optimizer=lamb", ["statistics.curvature_every=9: must be null", "FusedLAMB"]),
     ("batch.size=8,16", ["batch.size=8,16", "-m"]),
     # Sweeps: no run starts where one of them is wrong.
     ("-m batch.size=8,abc", ["batch.size=abc", "a whole number"]),

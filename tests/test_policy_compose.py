@@ -17,7 +17,6 @@ from kfuse.policies import (
     BasePolicy,
     ComposePolicy,
     CriticalBatchPolicy,
-    CurvaturePolicy,
     GNSPolicy,
     NoPolicy,
     SeesawPolicy,
@@ -87,9 +86,8 @@ def test_compose_keeps_the_state_of_its_parts() -> None:
 def test_compose_needs_what_all_of_its_parts_need() -> None:
     both = ComposePolicy(SeesawPolicy(), CriticalBatchPolicy())
     assert both.lr_settings == {"scaling": ("sqrt", "linear"), "decay": ("none", "constant")}
-    assert (both.fisher_every, both.modes) == (None, ())
-    curved = ComposePolicy(CurvaturePolicy(every=6), CurvaturePolicy(every=4), SyncSwitchPolicy(step=9))
-    assert (curved.fisher_every, curved.modes) == (2, ("sma", "ssgd"))
+    assert both.modes == ()
+    assert ComposePolicy(NoPolicy(), SyncSwitchPolicy(step=9)).modes == ("sma", "ssgd")
 
     class OfItsOwn(BasePolicy):
         lr_settings = {"scaling": ("none",)}  # noqa: RUF012

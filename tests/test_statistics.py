@@ -369,8 +369,8 @@ def push(statistics: Statistics, step: int, seed: int) -> None:
     micro_batches = int(rng.integers(1, 5))
     samples = 7.0 * micro_batches
     record[:4] = torch.tensor([samples * rng.gamma(2.0), samples, samples * rng.normal(), micro_batches])
-    record[4:8] = torch.from_numpy(rng.random(4))  # the leader's times and Fisher information
-    record[8:13] = torch.tensor([rng.integers(0, 100), rng.random(), 0, 0, 1])  # the control word
+    record[4:6] = torch.from_numpy(rng.random(2))  # the leader's times
+    record[6:11] = torch.tensor([rng.integers(0, 100), rng.random(), 0, 0, 1])  # the control word
     record[squared_norm] = rng.gamma(2.0) / 2
     record[TAIL_SLOTS + 2 :] = torch.from_numpy(rng.random(3))
     if local := rng.random() < 0.3:

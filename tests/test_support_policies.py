@@ -27,7 +27,7 @@ from kfuse.train.evaluation import params_sha256
 
 AXES: dict[str, tuple[str, ...]] = {
     "policy": (
-        *("none", "gns", "norm_test", "critical_batch", "seesaw", "goodput", "autoscale", "curvature"),
+        *("none", "gns", "norm_test", "critical_batch", "seesaw", "goodput", "autoscale"),
         *("sync_switch", "schedule", "compose"),
     ),
     "scaling": ("sqrt", "none", "linear", "adascale"),
@@ -56,7 +56,6 @@ POLICIES = {
     "critical_batch": ("policy.every=1",),
     "goodput": ("policy.every=4",),
     "autoscale": ("policy.window=1", "policy.settle=0"),
-    "curvature": ("policy.every=1",),
     "sync_switch": ("policy.step=5",),
     "schedule": ("policy.phases=[{step: 0, batch_size: 16}, {step: 6, batch_size: 8, lr_scale: 0.5}]",),
     "compose": ("policy@policy.first=seesaw", "policy@policy.second=gns", "policy.second.every=1"),

@@ -31,7 +31,7 @@ from kfuse.policies.compose import ComposePolicy
 from kfuse.settings.declared import CommSettings
 from kfuse.settings.tree import TrainSettings
 from kfuse.train import fit as loop
-from kfuse.train.step import generators_restored
+from kfuse.train.again import generators_restored
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput

@@ -44,7 +44,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     shards_state: bool = False  # whether the class can keep its state in shards (`comm.state=sharded`)
     inners: tuple[torch.optim.Optimizer, ...] = ()  # torch's own optimizers, where these make the updates
-    tells_fisher: bool = False  # whether it has `fisher`: right where each worker has the whole state (replicated)
     _step_supports_amp_scaling = True  # GradScaler then passes scale and found_inf to step() and does not unscale
 
     # What an update multiplies each group's learning rate with (batch-size scaling, a policy's lr_scale). group["lr"]

@@ -20,7 +20,7 @@ from kfuse.comm.group import CommError
 from kfuse.optim import sharding
 from kfuse.optim.flat import FlatState, has_moments
 from kfuse.optim.layout import MASTER, Entry, Piece, piece_of, refuse_overlaps
-from kfuse.optim.rules import BucketState, fisher
+from kfuse.optim.rules import BucketState
 from kfuse.optim.updates import Update, named_parameters
 
 _NEVER_LOADED = {"amsgrad": True, "differentiable": True}
@@ -38,9 +38,6 @@ class FlatUpdates(FlatState):
 
     def options_of(self, state: BucketState) -> dict[str, Any]:
         return self.opt.param_groups[state.group]
-
-    def fisher(self) -> Tensor | None:
-        return fisher(self) if self.rule.counts_updates else super().fisher()
 
     def check_layout(self, named: list[tuple[Parameter, str]]) -> None:
         """Raises ValueError if two parameters share memory: in flat buffers each has its own place. And for float64."""

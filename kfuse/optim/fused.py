@@ -24,7 +24,7 @@ class FusedAdamW(DistributedOptimizer, torch.optim.AdamW):
     CUDA a gradient whose square overflows fp32, above 1e19, counts as not finite.)
     """
 
-    shards_state = tells_fisher = True
+    shards_state = True
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class FusedLAMB(DistributedOptimizer):
     `skip_nonfinite` are as for FusedAdamW.
     """
 
-    shards_state = tells_fisher = True
+    shards_state = True
 
     def __init__(
         self,

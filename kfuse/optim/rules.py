@@ -6,7 +6,6 @@ With sharded state LAMB's update has two halves, since a tensor's norms are thos
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -304,27 +303,3 @@ def _key(bucket: Bucket, extent: Extent) -> tuple[int, int, tuple[int, ...]]:
 def _of_buckets(sums: Tensor, tables: Sequence[PackTable]) -> list[Tensor]:
     """Views of each bucket's part: [2, chunks]."""
     return [each.view(2, -1) for each in sums.split_with_sizes([2 * table.num_chunks for table in tables])]
-
-
-# -- the Fisher information -------------------------------------------------------------------------------------------
-
-
-def fisher(updates: Flat) -> Tensor | None:
-    """From `exp_avg_sq`, corrected for its bias as in Adam's update: v / (1 - beta2^updates).
-
-    v is a running mean of the squares of the gradient of the mean loss, so that of the empirical Fisher information of
-    a batch. Where noise dominates the gradient, it falls as the batch size grows. Two reads of the moments.
-    """
-    traces, largest = [], []
-    for bucket, state in updates.pairs():
-        if not state.own.moments or not state.has_moments:
-            continue
-        views = bucket.view(state.own.moments["exp_avg_sq"])
-        filled = [k for k, view in enumerate(views) if view.numel()]
-        steps = state.steps.double()[filled]  # in fp32 1 - beta2^updates has four digits at first
-        beta2 = float(updates.options_of(state)["betas"][1])
-        scale = torch.where(steps > 0, 1 / (1 - beta2**steps), 0.0)
-        # The moments are not negative: these norms are their sums and their largest ones.
-        traces.append((torch.stack(torch._foreach_norm([views[k] for k in filled], 1)) * scale).sum())
-        largest.append((torch.stack(torch._foreach_norm([views[k] for k in filled], math.inf)) * scale).max())
-    return torch.stack([torch.stack(traces).sum(), torch.stack(largest).max()]).float() if traces else None

@@ -92,12 +92,6 @@ class Updates:
         """
         raise NotImplementedError
 
-    def fisher(self) -> Tensor | None:
-        """Trace and largest entry of the diagonal Fisher information by the state: fp32 [2] on the device, without a
-        wait. None before the first update. Raises RuntimeError for a class without `tells_fisher`.
-        """
-        raise RuntimeError(f"{type(self.opt).__name__} does not tell the Fisher information")
-
     # -- averages -------------------------------------------------------------------------------------------------
 
     def weights(self) -> list[Tensor]:

@@ -16,14 +16,12 @@ if TYPE_CHECKING:
     from kfuse.policies.noise_interval import NoisePolicy as NoisePolicy
     from kfuse.policies.phases import SchedulePolicy as SchedulePolicy
     from kfuse.policies.phases import SyncSwitchPolicy as SyncSwitchPolicy
-    from kfuse.policies.rates import CurvaturePolicy as CurvaturePolicy
     from kfuse.policies.rates import SeesawPolicy as SeesawPolicy
 
 _MODULES = {
     "AutoscalePolicy": "autoscale",
     "ComposePolicy": "compose",
     "CriticalBatchPolicy": "noise",
-    "CurvaturePolicy": "rates",
     "GNSPolicy": "noise",
     "GoodputPolicy": "goodput",
     "NoisePolicy": "noise_interval",

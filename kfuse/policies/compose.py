@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import Any
@@ -47,8 +46,6 @@ class ComposePolicy(BasePolicy):
             if not allowed:
                 names = ", ".join(type(part).__name__ for part in self.parts.values())
                 raise ValueError(f"policy: no value of lr.{setting} is right with all of {names}")
-        every = [part.fisher_every for part in self.parts.values() if part.fisher_every is not None]
-        self.fisher_every = math.gcd(*every) if every else None
         self.modes = tuple(mode for part in self.parts.values() for mode in part.modes)
         self.owned_fields = tuple(dict.fromkeys(name for part in self.parts.values() for name in part.owned_fields))
 

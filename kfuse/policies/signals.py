@@ -192,8 +192,6 @@ class BasePolicy:
     `kf.resize`, ...). `decide` depends on nothing but the signals so far, and has no side effects outside the policy.
     """
 
-    fisher_every: int | None = None
-    """Steps between those whose signals have `fisher_trace` and `fisher_max`; None: no step's have."""
     modes: tuple[str, ...] = ()
     """The values of `sync` that it asks for. Those that other settings rule out are refused before training."""
     lr_settings: Mapping[str, tuple[str, ...]] = MappingProxyType({})
@@ -289,7 +287,7 @@ class ConfiguredPolicy(BasePolicy):
     """A policy whose arguments are settings, which it never changes. Raises ValueError for those out of range.
 
     Settings are not state, since a resumed run has its own; of one that is a policy the state is kept. Attributes that
-    `BasePolicy` declares (`fisher_every`, ...) follow from them, and are left out too. Others are state.
+    `BasePolicy` declares (`modes`, ...) follow from them, and are left out too. Others are state.
     """
 
     def state_dict(self) -> dict[str, Any]:

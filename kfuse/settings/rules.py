@@ -6,9 +6,8 @@ A rule is asked of `Facts`: settings by key ("comm.sync"), and what the settings
     job.workers           as many as torchrun started; job.gpus: as many GPUs as this process sees, where there are any
     policy, optimizer     their classes' names; scheduler: a torch scheduler's, or None
     policy.scaling, .decay    what the policy accepts of lr.scaling and lr.decay: a tuple, or None for everything
-    policy.fisher         whether it needs the optimizer's second moments
     policy.modes          what it sets comm.sync to
-    optimizer.shards_state, .tells_fisher    as the class declares them
+    optimizer.shards_state    as the class declares it
     optimizers            how many step in a loop's body, each after a pass of its own
     data                  "data set" | "stream"; heldout, step_fn, weight_fn, scaler: whether there is one
     streams               of the model's CarriedState; None: it has none
@@ -131,6 +130,9 @@ _GIVEN = IsNot(None)
 _SHARDING = Is("auto", "all_to_all", "reduce_scatter", "symmetric")
 _CANONICAL = Is("auto", "all_to_all", "symmetric")
 
+_CURVED = "statistics.curvature_every"
+_DIAGONAL = "SGD", "FusedSGD", "Adam", "AdamW", "FusedAdamW"
+
 RULES = (
     Rule("batch.micro", Compared("at most", "batch.size")),
     Rule("batch.micro_max", Compared("a multiple of", "batch.micro")),
@@ -156,7 +158,6 @@ RULES = (
     Rule("observe.log_dir", Is(None), {"job": Is("fixed")}, "torchrun has --log-dir"),
     Rule("workers.max", AtLeast(3), {"comm.audit_on_corruption": Is("replace")}, "two others must contradict a worker"),
     Rule("comm.state", Is("replicated"), {"optimizer.shards_state": Is(False)}, "it cannot keep a part"),
-    Rule("comm.state", Is("replicated"), {"policy.fisher": Is(True)}, "it needs all second moments"),
     Rule("comm.state", Is("replicated"), {"scaler": Is(True)}, "no worker has a whole gradient that it could look at"),
     Rule("comm.state", Is("replicated"), {"optimizers": IsNot(1)}, "each may be at another update when one is lost"),
     Rule("comm.sync", Is("ssgd"), {"optimizers": IsNot(1)}, "in others the workers' models are one optimizer's"),
@@ -164,7 +165,13 @@ RULES = (
     Rule("batch.size", Compared("equal to", "streams"), why="each step has one sample of each stream of CarriedState"),
     Rule("comm.sync", Is("ssgd"), {"streams": _GIVEN}, "a stream of CarriedState goes from worker to worker"),
     Rule("weight_fn", Is(False), {"streams": _GIVEN}, "a step with CarriedState has weights that are known before"),
-    Rule("policy.fisher", Is(False), {"optimizer.tells_fisher": Is(False)}, "it needs FusedAdamW or FusedLAMB"),
+    Rule(_CURVED, Is(None), {"optimizer": IsNot(*_DIAGONAL)}, "its updates are no multiples of each entry"),
+    Rule(_CURVED, Is(None), {"optimizers": IsNot(1)}, "it is that of one loss along one update"),
+    Rule(_CURVED, Is(None), {"comm.state": Is("sharded")}, "no worker has the whole gradient"),
+    Rule(_CURVED, Is(None), {"comm.sync": IsNot("ssgd")}, "each worker has parameters of its own"),
+    Rule(_CURVED, Is(None), {"train.precision": Is("bf16-true")}, "bf16 parameters cannot be moved by so little"),
+    Rule(_CURVED, Is(None), {"weight_fn": Is(True)}, "its micro-batches count by their samples"),
+    Rule(_CURVED, Is(None), {"streams": _GIVEN}, "CarriedState changes with each run of a micro-batch"),
     Rule("lr.scaling", Compared("one of", "policy.scaling"), {"policy": _GIVEN}, "it is right with these alone"),
     Rule("lr.decay", Compared("one of", "policy.decay"), {"policy": _GIVEN}, "the policy lowers the rate itself"),
     Rule("scheduler", Is(None), {"policy.decay": _GIVEN}, "the policy lowers the rate itself"),
@@ -218,7 +225,6 @@ def policy_facts(policy: Any) -> dict[str, Any]:
         "policy.scaling": policy.lr_settings.get("scaling"),
         "policy.decay": policy.lr_settings.get("decay"),
         "policy.modes": tuple(policy.modes),
-        "policy.fisher": policy.fisher_every is not None,
     }
 
 
@@ -227,7 +233,6 @@ def optimizer_facts(kind: type, name: str | None = None) -> dict[str, Any]:
     return {
         "optimizer": name or kind.__name__,
         "optimizer.shards_state": bool(getattr(kind, "shards_state", False)),
-        "optimizer.tells_fisher": bool(getattr(kind, "tells_fisher", False)),
     }
 
 

@@ -233,6 +233,15 @@ class TrainSettings(LoopSettings, total=False):
     heldout_batch: Annotated[
         int, Setting(256, "samples of one forward pass of an evaluation", at_least=1, key="train.heldout_batch")
     ]
+    statistics_curvature_every: Annotated[
+        int | None,
+        Setting(
+            None,
+            "steps between measurements of the curvature along the update: six gradients more for each four "
+            "micro-batches; null: never",
+            at_least=1,
+        ),
+    ]
 
 
 class CommandSettings(TypedDict, total=False):
@@ -259,6 +268,7 @@ SECTIONS = {
     "data": "How data are loaded. The other keys of the group `data` are arguments of its class.",
     "lr": "The learning rate.",
     "train": "How long to train, how to evaluate, and in which precision.",
+    "statistics": "What a step measures beside the noise scale.",
     "comm": "How gradients are reduced over the workers.",
     "checkpoint": "When checkpoints are written, and which one a run resumes from.",
     "elastic": "What happens when workers are lost or are not ready in time.",

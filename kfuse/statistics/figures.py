@@ -40,6 +40,11 @@ class StepSettings:
         "",
         "Part of the run that is over after this step, in [0, 1]; unknown where it has no set length",
     )
+    curvature: float | None = optional(
+        "", "Running mean of (PG)'H(PG), the curvature along the update; if statistics.curvature_every is set"
+    )
+    curvature_noise_scale: float | None = optional("samples", "tr(P H P Sigma) over it")
+    best_lr: float | None = optional("", "G'PG over it: the best learning rate of a step with the whole gradient")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +80,6 @@ class Measured:
     noise_scale: float | None = optional("samples", "Running estimate of tr(Sigma) / |G|^2, this step included")
     noise_scale_low: float | None = optional("samples", "Confidence interval's lower end; may be known alone")
     noise_scale_high: float | None = optional("samples", "Confidence interval's upper end")
-    fisher_trace: float | None = optional(
-        "", "Trace of the diagonal Fisher information, by AdamW's second moments; if a policy needs it"
-    )
-    fisher_max: float | None = optional("", "Largest entry of the same diagonal")
     mean_grad_sq: float | None = optional("", "Running mean of grad_sq; it too can be negative")
     mean_grad_variance: float | None = optional("", "Running mean of grad_variance")
 
@@ -105,8 +106,9 @@ METRICS = (
     "grad_variance",
     "grad_sq",
     "grad_norm",
-    "fisher_trace",
-    "fisher_max",
+    "curvature",
+    "curvature_noise_scale",
+    "best_lr",
     "step_time_s",
     "data_wait_s",
     "data_bytes_per_s",

@@ -248,8 +248,6 @@ class Statistics:
             noise_scale_high=running.high,
             mean_grad_sq=running.mean_grad_sq,
             mean_grad_variance=running.mean_grad_variance,
-            fisher_trace=_known(values[t.FISHER_TRACE]),
-            fisher_max=_known(values[t.FISHER_MAX]),
             skipped=bool(values[t.SKIPPED]),
             decision=int(values[t.DECISION]),
             previous_step_time_s=_known(values[t.STEP_TIME]),

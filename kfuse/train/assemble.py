@@ -80,7 +80,7 @@ def assemble(given: TrainArguments) -> Trainer:
     state = TrainingState(parts | ({} if given.scheduler is None else given.scheduler.parts()))
     about = given, session, decisions, calls, state, progress, reporter
     recovery = Recovery(*about, lambda: trainer.record_finished_update())
-    passes, audit = None, None
+    passes, audit, curvature = None, None, None
     if len(opts) > 1:
         from kfuse.train.passes import Passes  # only where there are several optimizers
 
@@ -90,10 +90,14 @@ def assemble(given: TrainArguments) -> Trainer:
 
         save_last = partial(recovery.save_last, fails=True)
         audit = Audit(given, session, forward, progress, reporter, save_last)
+    if (every := settings.get("statistics_curvature_every")) is not None:
+        from kfuse.train.curvature import Curvature  # only where it is used
+
+        curvature = Curvature(given, session, progress, every)
     sampling = Sampling(session, settings, progress, sampler, opt.engine.options.reproducible)
     fetcher = _fetcher(given, session, sampler, progress, reporter)
     evaluations = Evaluations(given, session, progress, reporter, synchronisation)
-    running = forward, decisions, calls, synchronisation, recovery, evaluations, passes, audit
+    running = forward, decisions, calls, synchronisation, recovery, evaluations, passes, audit, curvature
     trainer = Trainer(given, session, progress, reporter, sampling, fetcher, *running)
     return trainer
 

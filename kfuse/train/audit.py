@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.audit import AuditedGradient
@@ -39,11 +39,12 @@ from kfuse.data.sources import IterableStream
 from kfuse.elastic.protocol import Member
 from kfuse.membership import Session
 from kfuse.optim import ConsistencyError
+from kfuse.train.again import Buffer, buffers_of, put_back, undisturbed
 from kfuse.train.arguments import TrainArguments
 from kfuse.train.loss import Forward
 from kfuse.train.progress import Progress
 from kfuse.train.reporter import Reporter
-from kfuse.train.step import Step, StepSamples, generators_restored
+from kfuse.train.step import Step, StepSamples
 
 _LOG = logging.getLogger("kfuse")
 
@@ -84,7 +85,7 @@ class Audit:
     reporter: Reporter
     save_last: Callable[[], None]  # writes a last checkpoint
     _chosen: Chosen | None = None  # the audit of the step under way
-    _before: list[_Buffer] = field(default_factory=list)  # in such a step: the model's buffers before it
+    _before: list[Buffer] = field(default_factory=list)  # in such a step: the model's buffers before it
     _unequal: Group | None = None  # the newest group whose workers differ in kind: no audit takes place in it
     _warned: set[tuple[int, ...]] = field(default_factory=set)  # the workers, together, that a warning was logged for
     _made_again: int | None = None  # the newest step that is made again because gradients of it differed
@@ -115,7 +116,7 @@ class Audit:
             self._chosen = choose(at.step, self._every, samples, self._seed)
         if self._chosen is None:
             return None
-        self._before = _buffers(self.given.model)
+        self._before = buffers_of(self.given.model)
         engine = self._opt.engine
         engine.audited = self._audited = AuditedGradient(engine.gradient_buckets, engine.params, engine.device)
         return self._chosen.micro_batch
@@ -142,7 +143,7 @@ class Audit:
 
     def _undo(self) -> None:
         self._opt.zero_grad()
-        _put_back(self._before)
+        put_back(self._before)
 
     def _run(self, step: Step, chosen: Chosen) -> dict[str, Any] | None:
         """Returns the event that is reported, where gradients differ."""
@@ -174,18 +175,10 @@ class Audit:
         """Returns the digest of a micro-batch's gradient, of any worker's of the step. It changes nothing else."""
         engine = self._opt.engine
         params = list({id(p): p for p in (*self.given.model.parameters(), *engine.params)}.values())
-        grads, buffers = [p.grad for p in params], _buffers(self.given.model)
-        with generators_restored(engine.group.device):
-            try:
-                for p in params:
-                    p.grad = None
-                _put_back(self._before)  # as for each of the step's micro-batches
-                loss, _ = self.forward(step.batch_again(micro_batch))
-                return self._audited.again(loss.backward)
-            finally:
-                for p, grad in zip(params, grads, strict=True):
-                    p.grad = grad
-                _put_back(buffers)
+        with undisturbed(self.given.model, params, engine.group.device):
+            put_back(self._before)  # as for each of the step's micro-batches
+            loss, _ = self.forward(step.batch_again(micro_batch))
+            return self._audited.again(loss.backward)
 
     # -- the comparison -------------------------------------------------------------------------------------------
 
@@ -239,30 +232,6 @@ class Audit:
             session.link.give_up(why, event)
             raise ConsistencyError(why)
         raise CommError(f"{why}; the step is made again")
-
-
-# A module, a buffer's name in it, the buffer, and a copy of its value; None for one that is None.
-_Buffer = tuple[nn.Module, str, Tensor | None, Tensor | None]
-
-
-def _buffers(model: nn.Module) -> list[_Buffer]:
-    """All buffers of the model, with copies of their values. One that `expand` repeats is not copied: as several of its
-    elements are one in memory, nothing can write it in place.
-    """
-    found: list[_Buffer] = []
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            repeats = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
-            found.append((module, name, buffer, None if repeats else buffer.clone()))
-    return found
-
-
-@torch.no_grad()
-def _put_back(buffers: Sequence[_Buffer]) -> None:
-    for module, name, buffer, value in buffers:
-        setattr(module, name, buffer)
-        if buffer is not None and value is not None:
-            buffer.copy_(value)
 
 
 def culprit(digests: Sequence[int]) -> int | None:

@@ -16,11 +16,12 @@ from kfuse.data import Dataset
 from kfuse.data.dataset import to_device
 from kfuse.data.fetching import random_key, seed_host
 from kfuse.membership import Session
+from kfuse.train.again import generators_restored
 from kfuse.train.arguments import TrainArguments
 from kfuse.train.loss import Metric, Objective, Outcome, forward
 from kfuse.train.progress import Evaluation, Progress
 from kfuse.train.reporter import Reporter
-from kfuse.train.step import generators_restored, seed_forward
+from kfuse.train.step import seed_forward
 from kfuse.train.synchronisation import Synchronisation
 
 

@@ -61,7 +61,7 @@ class Passes:
         if index in self._progress.updated:
             return False
         assert self._plan is not None
-        opt.begin(replace(self._plan, decision=0, times=(0.0, 0.0), fisher=None) if index else self._plan)
+        opt.begin(replace(self._plan, decision=0, times=(0.0, 0.0)) if index else self._plan)
         return True
 
     def _under_way(self) -> int | None:

@@ -61,6 +61,8 @@ class Progress:
     lr_scale: float = 1.0  # the policies' factor on the learning rate
     schedule: float = 0.0  # progress of the learning-rate schedule, in steps of the base batch size
     means: tuple[float | None, float | None] = (None, None)  # the running means of G2 and S; None while unknown
+    # Running means of `kfuse.train.curvature`: their weight, slope, curvature and spread.
+    curvature: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     throughput: Throughput = field(default_factory=dict)  # by worker number
     stragglers: dict[int, float] = field(default_factory=dict)  # by number, and for how many seconds each is one
     corrupt: tuple[int, ...] = ()  # numbers of the workers that audits have found to compute wrong gradients
@@ -95,6 +97,13 @@ class Progress:
     def position(self) -> int:
         """(step, stage, updates) as one number: of several workers the largest one is the furthest."""
         return self.step * len(Stage) + self.stage + sum(self.updates)
+
+    def curvature_figures(self) -> dict[str, float | None]:
+        """Returns what a step's context has of the curvature. A ratio over a mean that is not above zero is unknown."""
+        weight, slope, curvature, spread = self.curvature
+        ratios = {"curvature_noise_scale": spread, "best_lr": slope}
+        known = {name: value / curvature if curvature > 0 else None for name, value in ratios.items()}
+        return known | {"curvature": curvature / weight if weight else None}
 
     def updates_of(self, index: int) -> int:
         """Returns how many updates the optimizer of this index has made."""

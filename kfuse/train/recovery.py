@@ -25,12 +25,12 @@ from kfuse.optim import ConsistencyError
 from kfuse.optim.consistency import parameter_layout
 from kfuse.optim.updates import ShardsLost
 from kfuse.settings.tree import ConfigError
+from kfuse.train.again import generators_restored
 from kfuse.train.arguments import TrainArguments
 from kfuse.train.decisions import Decisions, PolicyCalls
 from kfuse.train.progress import STOP_REASONS, Progress, Stage
 from kfuse.train.reporter import Reporter
 from kfuse.train.state import LARGE, STAYS, TrainingState
-from kfuse.train.step import generators_restored
 
 if TYPE_CHECKING:
     from kfuse.elastic.protocol import View

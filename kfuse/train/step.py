@@ -11,7 +11,6 @@ threshold: Or et al. 2020.)
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -194,20 +193,6 @@ def seed_forward(device: torch.device, key: int) -> None:
     torch.default_generator.manual_seed(key)
     if (there := devices.of(device)).asynchronous:
         there.seed(key)
-
-
-@contextlib.contextmanager
-def generators_restored(device: torch.device) -> Iterator[None]:
-    """On exit, restores the state of the global generators of torch, numpy and random: they belong to the user."""
-    cpu, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    on_device = devices.of(device).random_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(cpu)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
-        devices.of(device).set_random_state(on_device)
 
 
 DECAY = 0.98  # of the mean, a step

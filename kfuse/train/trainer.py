@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from torch import Tensor
 
 from kfuse.comm.group import CommError
 from kfuse.comm.step import StepPlan
@@ -35,6 +34,7 @@ from kfuse.train.synchronisation import Synchronisation
 
 if TYPE_CHECKING:
     from kfuse.train.audit import Audit
+    from kfuse.train.curvature import Curvature
     from kfuse.train.passes import Passes
 
 
@@ -60,6 +60,7 @@ class Trainer:
     evaluations: Evaluations
     passes: Passes | None  # where there are several optimizers
     audit: Audit | None
+    curvature: Curvature | None
     over: bool = False  # training has ended, and the supervisor, if there is one, has the summary
     result: dict[str, Any] | None = None  # the summary, once training is over
     _newest: Step | None = None
@@ -90,6 +91,8 @@ class Trainer:
                             step.loss.backward()  # type: ignore[no-untyped-call]
                     if self.audit is not None:
                         self.audit.compare(step)
+                    if self.curvature is not None:
+                        self.curvature.measure(step)
                     self.opt.step()
                     self.opt.zero_grad()
             except Exception as error:  # `steps` handles it: a lost worker, above all
@@ -215,7 +218,6 @@ class Trainer:
                 local,
                 0 if at.updated else self.decisions.announce(),  # of several, one that is made has announced
                 self.sampling.times_before(),
-                self._fisher() if local is None else None,
                 by_weight=by_weight,
                 audited=audited,
             )
@@ -228,13 +230,6 @@ class Trainer:
         ends_epoch = at.cursor + len(samples.indices) == self.samples_an_epoch
         self._newest = Step(at.step, samples, self.session, self.fetcher, self.given, self.passes, ends_epoch)
         return self._newest
-
-    def _fisher(self) -> Tensor | None:
-        """On rank 0, in the steps in which the policy needs it: trace and largest entry of the diagonal Fisher."""
-        every = self.calls.policy.fisher_every
-        if every is None or self.progress.step % every or self.session.group.rank:
-            return None
-        return self.opt.updates.fisher()
 
     def _yielded(self, step: Step) -> Iterator[Step]:
         """Yields the step, once. Raises what ended its body early, RuntimeError if the body has not called opt.step().
@@ -315,6 +310,7 @@ class Trainer:
             members=step.members if own is None else (step.members[own],),
             share=(step.mine.start, step.mine.stop) if own is not None and isinstance(step.mine, range) else None,
             micro_batch=step.samples.micro_batch,
+            **at.curvature_figures(),
             **{"step_time_s": 0.0, "data_wait_s": 0.0, **times},
         )
 
@@ -323,6 +319,8 @@ class Trainer:
         # With fp32's precision, as the next step's tail sends them: the next step's signals have the same bits.
         step_time_s = float(np.float32(time.perf_counter() - step.began))
         self.decisions.rate.count_update(count)
+        if self.curvature is not None:
+            self.curvature.take(step.number)
         times: dict[str, Any] = {"step_time_s": step_time_s, "data_wait_s": float(np.float32(step.data_wait_s))}
         times["data_bytes_per_s"] = step.data_bytes / step_time_s
         if self.passes is None:
