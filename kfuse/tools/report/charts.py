@@ -44,6 +44,8 @@ def charts(runs: Sequence[Recorded]) -> list[Chart]:
         _workers(runs),
         _lines("Held-out loss over samples", held_out, "samples", "loss", "samples", "loss"),
         _lines("Learning rate over time", steps, "seconds", "lr", time, "learning rate"),
+        _lines("Best learning rate by the curvature", steps, "samples", "best_lr", "samples", "learning rate"),
+        _lines("Noise scale by the curvature", steps, "samples", "curvature_noise_scale", "samples", "samples"),
         _lines("Training loss over time", steps, "seconds", "loss", time, "loss"),
         _lines("Held-out accuracy over time", held_out, "seconds", "accuracy", time, "accuracy"),
         _lines("Samples a second", steps, "seconds", "throughput", time, "samples a second"),

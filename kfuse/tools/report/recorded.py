@@ -20,7 +20,7 @@ MOST_PARTS = 1500
 """Of so many parts of a long run some steps each are drawn: a screen has no more columns."""
 _COLUMNS = (
     "step", "samples", "loss", "lr", "batch_size", "workers", "noise_scale", "noise_scale_low", "noise_scale_high",
-    "step_time_s", "data_wait_s",
+    "step_time_s", "data_wait_s", "best_lr", "curvature_noise_scale",
 )  # fmt: skip
 
 Column = NDArray[np.float64]
