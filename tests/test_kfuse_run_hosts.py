@@ -181,6 +181,9 @@ def test_hosts_meet_at_an_address_of_ipv6(meeting: list[str], tmp_path: Path) ->
 def test_an_agent_with_notice_has_its_workers_leave(in_time: bool, meeting: list[str], tmp_path: Path) -> None:
     """Its host, which has a free slot, gets no worker any more. Those that do not leave in time are lost."""
     job = Job(tmp_path / "run")
+    waits, train = "steps == 10 and not go_on.exists()", tmp_path / "train.py"
+    until_left = f"({waits}) or (steps == 20 and not go_on.with_name('left').exists())"
+    train.write_text(train.read_text().replace(waits, until_left))
     settings = ["--run-dir", str(job.directory), "--workers", "3", "--elastic-grace-s", "60" if in_time else "3"]
     script = [str(tmp_path / "train.py"), str(tmp_path / "go-on")]
     with (
@@ -195,7 +198,8 @@ def test_an_agent_with_notice_has_its_workers_leave(in_time: bool, meeting: list
         if in_time:
             (tmp_path / "go-on").touch()
         assert other.wait(DEADLINE_S) == (0 if in_time else 143), (tmp_path / "other.log").read_text()
-        (tmp_path / "go-on").touch()
+        for name in ("go-on", "left"):
+            (tmp_path / name).touch()
         assert first.wait(DEADLINE_S) == 0, (tmp_path / "first.log").read_text()
     assert len(job.of_kind("failure")) == (0 if in_time else 2) and len(job.of_kind("host_left")) == 1
     assert f"connected to {meeting[0]}: offers 3 slots" in (tmp_path / "other.log").read_text()

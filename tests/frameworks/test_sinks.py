@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +156,12 @@ def test_each_sink_has_the_figures_once_after_a_loss_and_a_resume(tmp_path: Path
     assert of_mlflow(database, of_job) == sent
 
     summary = json.loads((run / "summary.json").read_text())
-    config = {"batch.size": "32", "model._target_": "kfuse.models.MLP", "versions.torch": torch.__version__}
+    config = {"batch.size": "32", "model._target_": "kfuse.models.MLP", "versions.torch": version("torch")}
     assert config.items() <= of_job.data.params.items()
     assert of_job.data.tags["summary.params_sha256"] == summary["params_sha256"] and of_job.info.status == "FINISHED"
     records = [*wandb_records(run)]
     configs = {item.key: json.loads(item.value_json) for r in records for item in r.run.config.update}
-    assert configs["batch"]["size"] == 32 and configs["versions"]["torch"] == torch.__version__
+    assert configs["batch"]["size"] == 32 and configs["versions"]["torch"] == version("torch")
     summaries = {item.key: json.loads(item.value_json) for r in records for item in r.summary.update}
     assert summaries["params_sha256"] == summary["params_sha256"]
     assert {r.run.run_id for r in records if r.run.run_id} == {number}
