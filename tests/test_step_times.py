@@ -14,6 +14,7 @@ from problems import Seen, network, problem
 from torch import Tensor
 
 import kfuse as kf
+from kfuse.train.decisions import Decisions
 
 
 class Slow(list[tuple[Tensor, int]]):
@@ -53,3 +54,12 @@ def test_all_workers_see_the_leaders_times_of_the_step_before(sync: str, tmp_pat
     assert {signals.batch_size for signals in seen} == {16, 32}
     # A part of the steps: not the first one, the last of an epoch, and the last one before the batch size changed.
     assert 0 < known < len(seen) - 5
+
+
+def test_the_hosts_wait_for_the_device_is_a_part_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ahead of a GPU, and reads the statistics of the step before once they have arrived."""
+    plain, net = Decisions.receive, network()
+    monkeypatch.setattr(Decisions, "receive", lambda self, lag: [time.sleep(0.02), plain(self, lag)])
+    kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), batch_size=16, epochs=2, run_dir=tmp_path)
+    times = [record["step_time_s"] for record in read_lines(tmp_path / "metrics.jsonl")]
+    assert min(times[1:]) > 0.02, times
