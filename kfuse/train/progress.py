@@ -61,6 +61,7 @@ class Progress:
     lr_scale: float = 1.0  # the policies' factor on the learning rate
     schedule: float = 0.0  # progress of the learning-rate schedule, in steps of the base batch size
     means: tuple[float | None, float | None] = (None, None)  # the running means of G2 and S; None while unknown
+    waits: list[tuple[float, float]] = field(default_factory=list)  # see `kfuse.train.input_bound`
     throughput: Throughput = field(default_factory=dict)  # by worker number
     stragglers: dict[int, float] = field(default_factory=dict)  # by number, and for how many seconds each is one
     corrupt: tuple[int, ...] = ()  # numbers of the workers that audits have found to compute wrong gradients
