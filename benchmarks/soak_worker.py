@@ -48,6 +48,8 @@ class Obedient(kf.BasePolicy):
     monotonic clock (seconds, 8 bytes) and its process (8 bytes).
     """
 
+    is_plan, owned_fields = True, ("batch_size", "workers")  # the same results however busy the machine is
+
     def __init__(self, requests: str | None = None, pace_s: float = 0.0, marks: str | None = None) -> None:
         self._requests, self._pace_s = None if requests is None else Path(requests), pace_s
         self._adapts = GNSPolicy(every=5)

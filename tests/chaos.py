@@ -98,6 +98,8 @@ class Chaos(BasePolicy):
     {directory, every} of the job: training waits for each one that is due, so that it does not run ahead of the disk.
     """
 
+    is_plan, owned_fields = True, ("batch_size", "workers")  # whatever the machine's speed
+
     def __init__(
         self,
         directory: str,

@@ -91,6 +91,7 @@ _SENTENCES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "left_out": _left_out,
     "cut": _cut,
     "clipped": lambda e: f"a request was changed: {e['note']}",
+    "input_bound": lambda e: str(e["note"]),
     "policy_failed": lambda e: f"the policy's {e['method']} failed on worker {e['worker']}: {e['why']}",
     "skipped": lambda e: f"no update was made: {e['why']}",
     "straggler": lambda e: (

@@ -53,6 +53,8 @@ class SchedulePolicy(BasePolicy):
     Raises ValueError for phases that are not of that form.
     """
 
+    is_plan = True
+
     def __init__(self, phases: str | Sequence[Mapping[str, Any]]) -> None:
         given = _parse_text(phases) if isinstance(phases, str) else phases
         if not isinstance(given, Sequence):

@@ -200,6 +200,8 @@ class BasePolicy:
     owned_fields: tuple[str, ...] = ()
     """The fields of `Decision` that later policies of a ComposePolicy must leave alone, also while this one asks for
     nothing: one that decides only now and then needs them."""
+    is_plan: bool = False
+    """Its `owned_fields` follow a plan of the user's, and grow also while training waits for its data."""
 
     def with_parts(self) -> list[BasePolicy]:
         """Returns this policy, and those that it asks."""

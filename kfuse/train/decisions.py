@@ -25,6 +25,7 @@ from kfuse.settings import rules
 from kfuse.settings.tree import TrainSettings
 from kfuse.statistics.figures import Measured, StepContext, StepSettings
 from kfuse.statistics.step_stats import StepStats
+from kfuse.train.input_bound import reads, without_growth
 from kfuse.train.learning_rate import LearningRate
 from kfuse.train.progress import STOP_REASONS, Progress
 from kfuse.train.reporter import Reporter
@@ -264,6 +265,8 @@ class PolicyCalls:
     progress: Progress
     reporter: Reporter
     _reported: Exception | None = None  # the error that ends training; None: none does
+    _reads: tuple[float, int, int] | None = None  # at the first decision here
+    _input_bound: bool = False  # growth was dropped, and that was reported
 
     @cached_property
     def decides(self) -> bool:
@@ -278,10 +281,22 @@ class PolicyCalls:
     def decide(self, method: str, *given: Signals) -> bool:
         """Calls `decide` with the signals of a finished step, or `initial`. Returns whether the policy has decided."""
         act = getattr(self.policy, method)
-        decision = self._call(method, lambda: checked_decision(act(*given), self._name(method)))
+        decision: Decision | None = self._call(method, lambda: checked_decision(act(*given), self._name(method)))
+        for signals in given:
+            self._reads = self._reads or reads()
+            decision, note = without_growth(decision, signals, self.progress.waits, self.policy)
+            if note and not self._input_bound:
+                self._report_input_bound(note, *self._reads)
         if decision is not None:
             self.request_within_bounds(decision)
         return decision is not None
+
+    def _report_input_bound(self, note: str, *before: float) -> None:
+        """Reports, once a run, growth that was dropped. before: `reads` at the first decision here."""
+        self._input_bound = True
+        seconds, *read = (now - then for now, then in zip(reads(), before, strict=True))
+        note += f"; this worker and its loaders read {max(read) / seconds / 1e6:.3g} MB/s" if any(read) else ""
+        self.reporter.event(self.progress.step, "input_bound", note=note)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy's state. What a checkpoint cannot hold is an error of the policy too."""

@@ -63,6 +63,7 @@ class Progress:
     means: tuple[float | None, float | None] = (None, None)  # the running means of G2 and S; None while unknown
     # Running means of `kfuse.train.curvature`: their weight, slope, curvature and spread.
     curvature: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    waits: list[tuple[float, float]] = field(default_factory=list)  # see `kfuse.train.input_bound`
     throughput: Throughput = field(default_factory=dict)  # by worker number
     stragglers: dict[int, float] = field(default_factory=dict)  # by number, and for how many seconds each is one
     corrupt: tuple[int, ...] = ()  # numbers of the workers that audits have found to compute wrong gradients

@@ -66,6 +66,7 @@ class Trainer:
     _newest: Step | None = None
     _body_runs: bool = False  # the newest step's, which the user may have written
     _started: float = 0.0
+    _device_wait_s: float = 0.0  # how long the host, which is ahead of a GPU, waited for it after the last step
 
     def __post_init__(self) -> None:
         self.opt, self.settings = self.given.opt, self.given.settings
@@ -317,7 +318,7 @@ class Trainer:
     def _record_update(self, step: Step) -> None:
         at, count = self.progress, len(step.samples.indices)
         # With fp32's precision, as the next step's tail sends them: the next step's signals have the same bits.
-        step_time_s = float(np.float32(time.perf_counter() - step.began))
+        step_time_s = float(np.float32(time.perf_counter() - step.began + self._device_wait_s))
         self.decisions.rate.count_update(count)
         if self.curvature is not None:
             self.curvature.take(step.number)
@@ -343,7 +344,9 @@ class Trainer:
 
     def _report_and_decide(self, lag: int = 1) -> None:
         """For each step whose statistics have arrived, but not the newest `lag`: reports it, decides, applies."""
+        started = time.perf_counter()
         self.decisions.receive(lag)
+        self._device_wait_s = time.perf_counter() - started
         for stats in self.opt.statistics.read(lag):
             context, logged = self.progress.contexts.pop(stats.step), self.progress.logged.pop(stats.step, {})
             for straggler in self.sampling.take_measured(stats, context):

@@ -158,6 +158,8 @@ def _report(console: Console, recorded: Recorded, result: Replay, predicted: str
         console.print(_changes(result.changes), soft_wrap=False)
     else:
         console.print("It decides nothing.")
+    if result.input_bound:
+        console.print(f"Growth that it asks for after {result.input_bound} steps is dropped: data wait is too long.")
     trade_off, (steps, samples) = recorded.trade_off(), map(sum, zip(*recorded.counts(), strict=True))
     totals = table("", "steps", "vs recorded", "samples", "vs recorded")
     totals.add_row("recorded", str(steps), "1.00", str(samples), "1.00")

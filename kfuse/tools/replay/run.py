@@ -10,6 +10,7 @@ from typing import Any
 
 from kfuse.policies.signals import BasePolicy, Bounds, Decision, Signals, checked_decision
 from kfuse.tools.replay.steps import DecidedSettings, Recorded, StepSource
+from kfuse.train.input_bound import without_growth
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Replay:
         self.changes: list[Change] = []
         self.steps = self.samples = 0  # steps made, and their samples
         self.cut_off = False  # the recorded run's end was not reached: the replay would take too many steps
+        self.input_bound = 0  # steps after which growth was dropped: data wait was too long
         self.now = recorded.begin  # what the step that comes is made with
         # The number of workers that was last requested. Asking for it again changes nothing, as in training.
         self._workers_requested = self.now.workers
@@ -71,7 +73,7 @@ def run(policy: BasePolicy, source: StepSource) -> Replay:
     """
     out, name = Replay(source.recorded, source.bounds), type(policy).__name__
     pending: deque[tuple[int, Decision, Signals | None]] = deque()  # first step, decision, the signals behind it
-    first, used = source.next_step, source.samples
+    first, used, waits = source.next_step, source.samples, list[tuple[float, float]]()
     if first == 0 and (decision := checked_decision(policy.initial(), f"{name}.initial")) is not None:
         pending.append((0, decision, None))
     while True:
@@ -82,6 +84,8 @@ def run(policy: BasePolicy, source: StepSource) -> Replay:
         out.now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)  # those in force now
         out.newest.appendleft(seen)
         decision = checked_decision(policy.decide(seen), f"{name}.decide")
+        decision, dropped = without_growth(decision, seen, waits, policy)
+        out.input_bound += bool(dropped)
         if decision is not None:
             pending.append((seen.in_force_at, decision, seen))
     while pending and pending[0][0] <= source.next_step + 1:  # announced with the last step

@@ -132,7 +132,7 @@ def _workers(runs: Sequence[Recorded]) -> Chart:
         )
         marks = plot.scatter("seconds", "workers", source=events, color=colour, size=9, marker="triangle")
         plot.add_tools(HoverTool(renderers=[marks], tooltips=[(run.name, "@text"), ("step", "@step{0}")]))
-        lost = sum(event.is_loss for event in run.events)
+        lost = sum(event.kind == "failure" and event.of_worker for event in run.events)
         known = counts[np.isfinite(counts)]
         texts.append(f"{run.name}: {_course(known) if len(known) else 'unknown'}{f', {lost} lost' if lost else ''}.")
     plot.y_range.start, plot.yaxis.ticker = 0, BasicTicker(min_interval=1)
@@ -152,17 +152,15 @@ def _step_time(run: Recorded) -> Chart | None:
     source = ColumnDataSource(
         {"step": run.steps["step"][drawn], "data": 1e3 * waited[drawn], "rest": 1e3 * (total - waited)[drawn]}
     )
-    names = ["data", "rest"]
-    areas = plot.varea_stack(names, x="step", source=source, color=["#d55e00", "#56b4e9"], alpha=0.7)
+    areas = plot.varea_stack(["data", "rest"], x="step", source=source, color=["#d55e00", "#56b4e9"], alpha=0.7)
     labels = ("waiting for data", "forward, backward, messages and update")
     _legend(plot, [LegendItem(label=label, renderers=[area]) for label, area in zip(labels, areas, strict=True)])
     plot.y_range.end = 1.5e3 * float(np.percentile(total[known], 99))  # a regroup's step would leave the others flat
     plot.y_range.start = 0
     share = waited[known].sum() / max(float(total[known].sum()), 1e-9)
-    text = (
-        f"{run.name}: a step takes {figure(1e3 * float(np.median(total[known])))} ms in the median; {share:.1%} of the "
-        "time is spent waiting for data."
-    )
+    median = figure(1e3 * float(np.median(total[known])))
+    text = f"{run.name}: a step takes {median} ms in the median; {share:.1%} of the time is spent waiting for data."
+    text += "".join(f" Step {event.step}: {event.text}." for event in run.events if event.kind == "input_bound")
     return Chart(title, text, plot)
 
 

@@ -32,7 +32,8 @@ class Event:
 
     step: int
     row: int  # of the step in the columns; the last one for what came after it
-    is_loss: bool  # of a worker
+    kind: str
+    of_worker: bool  # it names one
     text: str  # a sentence
 
 
@@ -105,7 +106,7 @@ def _read(path: Path, name: str) -> Recorded:
         drawn=_drawn(columns),
         evaluations=of_evaluations,
         events=[
-            Event(each["step"], int(row), each["kind"] == "failure" and "worker" in each, sentence(each) or "")
+            Event(each["step"], int(row), each["kind"], "worker" in each, sentence(each) or "")
             for each, row in zip(events, rows(events), strict=True)
         ],
         summary=read_summary(path),

@@ -1,0 +1,49 @@
+"""Drops growth while training waits for its data: larger batches, and more workers, would wait as well."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import replace
+from multiprocessing import active_children
+from pathlib import Path
+
+from kfuse.policies.signals import BasePolicy, Decision, Signals
+
+MOST_WAIT = 0.2  # of the steps' time: below it, data that came at once would save a fifth of a step at most
+_LEAST_STEPS, _MOST_STEPS = 20, 60  # as `kfuse.policies.noise_interval` has
+
+
+def without_growth(
+    decision: Decision | None, signals: Signals, waits: list[tuple[float, float]], policy: BasePolicy
+) -> tuple[Decision | None, str]:
+    """Returns what is granted of the policy's decision on these signals, and a note on the growth that is not; or "".
+
+    waits: seconds of the newest steps, for data and in all; the signals' are added. A replay of these does the same.
+    """
+    wait, took = signals.previous_data_wait_s, signals.previous_step_time_s
+    waits += [] if wait is None or took is None else [(wait, took)]
+    del waits[:-_MOST_STEPS]
+    if decision is None or len(waits) < _LEAST_STEPS:
+        return decision, ""
+    kept = sorted(waits)[: -(len(waits) // 20)]  # without the longest waits: loader processes start, a file is opened
+    share = sum(wait for wait, _ in kept) / sum(took for _, took in kept)
+    planned = {name for part in policy.with_parts() if part.is_plan for name in part.owned_fields}
+    nearest, _ = decision.clipped(signals.bounds)
+    asked = {name: getattr(nearest, name) or 0 for name in {"batch_size", "workers"} - planned}
+    grown = {name: value for name, value in asked.items() if value > getattr(signals, name)}
+    if not grown or share <= MOST_WAIT:
+        return decision, ""
+    what = ", ".join(f"{name} {value}" for name, value in sorted(grown.items()))
+    return replace(decision, **dict.fromkeys(grown)), f"{what} dropped: {share:.0%} of a step is a wait for data"
+
+
+def reads() -> tuple[float, int, int]:
+    """Returns the moment, and what this process and its loader processes have read so far; 0 bytes if it is unknown."""
+    calls = storage = 0  # bytes: by read calls, the page cache's too; and from storage, those of mapped files too
+    for pid in (os.getpid(), *(child.pid for child in active_children())):  # what ended ones have read is this one's
+        with contextlib.suppress(OSError):
+            counters = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+            calls, storage = calls + int(counters["rchar"]), storage + int(counters["read_bytes"])
+    return time.monotonic(), calls, storage
