@@ -15,7 +15,7 @@ import pytest
 
 import kfuse as kf
 
-MOST_MODULES, MOST_LINES = 78, 15_331
+MOST_MODULES, MOST_LINES = 79, 15_400
 
 OPTIONAL = ("hydra", "omegaconf", "rich", "sklearn", "triton", "tensorboard", "matplotlib", "PIL", "ray")
 

@@ -91,6 +91,9 @@ def test_what_is_dropped() -> None:
         assert granted(waits, asked) == asked
     for change in (kf.Decision(batch_size=32, workers=1), kf.Decision(batch_size=64, sync="sma")):
         assert granted([0.9] * 20, change) == change
+    assert input_bound.without_growth(asked, signals_at(), [(0.9, 1.0)] * 20, gns, reproducible=True)[0] == kf.Decision(
+        batch_size=128, lr_scale=0.5
+    ), "what is computed depends on no time"
     for policy in (plan, ComposePolicy(plan, gns)):
         assert granted([0.9] * 20, asked, policy) == kf.Decision(batch_size=128, lr_scale=0.5), "a plan of batches"
 

@@ -282,9 +282,10 @@ class PolicyCalls:
         """Calls `decide` with the signals of a finished step, or `initial`. Returns whether the policy has decided."""
         act = getattr(self.policy, method)
         decision: Decision | None = self._call(method, lambda: checked_decision(act(*given), self._name(method)))
+        at, reproducible = self.progress, self.session.comm.reproducible
         for signals in given:
             self._reads = self._reads or reads()
-            decision, note = without_growth(decision, signals, self.progress.waits, self.policy)
+            decision, note = without_growth(decision, signals, at.waits, self.policy, reproducible)
             if note and not self._input_bound:
                 self._report_input_bound(note, *self._reads)
         if decision is not None:

@@ -16,11 +16,16 @@ _LEAST_STEPS, _MOST_STEPS = 20, 60  # as `kfuse.policies.noise_interval` has
 
 
 def without_growth(
-    decision: Decision | None, signals: Signals, waits: list[tuple[float, float]], policy: BasePolicy
+    decision: Decision | None,
+    signals: Signals,
+    waits: list[tuple[float, float]],
+    policy: BasePolicy,
+    reproducible: bool = False,
 ) -> tuple[Decision | None, str]:
     """Returns what is granted of the policy's decision on these signals, and a note on the growth that is not; or "".
 
     waits: seconds of the newest steps, for data and in all; the signals' are added. A replay of these does the same.
+    reproducible: what is computed must not depend on times, so batches may grow.
     """
     wait, took = signals.previous_data_wait_s, signals.previous_step_time_s
     waits += [] if wait is None or took is None else [(wait, took)]
@@ -30,8 +35,9 @@ def without_growth(
     kept = sorted(waits)[: -(len(waits) // 20)]  # without the longest waits: loader processes start, a file is opened
     share = sum(wait for wait, _ in kept) / sum(took for _, took in kept)
     planned = {name for part in policy.with_parts() if part.is_plan for name in part.owned_fields}
+    free = {"workers"} if reproducible else {"batch_size", "workers"}
     nearest, _ = decision.clipped(signals.bounds)
-    asked = {name: getattr(nearest, name) or 0 for name in {"batch_size", "workers"} - planned}
+    asked = {name: getattr(nearest, name) or 0 for name in free - planned}
     grown = {name: value for name, value in asked.items() if value > getattr(signals, name)}
     if not grown or share <= MOST_WAIT:
         return decision, ""

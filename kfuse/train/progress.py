@@ -99,7 +99,7 @@ class Progress:
         """(step, stage, updates) as one number: of several workers the largest one is the furthest."""
         return self.step * len(Stage) + self.stage + sum(self.updates)
 
-    def curvature_figures(self) -> dict[str, float | None]:
+    def curvature_figures(self) -> dict[str, Any]:
         """Returns what a step's context has of the curvature. A ratio over a mean that is not above zero is unknown."""
         weight, slope, curvature, spread = self.curvature
         ratios = {"curvature_noise_scale": spread, "best_lr": slope}

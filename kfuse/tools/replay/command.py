@@ -81,7 +81,8 @@ def _recorded(run_dir: Path) -> tuple[Recorded, dict[str, Any] | None]:
     """Returns the run, and its configuration, which a script's run does not have. Raises ConfigError."""
     lines = [*read_metrics(run_dir)]
     config = read_config(run_dir, _OF_A_RUN) if config_path(run_dir).exists() else None
-    known = {} if config is None else {"scaling": config["lr"]["scaling"], "sync": config["comm"]["sync"]}
+    known = {} if config is None else {"scaling": config["lr"]["scaling"]}
+    known |= {} if config is None else {name: config["comm"][name] for name in ("sync", "reproducible")}
     try:
         return Recorded([*map(Signals.of_record, lines)], **known), config
     except ValueError as error:

@@ -84,7 +84,7 @@ def run(policy: BasePolicy, source: StepSource) -> Replay:
         out.now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)  # those in force now
         out.newest.appendleft(seen)
         decision = checked_decision(policy.decide(seen), f"{name}.decide")
-        decision, dropped = without_growth(decision, seen, waits, policy)
+        decision, dropped = without_growth(decision, seen, waits, policy, source.recorded.reproducible)
         out.input_bound += bool(dropped)
         if decision is not None:
             pending.append((seen.in_force_at, decision, seen))

@@ -54,12 +54,13 @@ class DecidedSettings:
 class Recorded:
     """A recorded run, as `Signals.of_record` has rebuilt its lines.
 
-    signals: at least one. scaling: `lr.scaling` of the run. sync: its `comm.sync`; None: unknown.
+    signals: at least one. scaling: `lr.scaling` of the run. sync, reproducible: of `comm`; None: unknown.
     """
 
     signals: Sequence[Signals]
     scaling: str = "none"
     sync: str | None = None
+    reproducible: bool = False
 
     @property
     def begin(self) -> DecidedSettings:
