@@ -105,13 +105,12 @@ class Curvature:
                 return [torch.zeros_like(p) if it is None else it for p, it in zip(params, found, strict=True)]
 
             g_i = gradient_of(i)
-            u = list(torch._foreach_mul(g_i, scales))
+            u = [g * scale for g, scale in zip(g_i, scales, strict=True)]
             h, g_j = hessian_times(u, list(params), lambda: gradient_of(j))
         total = sum(sizes)
-        for part in (g_i, g_j):
-            torch._foreach_sub_(rest, part, alpha=sizes[i] / total)
-        torch._foreach_mul_(rest, total / (total - 2 * sizes[i]))
-        curvature = dot(list(torch._foreach_mul(rest, scales)), h)
+        for mean, one, other in zip(rest, g_i, g_j, strict=True):
+            mean.sub_(one + other, alpha=sizes[i] / total).mul_(total / (total - 2 * sizes[i]))
+        curvature = dot([mean * scale for mean, scale in zip(rest, scales, strict=True)], h)
         return dot(u, rest), curvature, sizes[i] * (dot(u, h) - curvature)
 
     def _scales(self) -> Tensors | None:
@@ -146,10 +145,8 @@ def hessian_times(direction: Tensors, params: Tensors, gradient: Callable[[], Te
             torch._foreach_copy_(params, before)
     finally:
         torch._foreach_copy_(params, before)
-    h, middle = list(torch._foreach_sub(*gradients)), list(torch._foreach_add(*gradients))
-    torch._foreach_mul_(h, 0.5 / size)
-    torch._foreach_mul_(middle, 0.5)
-    return h, middle
+    pairs = list(zip(*gradients, strict=True))
+    return [(above - below) / (2 * size) for above, below in pairs], [(above + below) / 2 for above, below in pairs]
 
 
 def dot(a: Tensors, b: Tensors) -> float:
