@@ -1,6 +1,6 @@
 """Does a batch that grows within a decay cost quality at equal samples, and what besides the rate must follow it?
 
-    python benchmarks/equal_samples.py --runs FILE --seeds 2 STAGE...   # sweep, candidates, muon; resumable
+    python benchmarks/equal_samples.py --runs benchmarks/results/equal_samples.jsonl --seeds 2 sweep candidates
 
 The GPT of time_to_accuracy.py on text, a run's samples each used once, within a cosine decay and within wsd. One
 process a run, as many at a time as there are cores: no time is measured. Each finished run is a line of FILE; those
@@ -312,11 +312,9 @@ def stage_candidates(args: Any) -> None:
     """Each growth with all that may follow, and what follows one by one."""
     for decay in ("cosine", "wsd"):
         base = swept(args, "adamw", decay)
-        jobs = [
-            replace(base, growth=growth, follow=follow) for growth in GROWTHS for follow in ("", "beta1 beta2 eps wd")
-        ]
-        jobs += [replace(base, growth="gns 0.25", follow=follow) for follow in FOLLOWS]
-        jobs += [replace(base, growth="at 0.5:4 0.75:8", follow=follow) for follow in FOLLOWS]
+        jobs = [replace(base, growth="gns 0.5", follow=follow) for follow in FOLLOWS]
+        jobs += [replace(base, growth=growth, follow=FOLLOWS[-1]) for growth in GROWTHS]
+        jobs += [replace(base, growth=growth) for growth in GROWTHS[4:8]]
         compare(base, list(dict.fromkeys(jobs)), args.seeds, args.runs)
 
 
