@@ -214,7 +214,7 @@ def make(jobs: Sequence[Job], path: Path) -> dict[str, dict[str, Any]]:
     todo = list({job.key: job for job in jobs if job.key not in found}.values())
     if todo:
         with (
-            ProcessPoolExecutor(int(os.environ.get("RUNS", 0)) or os.cpu_count(), mp.get_context("spawn")) as pool,
+            ProcessPoolExecutor(os.cpu_count(), mp.get_context("spawn")) as pool,
             path.open("a") as file,
             Progress(transient=True, console=Console(stderr=True)) as bar,
         ):
@@ -287,18 +287,13 @@ def main() -> int:
     return 0
 
 
-def swept(args: Any, optimizer: str, decay: str, beta2: float = 0.999) -> Job:
-    return sweep(optimizer, decay, (16, 32), (0.002, 0.0028, 0.004, 0.0057), args.runs, part=args.part, beta2=beta2)
+def swept(args: Any, optimizer: str, decay: str) -> Job:
+    return sweep(optimizer, decay, (16, 32), (0.002, 0.0028, 0.004, 0.0057), args.runs, part=args.part)
 
 
 def stage_sweep(args: Any) -> None:
     for decay in ("cosine", "wsd"):
         print("best", swept(args, "adamw", decay))
-
-
-def stage_beta2(args: Any) -> None:
-    for beta2 in (0.99, 0.95):
-        print("best", swept(args, "adamw", "cosine", beta2))
 
 
 FOLLOWS = ("", "beta2", "beta1", "eps", "wd", "beta1 beta2", "beta1 beta2 wd", "beta1 beta2 eps wd")
@@ -318,7 +313,7 @@ def stage_candidates(args: Any) -> None:
         compare(base, list(dict.fromkeys(jobs)), args.seeds, args.runs)
 
 
-STAGES: dict[str, Callable[[Any], None]] = {"sweep": stage_sweep, "beta2": stage_beta2, "candidates": stage_candidates}
+STAGES: dict[str, Callable[[Any], None]] = {"sweep": stage_sweep, "candidates": stage_candidates}
 
 
 if __name__ == "__main__":

@@ -35,11 +35,10 @@ from kfuse.comm import devices
 from kfuse.comm.audit import AuditedGradient
 from kfuse.comm.group import CommError, Group
 from kfuse.data.fetching import random_key
-from kfuse.data.sources import IterableStream
 from kfuse.elastic.protocol import Member
 from kfuse.membership import Session
 from kfuse.optim import ConsistencyError
-from kfuse.train.again import Buffer, buffers_of, put_back, undisturbed
+from kfuse.train.again import Buffer, buffers_of, put_back, refuse_without_seek, undisturbed
 from kfuse.train.arguments import TrainArguments
 from kfuse.train.loss import Forward
 from kfuse.train.progress import Progress
@@ -101,11 +100,7 @@ class Audit:
                 f"comm.audit_every={every}: must be None with kf.DataLoader, as kfuse cannot run the body of your loop "
                 "again; kf.fit can"
             )
-        if isinstance(data, IterableStream):
-            raise ValueError(
-                f"comm.audit_every={every}: must be None with {type(data.dataset).__name__}, which cannot seek back to "
-                "another worker's samples; a kfuse.data.Source can"
-            )
+        refuse_without_seek(f"comm.audit_every={every}", data)
 
     def before_step(self, samples: StepSamples) -> int | None:
         """Chooses the coming step's audit. Returns its micro-batch, for the step's plan; None if there is no audit."""

@@ -26,9 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfuse.data.sources import IterableStream
 from kfuse.membership import Session
-from kfuse.train.again import undisturbed
+from kfuse.train.again import refuse_without_seek, undisturbed
 from kfuse.train.arguments import TrainArguments
 from kfuse.train.loss import forward
 from kfuse.train.progress import Progress
@@ -54,11 +53,7 @@ class Curvature:
 
     def __post_init__(self) -> None:
         """Raises ValueError where kfuse cannot run a micro-batch again."""
-        if isinstance(data := self.given.data, IterableStream):
-            raise ValueError(
-                f"statistics.curvature_every={self.every}: must be None with {type(data.dataset).__name__}, which "
-                "cannot seek back to a step's samples; a kfuse.data.Source can"
-            )
+        refuse_without_seek(f"statistics.curvature_every={self.every}", self.given.data)
 
     def measure(self, step: Step) -> None:
         """After this worker's last backward of the step, before its update: measures, where the step is due.
@@ -138,13 +133,12 @@ def hessian_times(direction: Tensors, params: Tensors, gradient: Callable[[], Te
     length = norm(direction)
     size = _MOVE * max(norm(before), 1.0) / length if length else 1.0
     gradients: list[list[Tensor]] = []
-    try:
-        for sign in (1, -1):
-            torch._foreach_add_(params, direction, alpha=sign * size)
+    for sign in (1, -1):
+        torch._foreach_add_(params, direction, alpha=sign * size)
+        try:
             gradients.append(gradient())
+        finally:
             torch._foreach_copy_(params, before)
-    finally:
-        torch._foreach_copy_(params, before)
     pairs = list(zip(*gradients, strict=True))
     return [(above - below) / (2 * size) for above, below in pairs], [(above + below) / 2 for above, below in pairs]
 
