@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -286,3 +288,17 @@ class _CudaEvent(Event):
     def elapsed_time(self, end: Any) -> float:
         milliseconds: float = self._event.elapsed_time(end._event)
         return milliseconds
+
+
+@contextlib.contextmanager
+def generators_restored(device: torch.device) -> Iterator[None]:
+    """On exit, restores the state of the global generators of torch, numpy and random: they belong to the user."""
+    cpu, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    on_device = of(device).random_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        of(device).set_random_state(on_device)

@@ -18,6 +18,7 @@ from transformers.trainer_utils import align_special_tokens
 
 from kfuse import session
 from kfuse.comm import devices
+from kfuse.comm.devices import generators_restored
 from kfuse.data import MapData
 from kfuse.data.fetching import fetch
 from kfuse.elastic.protocol import ENV_CONTROL
@@ -31,7 +32,6 @@ from kfuse.policies.compose import ComposePolicy
 from kfuse.settings.declared import CommSettings
 from kfuse.settings.tree import TrainSettings
 from kfuse.train import fit as loop
-from kfuse.train.again import generators_restored
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput

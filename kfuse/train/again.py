@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kfuse.comm import devices
+from kfuse.comm.devices import generators_restored
 from kfuse.data.sources import IterableStream
 
 
@@ -64,17 +62,3 @@ def undisturbed(model: nn.Module, params: Sequence[nn.Parameter], device: torch.
             for p, grad in zip(params, grads, strict=True):
                 p.grad = grad
             put_back(buffers)
-
-
-@contextlib.contextmanager
-def generators_restored(device: torch.device) -> Iterator[None]:
-    """On exit, restores the state of the global generators of torch, numpy and random: they belong to the user."""
-    cpu, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    on_device = devices.of(device).random_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(cpu)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
-        devices.of(device).set_random_state(on_device)

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kfuse.comm.devices import generators_restored
 from kfuse.comm.group import Group
 from kfuse.data import Dataset
 from kfuse.data.dataset import to_device
 from kfuse.data.fetching import random_key, seed_host
 from kfuse.membership import Session
-from kfuse.train.again import generators_restored
 from kfuse.train.arguments import TrainArguments
 from kfuse.train.loss import Metric, Objective, Outcome, forward
 from kfuse.train.progress import Evaluation, Progress

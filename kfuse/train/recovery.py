@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kfuse.comm.devices import generators_restored
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
@@ -25,7 +26,6 @@ from kfuse.optim import ConsistencyError
 from kfuse.optim.consistency import parameter_layout
 from kfuse.optim.updates import ShardsLost
 from kfuse.settings.tree import ConfigError
-from kfuse.train.again import generators_restored
 from kfuse.train.arguments import TrainArguments
 from kfuse.train.decisions import Decisions, PolicyCalls
 from kfuse.train.progress import STOP_REASONS, Progress, Stage
