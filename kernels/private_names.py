@@ -7,7 +7,8 @@ import sys
 
 TESTED = "torch 2.13.0 to 2.14.1 and Triton 3.7.1 to 3.9.0"
 _OF_OWNERS = {
-    "torch": "_foreach_add_ _foreach_copy_ _foreach_mul_ _foreach_norm _foreach_sub _fused_adamw_ _fused_sgd_ "
+    "torch": "_foreach_add_ _foreach_copy_ _foreach_div _foreach_mul_ _foreach_norm _foreach_round_ _foreach_sub "
+    "_fused_adamw_ _fused_sgd_ "
     "cpu._is_avx512_bf16_supported ops.aten._amp_foreach_non_finite_check_and_unscale_.default",
     "torch.Tensor": "_backward_hooks _make_wrapper_subclass _post_accumulate_grad_hooks _version",
     "torch._C": "DisableTorchFunctionSubclass _current_autograd_node _current_graph_task_id _set_grad_enabled "

@@ -137,8 +137,10 @@ def adam_numbers(options: AdamOptions) -> dict[str, float]:
     """The scalar arguments of a kernel, by name. Bias corrections take logarithms, of which that of 0 is -inf."""
     numbers = {name: float(value) for name, value in vars(options).items()}
     for name in ("beta1", "beta2"):
-        numbers[f"one_minus_{name}"] = 1.0 - numbers[name]
         numbers[f"log_{name}"] = math.log(numbers[name]) if numbers[name] > 0.0 else -math.inf
+        if options.batches != 1:
+            numbers[name] **= options.batches
+        numbers[f"one_minus_{name}"] = 1.0 - numbers[name]
     return numbers
 
 

@@ -30,6 +30,8 @@ class AdamOptions:
     eps: float
     weight_decay: float
     maximize: bool = False
+    batches: float = 1.0
+    """What the update counts as in `step`: moments are multiplied with beta^batches."""
 
 
 @dataclass
@@ -99,7 +101,8 @@ class AdamWArguments(UpdateArguments):
     """One AdamW step on flat buffers, in place, as torch.optim.AdamW (Loshchilov and Hutter 2019, algorithm 2).
 
     Args, beside those of `UpdateArguments`:
-        step: 0-dim fp32 on the same device, the number of this step (1 for the first), already increased by the caller.
+        step: 0-dim fp32 on the same device, the number of this step (1 for the first), already increased by the caller:
+            with `batches` the sum of all updates'.
     """
 
     exp_avg: Tensor
@@ -179,8 +182,12 @@ def take_changed(param: Tensor, master: Tensor, looks: bool = False) -> None:
 
 
 def adamw_by_torch(given: AdamWArguments) -> None:
-    states: list[list[Tensor]] = [[given.exp_avg], [given.exp_avg_sq], [], [given.step]]
-    _fused(torch._fused_adamw_, given, vars(given.options), *states, amsgrad=False)
+    options, step = dict(vars(given.options)), given.step
+    if (batches := options.pop("batches")) != 1:  # (beta^batches)^(step / batches) is beta^step
+        step = step / batches
+        options |= {name: options[name] ** batches for name in ("beta1", "beta2")}
+    states: list[list[Tensor]] = [[given.exp_avg], [given.exp_avg_sq], [], [step]]
+    _fused(torch._fused_adamw_, given, options, *states, amsgrad=False)
 
 
 def sgd_by_torch(given: SGDArguments) -> None:

@@ -43,6 +43,8 @@ def test_a_training_that_goes_back_asks_about_each_step_once() -> None:
         step()
     assert growth.batch_size == 8
     assert [float(group["lr"]) for group in opt.param_groups] == pytest.approx([0.01 * math.sqrt(2)] * 2)
+    assert opt.param_groups[1]["betas"] == pytest.approx((0.9**2, 0.999**2))
+    assert opt.state[net.bias]["step"].item() == 6 / 2 + 2  # the first six are counted in updates of the new batch
     state = growth.state_dict()
     for _ in range(3):
         step()

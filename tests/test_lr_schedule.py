@@ -9,11 +9,13 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import Seen, network, problem
+from problems import Seen, network, problem, relative
 
 import kfuse as kf
+from kfuse.session import reset
 from kfuse.settings.tree import AT_SHELL
 from kfuse.train.learning_rate import LRSchedule, gain
 
@@ -151,3 +153,21 @@ def test_a_training_ends_where_its_schedule_does(
         assert progress - gains[-1] < 24 <= progress + 1e-9
     else:
         assert len(policy.signals) == 24
+
+
+def test_adams_betas_follow_the_batch_where_the_rate_follows_its_root() -> None:
+    """An update counts as its batch over the first one, and the two implementations of AdamW stay near each other."""
+    weights = []
+    for scaling, make in (("linear", kf.FusedAdamW), ("sqrt", kf.FusedAdamW), ("sqrt", torch.optim.AdamW)):
+        reset()
+        net = network()
+        made = make(net.parameters(), lr=0.01)
+        opt = made if isinstance(made, kf.FusedAdamW) else kf.Optimizer(made)
+        policy = Seen({2: kf.Decision(batch_size=2 * BASE), 8: kf.Decision(batch_size=BASE // 2)})
+        summary = kf.fit(net, problem(256), opt, policy, batch_size=BASE, micro_batch=4, lr_scaling=scaling, epochs=2)
+        assert len({seen.batch_size for seen in policy.signals}) == 3
+        counted = 2 * 256 / BASE if scaling == "sqrt" else summary["steps"]
+        assert {state["step"].item() for state in opt.state.values()} == {counted}
+        assert opt.batch_factor == 1 and opt.param_groups[0]["betas"] == (0.9, 0.999)
+        weights.append(list(net.parameters()))
+    assert relative(weights[1], weights[2]) < 1e-5 < 1e-3 < relative(weights[0], weights[1])

@@ -222,6 +222,28 @@ def scaled(net: Net, make: Make, unscale: bool = False, clip: bool = False) -> N
     assert scaler.get_scale() == 2.0**10
 
 
+def growing(net: Net, make: Make) -> None:
+    """Betas follow the batch. Updates of torch's so far are counted in the present batch's: exact corrections."""
+    opt, scaler = make(net.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    betas, before, counted = opt.param_groups[0]["betas"], 1, 0
+    for k, (x, y) in zip((1, 1, 2, 2, 3, 8, 8, 3, 1), batches(9), strict=True):
+        if ours(opt):
+            opt.batch_factor = k
+        else:
+            opt.param_groups[0]["betas"] = tuple(beta**k for beta in betas)
+            for state in opt.state.values():
+                state["step"] *= before / k
+        net.use_extra, overflows = before > 2, before == 2 and k == 3
+        loss = F.mse_loss(net(x), y)
+        scaler.scale(loss * float("inf") if overflows else loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        before, counted = k, counted + (0 if overflows else k)
+    if ours(opt):
+        assert opt.param_groups[0]["betas"] == betas and opt.state[net.gain]["step"].item() == counted
+
+
 def clipped_while_scaled(net: Net, make: Make) -> None:
     """`clip_norm` and a GradScaler, beside `unscale_` and clip_grad_norm_."""
     is_ours = ours(make([nn.Parameter(torch.zeros(1))]))
@@ -244,6 +266,7 @@ SCRIPTS: dict[Callable[[Net, Make], None], tuple[str, ...]] = {
     gradient_penalty: ("sgd",),
     warm_up: tuple(KINDS),
     scaled: ("adamw", "momentum", "sgd", "wrapped"),
+    growing: ("adamw", "lamb", "wrapped"),
     clipped_while_scaled: ("adamw",),
     wrapped_late: ("wrapped",),
 }

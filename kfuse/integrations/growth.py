@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from kfuse.integrations.measure import Monitor
+from kfuse.optim.betas import change_betas
 from kfuse.policies.autoscale import AutoscalePolicy
 from kfuse.policies.goodput import GoodputPolicy
 from kfuse.policies.signals import DECISION_LAG, BasePolicy, Bounds, Decision, Signals, check_whole, checked_decision
@@ -34,7 +35,8 @@ class Growth:
 
     policy: is asked, as `BasePolicy.decide`, after each step, in samples; its hooks are not called. It must decide by
     statistics alone, for a batch size.
-    lr_scaling: how the learning rate follows the batch size: sqrt suits Adam, linear SGD, none leaves it.
+    lr_scaling: how the learning rate follows the batch size: sqrt suits Adam, whose betas follow too (beta^k; of
+        torch's Adam and AdamW), linear SGD, none leaves it.
 
     Raises ValueError for values out of range, TypeError for a policy that decides by times.
     """
@@ -162,6 +164,9 @@ class Growth:
     def _change(self) -> None:
         if self._wanted != self.accumulate and self._done % self._wanted == 0:
             factor = gain(self.lr_scaling, self._wanted, self.accumulate)
+            if self.lr_scaling == "sqrt":
+                own = [getattr(each, "optimizer", each) for each in self._optimizers]  # Accelerate's are around torch's
+                change_betas(own, self._wanted / self.accumulate)
             self.accumulate = self._wanted
             _scale_rates(self._optimizers, self._schedulers, factor)
 

@@ -49,6 +49,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # What an update multiplies each group's learning rate with (batch-size scaling, a policy's lr_scale). group["lr"]
     # belongs to the user, or to their scheduler: kfuse reads it and never changes it.
     lr_factor: float = 1.0
+    # The batch over the one that Adam's betas are meant for (`lr.scaling=sqrt`): see `Update.batches`.
+    batch_factor: float = 1.0
     last_lr: float = 0.0  # the learning rate of the last update, as `base_lr` has it, times `lr_factor`
     begun: Update | None = None  # the newest update, made or not: with sharded state a lost worker may interrupt it
 
@@ -281,9 +283,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 where = where_workers_differ(self.updates, self.numbers(), self.reducer.tracked)
                 taken.phase = Phase.REDUCED  # it is not made
                 raise ConsistencyError(f"step {taken.number}: the workers no longer have the same model: {where}")
-            begun = scaling(
-                taken, self.engine, self.clip_norm, self.skip_nonfinite, found_inf, loss_scale, self.lr_factor
-            )
+            skips = self.clip_norm, self.skip_nonfinite, found_inf, loss_scale
+            begun = scaling(taken, self.engine, *skips, self.lr_factor, self.batch_factor)
             self.last_lr = self.base_lr * self.lr_factor
             if self.pair is not None and self.pair.mix(self.updates.weights()):
                 self.updates.weights_changed()

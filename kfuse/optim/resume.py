@@ -23,7 +23,8 @@ def begun_update(opt: DistributedOptimizer) -> dict[str, Any]:
     begun, step = opt.begun, opt.begun.step
     groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
     reduced = {"record": step.record, "tail": step.tail, "changes": step.changes}
-    return reduced | {"factor": begun.factor, "skip": begun.skip, "groups": groups, "lr_factor": opt.lr_factor}
+    scalars = {name: getattr(begun, name) for name in ("factor", "skip", "lr_factor", "batches")}
+    return reduced | scalars | {"groups": groups}
 
 
 @torch.no_grad()
@@ -35,14 +36,15 @@ def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int
     """
     for group, theirs in zip(opt.param_groups, given["groups"], strict=True):
         group.update(theirs)
-    opt.lr_factor, device = given["lr_factor"], opt.engine.device
+    opt.lr_factor, opt.batch_factor = factors = given["lr_factor"], given["batches"]
+    device = opt.engine.device
     # A transfer leaves tensors on the host.
     record, tail, factor, skip = (
         None if given[name] is None else given[name].to(device) for name in ("record", "tail", "factor", "skip")
     )
     assert record is not None and tail is not None
     resumed = opt.engine.resume(record, tail, [change.to(device) for change in given["changes"]])
-    update = Update(resumed, factor, skip, skip is None or not bool(skip), opt.lr_factor, owner_is_lost)
+    update = Update(resumed, factor, skip, skip is None or not bool(skip), *factors, owner_is_lost)
     if not has_begun(opt, step):
         opt.last_lr, opt.begun = opt.base_lr * opt.lr_factor, update
     opt.updates.update(update)

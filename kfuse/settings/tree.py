@@ -141,7 +141,7 @@ class LoopSettings(ShownSettings, total=False):
         str,
         Setting(
             "sqrt",
-            "how the rate follows the batch size; sqrt suits Adam-like optimizers, linear SGD",
+            "how the rate follows the batch size; sqrt, by which Adam's betas follow too, is for Adam, linear for SGD",
             choices=("none", "linear", "sqrt", "adascale"),
         ),
     ]

@@ -165,7 +165,7 @@ class Trainer:
                 opt.reducer.loop_handles_lost_workers = False
                 opt.engine.bare_backwards = opt.reducer.has_pass = True
                 opt.statistics.end_run()
-                opt.lr_factor = 1.0
+                opt.lr_factor = opt.batch_factor = 1.0
                 if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile
                     opt.clip_norm = its_own
             self.synchronisation.close()

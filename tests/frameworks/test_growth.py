@@ -63,8 +63,9 @@ def by_hand(framework: str, case: Case, ranks: list[list[Row]]) -> tuple[list[Te
                 means = [total / count for mine in losses for total, count in mine]
                 loss = sum(means) / (accumulate * len(ranks))  # type: ignore[assignment]
             over = (first // epoch * updates + math.ceil(done / case.accumulate)) / (case.epochs * updates)
-            rates.append(case.lr * math.sqrt(accumulate / case.accumulate) * rate(case, over))
-            opt.param_groups[0]["lr"] = rates[-1]
+            k = accumulate / case.accumulate
+            rates.append(case.lr * math.sqrt(k) * rate(case, over))
+            opt.param_groups[0] |= {"lr": rates[-1], "betas": tuple(beta**k for beta in (0.9, 0.999))}
             windows.append(len(window) * len(ranks))
             opt.zero_grad()
             loss.backward()
@@ -72,6 +73,8 @@ def by_hand(framework: str, case: Case, ranks: list[list[Row]]) -> tuple[list[Te
             done += len(window)
             wanted = case.accumulate * case.asked.get(len(windows) - 4, wanted // case.accumulate)
             if done % wanted == 0 or done == epoch:
+                for state in opt.state.values():  # for exact bias corrections: in updates of the new batch
+                    state["step"] *= accumulate / wanted
                 accumulate = wanted
     return parameters_of(model), windows, rates
 

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,7 @@ class Quadratic:
         """The expected losses: E[x^2] <- (1 - a h)^2 E[x^2] + a^2 c / B."""
         batch, a, squares, trace = plan.batch(k), self.lr * self.rate(k), np.full(DIMENSIONS, self.start**2), Trace()
         for step in range(plan.steps(k)):
-            trace.append(((step + 1) * batch, (CURVATURES * squares).sum() / 2, None, None))
+            trace.append(((step + 1) * batch, (CURVATURES * squares).sum() / 2, None, None, None))
             squares = (1 - a * CURVATURES) ** 2 * squares + a**2 * self.noise / batch
         return trace
 
@@ -57,7 +58,7 @@ class Quadratic:
         means = noise.reshape(-1, batch, DIMENSIONS).mean(axis=1) * np.sqrt(self.noise)
         for step, mean in enumerate(means):
             figures = self.noise.sum(), (CURVATURES**2 * x**2).sum()
-            trace.append(((step + 1) * batch, (CURVATURES * x * x).sum() / 2, *figures))
+            trace.append(((step + 1) * batch, (CURVATURES * x * x).sum() / 2, *figures, None))
             x = x - a * (CURVATURES * x + mean)
         return trace
 
@@ -110,12 +111,12 @@ def test_fiellers_interval_is_the_set_that_the_test_does_not_refuse() -> None:
     assert noise_scale([trace_of(s=1.0, g=b) for b in (1.0, -0.9)]) is None  # not bounded
     assert noise_scale([trace_of(s=math.nan, g=1.0)] * 2) is None
     with_unknown = [trace_of(s=a, g=b) for a, b in zip(s, g, strict=True)]
-    with_unknown[0].append((10, 1.0, None, None))
+    with_unknown[0].append((10, 1.0, None, None, None))
     assert noise_scale(with_unknown) == found
 
 
 def trace_of(s: float = math.nan, g: float = math.nan, loss: float = 1.0) -> Trace:
-    return [(8, loss, s, g)]
+    return [(8, loss, s, g, None)]
 
 
 # -- the estimate, by hand ------------------------------------------------------------------------------------------
@@ -159,18 +160,19 @@ def test_it_ends_with_the_first_k_beyond_the_tolerance() -> None:
 
     def branch(k: float, repetition: int) -> Trace:
         asked.append((k, repetition))
-        return [(64, 1.0 + 0.3 * (k > 1) + 0.001 * repetition, None, None)]
+        return [(64, 1.0 + 0.3 * (k > 1) + 0.001 * repetition, None, None, None)]
 
     assert measure(branch, PLAN).factors == (1, 2)
     assert asked == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 def test_a_smoothed_loss_counts_steps_by_their_samples_in_the_window() -> None:
-    trace: Trace = [(40, 5.0, None, None), (60, 1.0, None, None), (90, 2.0, None, None), (110, 4.0, None, None)]
+    unknown = None, None, None
+    trace: Trace = [(40, 5.0, *unknown), (60, 1.0, *unknown), (90, 2.0, *unknown), (110, 4.0, *unknown)]
     # The last half of 100 samples: 10 of the second step, 30 of the third, 10 of the fourth.
     assert smoothed(trace, 100, 0.5) == pytest.approx((10 * 1 + 30 * 2 + 10 * 4) / 50)
     assert math.isnan(smoothed(trace, 120, 0.5)), "it has fewer samples"
-    trace[2] = (90, math.nan, None, None)
+    trace[2] = (90, math.nan, *unknown)
     assert math.isnan(smoothed(trace, 100, 0.5))
     assert smoothed(trace, 60, 0.3) == pytest.approx(1.0)
 
@@ -290,15 +292,22 @@ def state(net: nn.Module, opt: kf.Optimizer | kf.FusedAdamW) -> list[bytes]:
 
 def test_its_branches_are_trainings_by_kf_fit(tmp_path: Path) -> None:
     net, opt, data = problem("FusedAdamW")
-    found = kf.critical_batch(net, data, opt, seed=7, **ARGUMENTS)  # type: ignore[arg-type]
+    curved: Any = {"micro_batch": 2, "statistics_curvature_every": 2}
+    found = kf.critical_batch(net, data, opt, seed=7, **{**ARGUMENTS, **curved})  # type: ignore[arg-type]
+    scales = []
     for seed in (0, 1):
-        net, opt, data = problem("FusedAdamW")
-        opt.param_groups[0]["lr"] *= math.sqrt(2)
-        where = tmp_path / str(seed)
-        kf.fit(net, data, opt, steps=8, batch_size=16, micro_batch=4, seed=7 + seed, run_dir=where, lr_scaling="none")
-        rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+        rows = []
+        for k in (1, 2):
+            net, opt, data = problem("FusedAdamW")
+            opt.param_groups[0]["lr"] *= math.sqrt(k)
+            opt.param_groups[0]["betas"] = (0.9**k, 0.999**k)
+            own: Any = {"batch_size": 8 * k, "steps": 16 // k, "run_dir": tmp_path / f"{seed}-{k}", **curved}
+            kf.fit(net, data, opt, seed=7 + seed, lr_scaling="none", **own)
+            rows.append([json.loads(line) for line in (own["run_dir"] / "metrics.jsonl").read_text().splitlines()])
         # The last quarter of 128 samples: two steps of 16.
-        assert found.losses[1][seed] == pytest.approx((rows[6]["loss"] + rows[7]["loss"]) / 2, rel=1e-6)
+        assert found.losses[1][seed] == pytest.approx((rows[1][6]["loss"] + rows[1][7]["loss"]) / 2, rel=1e-6)
+        scales += [row["curvature_noise_scale"] for row in rows[0] if row["curvature_noise_scale"] is not None]
+    assert found.curvature_noise_scale == pytest.approx(median(scales))
 
 
 def test_a_measurement_that_fails_leaves_them_as_they_were_too() -> None:

@@ -160,6 +160,10 @@ def print_point(step: int, lr: float, found: CriticalBatch, console: Console) ->
         text += "; noise scale {} ({} to {})".format(*map(figure, found.noise_scale))
     if found.ratio is not None:
         text += f"; c = {found.ratio:.3g}"
+    if found.curvature_noise_scale is not None:
+        text += f"\n  noise scale of the curvature {figure(found.curvature_noise_scale)}"
+    if found.curvature_ratio is not None:
+        text += f"; B* over it {found.curvature_ratio:.3g}"
     console.print(f"{text}\n")
 
 
@@ -268,7 +272,9 @@ class Start:
             batch, seed = plan.batch(k), (run.config["seed"] + repetition) % 2**32
             bounds = {"batch_min": min(values["batch_min"], batch), "batch_max": max(values["batch_max"], batch)}
             last = at.step + plan.steps(k, at.cursor, trainer.samples_an_epoch)
-            return completed({**values, **bounds, "seed": seed, "steps": last})
+            measures = values["statistics_curvature_every"] if k == plan.factors[0] else None
+            own = {"seed": seed, "steps": last, "statistics_curvature_every": measures}
+            return completed({**values, **bounds, **own})
 
         with branches(trainer.given.model, trainer.given.data, opt, plan, settings, position=at) as train:
 
@@ -277,7 +283,8 @@ class Start:
                 lr = opt.base_lr * gain(run.lr_scaling, plan.batch(k), values["batch_size"])
                 # What the result depends on, beside the run's configuration.
                 asked = {"checkpoint": self._sha256, "batch_size": plan.batch(k), "seed": own["seed"], "lr": lr}
-                asked |= {"steps": own["steps"], "workers": trainer.session.group.size}
+                asked |= {name: own[name] for name in ("steps", "statistics_curvature_every")}
+                asked["workers"] = trainer.session.group.size
                 done = run.path / "cbs" / f"step-{at.step:08d}" / f"batch-{plan.batch(k)}-seed-{own['seed']}.json"
                 try:
                     found = json.loads(done.read_text())
@@ -287,6 +294,6 @@ class Start:
                     found = {"branch": asked, "steps": train(k, repetition)}
                     if trainer.session.group.rank == 0:
                         write_json(done, found)
-                return [(samples, loss, s, g) for samples, loss, s, g in found["steps"]]
+                return [tuple(row) for row in found["steps"]]
 
             yield branch

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from kfuse.statistics.noise_scale import fieller
 
 Floats = NDArray[np.float64]
 # What a branch measured, by step: samples since the checkpoint, the step's included; mean loss before its update; S,
-# unbiased for tr(Sigma); G2, unbiased for |G|^2. None is unknown.
-Trace = list[tuple[float, float | None, float | None, float | None]]
+# unbiased for tr(Sigma); G2, unbiased for |G|^2; the curvature's noise scale, where that is measured. None is unknown.
+Trace = list[tuple[float, float | None, float | None, float | None, float | None]]
 Branch = Callable[[float, int], Trace]  # branch(k, repetition): trains a branch. Repetitions count from 0.
 
 FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -113,10 +114,18 @@ class CriticalBatch:
     noise_scale: tuple[float, float, float] | None = None
     """tr(Sigma) / |G|^2 over the branches of the reference, and its 95 % interval; None where it has no upper end."""
 
+    curvature_noise_scale: float | None = None
+    """The median of `Measured.curvature_noise_scale` over the same branches; None where it is not measured."""
+
     @property
     def ratio(self) -> float | None:
         """c = B* / noise scale; None where one of them is unknown."""
         return self.critical / self.noise_scale[0] if self.critical and self.noise_scale else None
+
+    @property
+    def curvature_ratio(self) -> float | None:
+        """B* / curvature_noise_scale; None where one of them is unknown."""
+        return self.critical / self.curvature_noise_scale if self.critical and self.curvature_noise_scale else None
 
     def excess(self) -> list[tuple[float, float, float]]:
         """Returns by k how far the smoothed loss is above the reference's, as a part of it, with its 95 % interval.
@@ -130,7 +139,8 @@ class CriticalBatch:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON; what is not finite is None."""
-        found = {name: getattr(self, name) for name in ("critical", "low", "high", "noise_scale", "ratio")}
+        names = ("critical", "low", "high", "noise_scale", "ratio", "curvature_noise_scale", "curvature_ratio")
+        found = {name: getattr(self, name) for name in names}
         for name, rows in (("losses", self.losses), ("excess", self.excess())):
             found[name] = [[value if math.isfinite(value) else None for value in row] for row in rows]
         return asdict(self.plan) | found | {"measured": list(self.factors)}
@@ -150,7 +160,9 @@ def measure(branch: Branch, plan: Plan) -> CriticalBatch:
             raise ValueError(f"the branch of the smallest batch, {plan.batch(k)}, diverges: nothing to compare with")
         if not np.isfinite(losses[-1]).all() or _bounds(_over(losses, plan.tolerance)[-1:])[1][0] > 0:
             break
-    return replace(estimate(losses, plan), noise_scale=noise_scale(traces[0]))
+    curvatures = [row[4] for trace in traces[0] for row in trace if row[4] is not None]
+    by_curvature = median(curvatures) if curvatures else None
+    return replace(estimate(losses, plan), noise_scale=noise_scale(traces[0]), curvature_noise_scale=by_curvature)
 
 
 def noise_scale(traces: Sequence[Trace]) -> tuple[float, float, float] | None:
@@ -159,7 +171,7 @@ def noise_scale(traces: Sequence[Trace]) -> tuple[float, float, float] | None:
     The interval is the set of r for which a t-test over the branches does not reject that the mean of S - r G2 is 0.
     None where it is not bounded, or S and G2 are unknown in all steps (one micro-batch each).
     """
-    moments = [np.array(trace, dtype=np.float64)[:, 2:] for trace in traces]
+    moments = [np.array(trace, dtype=np.float64)[:, 2:4] for trace in traces]
     moments = [each[np.isfinite(each).all(axis=1)] for each in moments]
     if not all(map(len, moments)):
         return None

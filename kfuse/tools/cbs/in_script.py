@@ -26,7 +26,8 @@ from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFuncti
 from kfuse.train.progress import Progress
 
 _LOADING = [name for name, leaf in SETTINGS.items() if leaf.key.startswith("data.")]
-_TAKEN = ("batch_size", "micro_batch", "seed", "lr_scaling", "clip_norm", "train_precision", *_LOADING)
+_OWN = ("batch_size", "micro_batch", "seed", "lr_scaling", "clip_norm", "train_precision", "statistics_curvature_every")
+_TAKEN = (*_OWN, *_LOADING)
 
 
 def critical_batch(
@@ -130,6 +131,8 @@ def _settings(plan: Plan, given: TrainingData, values: Mapping[str, Any]) -> Cal
     def of_branch(k: float, repetition: int) -> dict[str, Any]:
         own = {"micro_batch": micro, "batch_max": max(plan.batch_size, plan.batch(k)), "steps": steps[k]}
         own["seed"] = (values["seed"] + repetition) % 2**32
+        if k != plan.factors[0]:
+            own["statistics_curvature_every"] = None
         return completed({**values, **own})
 
     return of_branch
@@ -144,7 +147,8 @@ class _Recording(BasePolicy):
         self.trace: Trace = []
 
     def decide(self, signals: Signals) -> None:
-        self.trace.append((signals.samples, signals.loss, signals.grad_variance, signals.grad_sq))
+        measured = signals.grad_variance, signals.grad_sq, signals.curvature_noise_scale
+        self.trace.append((signals.samples, signals.loss, *measured))
 
     def state_dict(self) -> dict[str, Any]:
         return {}
