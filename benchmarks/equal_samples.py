@@ -1,10 +1,13 @@
 """Does a batch that grows within a decay cost quality at equal samples, and what besides the rate must follow it?
 
-    python benchmarks/equal_samples.py --runs benchmarks/results/equal_samples.jsonl --seeds 2 sweep candidates
+    python benchmarks/equal_samples.py --runs FILE --seeds 2 candidates    # what follows, and which growth: an hour
+    python benchmarks/equal_samples.py --runs FILE --seeds 5 final         # those that can win: another one
+    python benchmarks/equal_samples.py --runs FILE --seeds 2 muon
 
 The GPT of time_to_accuracy.py on text, a run's samples each used once, within a cosine decay and within wsd. One
-process a run, as many at a time as there are cores: no time is measured. Each finished run is a line of FILE; those
-that are there are not made again.
+process a run, as many at a time as there are cores: no time is measured. Each finished run is a line of FILE
+(benchmarks/results/equal_samples.jsonl has all of these stages'); those that are there are not made again. Tables are
+of the loss over the fixed batch's, within a seed: the median and the range of the seeds, and the steps.
 
 A plain loop: micro-batches of 8, the policy's own decisions from each step's S and G2, and an AdamW (or Muon beside
 AdamW) whose settings follow the batch as a run's `follow` says, with k = batch / first batch:
@@ -62,6 +65,7 @@ class Job:
     seed: int
     growth: str = "fixed"
     follow: str = ""
+    beta1: float = 0.9
     beta2: float = 0.999
     wd: float = 0.01
     part: float = 1.0
@@ -93,7 +97,7 @@ class Follower:
     def step(self, grad: Tensor, lr: float, k: float) -> None:
         """lr: with the gain. grad: the mean gradient."""
         follow, job = self.job.follow.split(), self.job
-        beta1 = 0.9**k if "beta1" in follow else 0.9
+        beta1 = job.beta1**k if "beta1" in follow else job.beta1
         beta2 = job.beta2**k if "beta2" in follow else job.beta2
         momentum = 0.95**k if "beta1" in follow else 0.95
         eps = 1e-8 / math.sqrt(k) if "eps" in follow else 1e-8
@@ -191,14 +195,8 @@ def run(job: Job) -> dict[str, Any]:
             break
     model.eval()
     with torch.no_grad():
-        final = float(
-            np.mean(
-                [
-                    problem.loss(model(a), b).item()
-                    for a, b in zip(*(each.split(512) for each in held_out()), strict=True)
-                ]
-            )
-        )
+        pairs = zip(*(each.split(512) for each in held_out()), strict=True)
+        final = float(np.mean([problem.loss(model(a), b).item() for a, b in pairs]))
     tail = losses[-max(1, len(losses) // 50) :]
     return asdict(job) | {"steps": step, "loss": final, "train": float(np.mean(tail)), "changes": changes}
 
@@ -228,33 +226,23 @@ def make(jobs: Sequence[Job], path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def sweep(optimizer: str, decay: str, batches: Sequence[int], rates: Sequence[float], path: Path, **more: Any) -> Job:
+def sweep(args: Any, optimizer: str, decay: str, rates: Sequence[float]) -> Job:
     """The best fixed batch and rate by the tuning seed; rates go on while the best one is at an end."""
-    jobs = [Job(optimizer, decay, batch, lr, TUNING_SEED, **more) for batch in batches for lr in rates]
+    batches = (16, 32)
+    jobs = [Job(optimizer, decay, batch, lr, TUNING_SEED, part=args.part) for batch in batches for lr in rates]
     while True:
-        found = make(jobs, path)
-        beyond = []
+        found, beyond = make(jobs, args.runs), []
         for batch in batches:
             mine = [job for job in jobs if job.batch == batch]
-            lrs, best = [job.lr for job in mine], min(mine, key=lambda job: found[job.key]["loss"])
-            beyond += [replace(best, lr=best.lr / 2)] * (best.lr == min(lrs)) + [replace(best, lr=best.lr * 2)] * (
-                best.lr == max(lrs)
-            )
+            best = min(mine, key=lambda job: found[job.key]["loss"])
+            ends = {min(job.lr for job in mine): 0.5, max(job.lr for job in mine): 2.0}
+            if best.lr in ends:
+                beyond.append(replace(best, lr=best.lr * ends[best.lr]))
         if not beyond:
             break
         jobs += beyond
-    for batch in batches:
-        print(
-            optimizer,
-            decay,
-            more,
-            batch,
-            {
-                job.lr: round(found[job.key]["loss"], 4)
-                for job in sorted(jobs, key=lambda job: job.lr)
-                if job.batch == batch
-            },
-        )
+    for job in sorted(jobs, key=lambda job: (job.batch, job.lr)):
+        print(f"{optimizer}, {decay}: batch {job.batch}, rate {job.lr}: {found[job.key]['loss']:.4f}")
     return min(jobs, key=lambda job: found[job.key]["loss"])
 
 
@@ -287,33 +275,72 @@ def main() -> int:
     return 0
 
 
-def swept(args: Any, optimizer: str, decay: str) -> Job:
-    return sweep(optimizer, decay, (16, 32), (0.002, 0.0028, 0.004, 0.0057), args.runs, part=args.part)
-
-
-def stage_sweep(args: Any) -> None:
-    for decay in ("cosine", "wsd"):
-        print("best", swept(args, "adamw", decay))
-
-
-FOLLOWS = ("", "beta2", "beta1", "eps", "wd", "beta1 beta2", "beta1 beta2 wd", "beta1 beta2 eps wd")
+DECAYS = ("cosine", "wsd")
+RATES = (0.002, 0.0028, 0.004, 0.0057)
+BETAS = "beta1 beta2"
+FOLLOWS = ("", "beta2", "beta1", "eps", "wd", BETAS, "beta1 beta2 wd", "beta1 beta2 eps wd")
 GROWTHS = (
     "gns 0.15", "gns 0.25", "gns 0.5", "gns 1", "critical 0.25", "seesaw", "at 0.45:4", "at 0.54:8", "at 0.5:4 0.75:8",
     "at 0.3:2 0.5:4 0.75:8",
 )  # fmt: skip
+FINAL = ("gns 0.15", "gns 0.25", "gns 0.5", "seesaw", "critical 0.25", "at 0.3:2 0.5:4 0.75:8")
+TUNED = {"cosine": 0.004, "wsd": 0.0028}  # rates with betas 0.8 and 0.998, by the stage `betas`
+RATES_OF_MUON = (0.002, 0.004, 0.008)
 
 
 def stage_candidates(args: Any) -> None:
     """Each growth with all that may follow, and what follows one by one."""
-    for decay in ("cosine", "wsd"):
-        base = swept(args, "adamw", decay)
+    for decay in DECAYS:
+        base = sweep(args, "adamw", decay, RATES)
         jobs = [replace(base, growth="gns 0.5", follow=follow) for follow in FOLLOWS]
         jobs += [replace(base, growth=growth, follow=FOLLOWS[-1]) for growth in GROWTHS]
         jobs += [replace(base, growth=growth) for growth in GROWTHS[4:8]]
         compare(base, list(dict.fromkeys(jobs)), args.seeds, args.runs)
 
 
-STAGES: dict[str, Callable[[Any], None]] = {"sweep": stage_sweep, "candidates": stage_candidates}
+def stage_betas(args: Any) -> None:
+    """Rates and betas of the fixed batch."""
+    for decay in DECAYS:
+        best = sweep(args, "adamw", decay, RATES)
+        betas = ((0.9, 0.998), (0.9, 0.995), (0.8, 0.999), (0.8, 0.998), (0.8, 0.995), (0.7, 0.998), (0.7, 0.995))
+        rates = [rate for rate in RATES if rate >= best.lr][:3]
+        jobs = [replace(best, lr=lr, beta1=beta1, beta2=beta2) for beta1, beta2 in betas for lr in rates]
+        found = make(jobs, args.runs)
+        for job in jobs:
+            print(decay, job.beta1, job.beta2, job.lr, round(found[job.key]["loss"], 4))
+
+
+def stage_final(args: Any) -> None:
+    """Those that can win, beside the fixed batch that takes half of the steps; also where the fixed batch has betas of
+    its own.
+    """
+    for decay in DECAYS:
+        best = sweep(args, "adamw", decay, RATES)
+        tuned = replace(best, lr=TUNED[decay], beta1=0.8, beta2=0.998)
+        for base in (best, tuned):
+            jobs = [replace(base, growth=growth, follow=follow) for growth in FINAL[:3] for follow in ("", BETAS)]
+            if base is best:
+                jobs += [replace(base, growth=growth, follow=BETAS) for growth in FINAL[3:]]
+            larger = replace(base, batch=32, lr=0.0028)
+            jobs += [larger, replace(larger, beta1=base.beta1**2, beta2=base.beta2**2)]
+            compare(base, jobs, args.seeds, args.runs)
+
+
+def stage_muon(args: Any) -> None:
+    for decay in DECAYS:
+        base = sweep(args, "muon", decay, RATES_OF_MUON)
+        jobs = [
+            replace(base, growth=growth, follow=follow)
+            for growth in FINAL[1:3]
+            for follow in ("", "beta2", "beta1", BETAS)
+        ]
+        compare(base, jobs, args.seeds, args.runs)
+
+
+STAGES: dict[str, Callable[[Any], None]] = {
+    "candidates": stage_candidates, "betas": stage_betas, "final": stage_final,
+    "muon": stage_muon,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -137,9 +137,10 @@ def adam_numbers(options: AdamOptions) -> dict[str, float]:
     """The scalar arguments of a kernel, by name. Bias corrections take logarithms, of which that of 0 is -inf."""
     numbers = {name: float(value) for name, value in vars(options).items()}
     for name in ("beta1", "beta2"):
+        # Of the beta itself: `step` counts what it counts, also where an update counts as several.
         numbers[f"log_{name}"] = math.log(numbers[name]) if numbers[name] > 0.0 else -math.inf
-        if options.batches != 1:
-            numbers[name] **= options.batches
+        if options.batch_factor != 1:
+            numbers[name] **= options.batch_factor
         numbers[f"one_minus_{name}"] = 1.0 - numbers[name]
     return numbers
 

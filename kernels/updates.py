@@ -30,8 +30,8 @@ class AdamOptions:
     eps: float
     weight_decay: float
     maximize: bool = False
-    batches: float = 1.0
-    """What the update counts as in `step`: moments are multiplied with beta^batches."""
+    batch_factor: float = 1.0
+    """What the update counts as in `step`: moments are multiplied with beta^batch_factor."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class AdamWArguments(UpdateArguments):
 
     Args, beside those of `UpdateArguments`:
         step: 0-dim fp32 on the same device, the number of this step (1 for the first), already increased by the caller:
-            with `batches` the sum of all updates'.
+            with `batch_factor` the sum of all updates'.
     """
 
     exp_avg: Tensor
@@ -183,9 +183,9 @@ def take_changed(param: Tensor, master: Tensor, looks: bool = False) -> None:
 
 def adamw_by_torch(given: AdamWArguments) -> None:
     options, step = dict(vars(given.options)), given.step
-    if (batches := options.pop("batches")) != 1:  # (beta^batches)^(step / batches) is beta^step
-        step = step / batches
-        options |= {name: options[name] ** batches for name in ("beta1", "beta2")}
+    if (k := options.pop("batch_factor")) != 1:  # (beta^k)^(step / k) is beta^step
+        step = step / k
+        options |= {name: options[name] ** k for name in ("beta1", "beta2")}
     states: list[list[Tensor]] = [[given.exp_avg], [given.exp_avg_sq], [], [step]]
     _fused(torch._fused_adamw_, given, options, *states, amsgrad=False)
 

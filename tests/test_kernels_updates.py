@@ -34,7 +34,7 @@ OF_ADAM: list[dict[str, Any]] = [
     {"weight_decay": 0.0, "maximize": True},
     {"beta1": 0.0},
     {"beta1": 0.5, "beta2": 0.9, "eps": 1e-3},
-    {"beta1": 0.9**0.5, "beta2": 0.999**0.5, "batches": 2.0},
+    {"beta1": 0.9**0.5, "beta2": 0.999**0.5, "batch_factor": 2.0},
 ]
 OF_SGD: list[dict[str, Any]] = [{}, {"nesterov": True}, {"dampening": 0.3}, {"weight_decay": 0.0, "maximize": True}]
 CASES = [
@@ -54,7 +54,7 @@ def update(
     """Step number t of a kernel. flats: parameter, gradient and two states, of which it takes those that it has."""
     options = OPTIONS[name] | dict(changed)
     device = str(flats[0].device)
-    counted = t * options.get("batches", 1)
+    counted = t * options.get("batch_factor", 1)
     if name.startswith("sgd"):
         states = flats[2] if options.get("momentum") else None
         sgd(*flats[:2], states, SGDOptions(**options), first_step=t == 1, **more)
@@ -68,7 +68,7 @@ def update(
 def oracle(name: str, start: Tensor, grads: list[Tensor], changed: Any = ()) -> list[Tensor]:
     """The parameter and its states after these gradients, in float64."""
     options = OPTIONS[name] | dict(changed)
-    batches = options.pop("batches", 1)
+    batches = options.pop("batch_factor", 1)
     options |= {beta: options[beta] ** batches for beta in ("beta1", "beta2") if beta in options}
     if name == "lamb":
         return lamb_in_float64(start.double(), [grad.double() for grad in grads], options)

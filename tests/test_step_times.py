@@ -87,6 +87,7 @@ def test_what_is_dropped() -> None:
 
     for waits in ([0.3] * 20, [0.0] * 30 + [0.5] * 30):
         assert granted(waits, asked) == rest
+        assert granted(waits, kf.Decision(batch_size=128, lr_scale=2.0)) == kf.Decision(), "a rate for that batch"
     for waits in ([0.3] * 19, [0.19] * 20, [1.0, *[0.1] * 19], [1.0] * 20 + [0.0] * 60):
         assert granted(waits, asked) == asked
     for change in (kf.Decision(batch_size=32, workers=1), kf.Decision(batch_size=64, sync="sma")):

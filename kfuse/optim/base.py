@@ -49,7 +49,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # What an update multiplies each group's learning rate with (batch-size scaling, a policy's lr_scale). group["lr"]
     # belongs to the user, or to their scheduler: kfuse reads it and never changes it.
     lr_factor: float = 1.0
-    # The batch over the one that Adam's betas are meant for (`lr.scaling=sqrt`): see `Update.batches`.
+    # The batch over the one that Adam's betas are meant for (`lr.scaling=sqrt`): see `Update.batch_factor`.
     batch_factor: float = 1.0
     last_lr: float = 0.0  # the learning rate of the last update, as `base_lr` has it, times `lr_factor`
     begun: Update | None = None  # the newest update, made or not: with sharded state a lost worker may interrupt it

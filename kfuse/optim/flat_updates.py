@@ -120,7 +120,7 @@ class FlatUpdates(FlatState):
                 self.make(bucket, state, which)
             self.publish_masters(bucket, state, which)
             if not self._counted:
-                state.count_update(which, given.batches, skip)
+                state.count_update(which, given.batch_factor, skip)
             for part, found in zip(parts, pieces, strict=True):
                 piece = piece_of(bucket, state.param, state.steps, part, which, first, skip)
                 if piece is not None:
@@ -144,7 +144,7 @@ class FlatUpdates(FlatState):
         """Counts an update of all parameters, by a kernel or two, if each bucket has its state and one call."""
         together = all(s.entries[0].known and self._all_in_one_call(bucket, s, given) for bucket, s in self.pairs())
         if together:
-            self.steps.add_(given.batches if given.skip is None else given.batches * (1.0 - given.skip))
+            self.steps.add_(given.batch_factor if given.skip is None else given.batch_factor * (1.0 - given.skip))
         return together
 
     # -- averages -------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def begun_update(opt: DistributedOptimizer) -> dict[str, Any]:
     begun, step = opt.begun, opt.begun.step
     groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
     reduced = {"record": step.record, "tail": step.tail, "changes": step.changes}
-    scalars = {name: getattr(begun, name) for name in ("factor", "skip", "lr_factor", "batches")}
+    scalars = {name: getattr(begun, name) for name in ("factor", "skip", "lr_factor", "batch_factor")}
     return reduced | scalars | {"groups": groups}
 
 
@@ -36,7 +36,7 @@ def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int
     """
     for group, theirs in zip(opt.param_groups, given["groups"], strict=True):
         group.update(theirs)
-    opt.lr_factor, opt.batch_factor = factors = given["lr_factor"], given["batches"]
+    opt.lr_factor, opt.batch_factor = factors = given["lr_factor"], given["batch_factor"]
     device = opt.engine.device
     # A transfer leaves tensors on the host.
     record, tail, factor, skip = (

@@ -105,7 +105,7 @@ class BucketState:
     param: Tensor  # [body], in the parameters' dtype: their own memory
     group: int  # the parameter group of all of its parameters
     rule: Rule  # that group's
-    steps: Tensor  # fp32 [parameters]: updates each one has had (`Update.batches`). Whole on each worker.
+    steps: Tensor  # fp32 [parameters]: updates each one has had (`Update.batch_factor`). Whole on each worker.
     entries: list[Entry]  # of each parameter
     own: Part
     mirror: Part  # what this worker repeats of the worker before it; empty where there is no mirror
@@ -117,12 +117,12 @@ class BucketState:
     def __post_init__(self) -> None:
         self.quick_steps = quick(self.steps)
 
-    def count_update(self, which: range, batches: float, skip: Tensor | None) -> None:
+    def count_update(self, which: range, batch_factor: float, skip: Tensor | None) -> None:
         """Counts an update of these parameters as so many; skip: 1 where there is none."""
         if skip is None and not isinstance(self.quick_steps, Tensor):
-            self.quick_steps[which.start : which.stop] += batches
+            self.quick_steps[which.start : which.stop] += batch_factor
         else:
-            self.steps[which.start : which.stop].add_(batches if skip is None else batches * (1.0 - skip))
+            self.steps[which.start : which.stop].add_(batch_factor if skip is None else batch_factor * (1.0 - skip))
 
     @property
     def parts(self) -> list[Part]:
@@ -191,7 +191,9 @@ def adam_options(options: Options, given: Update) -> AdamOptions:
     """A parameter group's, with the update's factors."""
     beta1, beta2 = map(float, options["betas"])
     lr = float(options["lr"]) * given.lr_factor
-    return AdamOptions(lr, beta1, beta2, options["eps"], options["weight_decay"], options["maximize"], given.batches)
+    return AdamOptions(
+        lr, beta1, beta2, options["eps"], options["weight_decay"], options["maximize"], given.batch_factor
+    )
 
 
 # -- LAMB -------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def scaling(
     found_inf: Tensor | None,
     loss_scale: Tensor | None,
     lr_factor: float,
-    batches: float,
+    batch_factor: float,
 ) -> Update:
     """How the reduced gradients are used. Nothing waits for a CUDA device.
 
@@ -63,7 +63,7 @@ def scaling(
     if skip is not None:
         record[t.SKIPPED] = skip
     step.record = record
-    return Update(step, factor, skip, finite, lr_factor, batches)
+    return Update(step, factor, skip, finite, lr_factor, batch_factor)
 
 
 def squared_norm_of(record: Tensor, is_local: bool, engine: Engine) -> tuple[Tensor | None, Tensor | bool]:

@@ -45,10 +45,10 @@ class Update:
     skip: Tensor | None  # fp32 scalar; non-zero leaves the update out. None: it is made.
     finite: Tensor | bool  # whether all gradients are finite: a bool on the CPU, a bool scalar on CUDA
     lr_factor: float
-    # The batch over the one that Adam's betas are meant for. Moments are multiplied by beta^batches, which keeps their
-    # half-life in samples (Malladi et al. 2022; Marek et al. 2025), and the update counts as so many: so 1 - beta^count
-    # stays the exact bias correction however the batch changes.
-    batches: float = 1.0
+    # The batch over the one that Adam's betas are meant for. Moments are multiplied by beta^batch_factor, which keeps
+    # their half-life in samples, and the update counts as so many: so 1 - beta^count stays the exact bias correction
+    # however the batch changes. Of beta2: Marek et al. 2025; of both, to first order, Malladi et al. 2022.
+    batch_factor: float = 1.0
     owner_is_lost: bool = False  # the update is resumed after a loss: the worker whose shards this one mirrors is gone
 
     def skip_of(self, index: int) -> Tensor | None:

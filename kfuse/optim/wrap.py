@@ -12,7 +12,7 @@ from torch import Tensor, optim
 
 from kfuse.comm import devices
 from kfuse.optim.base import DistributedOptimizer
-from kfuse.optim.betas import following
+from kfuse.optim.betas import betas_of_batch
 from kfuse.optim.updates import Update, Updates, named_parameters
 
 # Their state tensors are all zeros before the first update.
@@ -156,7 +156,7 @@ class TorchUpdates(Updates):
                 bucket.visible.mul_(scale)
         in_doubt = {i: self._state_of(p) for i in given.step.in_doubt if (p := self.engine.params[i]).grad is not None}
         prepared = self._prepared(given.lr_factor, found_inf if on_device else None)
-        with prepared, following(self._inners, given.batches):
+        with prepared, betas_of_batch(self._inners, given.batch_factor):
             try:
                 self._step()
             except RuntimeError as error:

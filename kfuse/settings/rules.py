@@ -68,6 +68,7 @@ class IsNot(Is):
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "at least": operator.ge,
+    "at least three times": lambda value, other: value >= 3 * other,
     "at most": operator.le,
     "equal to": operator.eq,
     "a multiple of": lambda value, other: value % other == 0,
@@ -130,6 +131,8 @@ _GIVEN = IsNot(None)
 _SHARDING = Is("auto", "all_to_all", "reduce_scatter", "symmetric")
 _CANONICAL = Is("auto", "all_to_all", "symmetric")
 
+NO_SEEK = "stream without seek"
+_STREAM = Is("stream", NO_SEEK)
 _CURVED = "statistics.curvature_every"
 _DIAGONAL = "SGD", "FusedSGD", "Adam", "AdamW", "FusedAdamW"
 
@@ -165,8 +168,16 @@ RULES = (
     Rule("batch.size", Compared("equal to", "streams"), why="each step has one sample of each stream of CarriedState"),
     Rule("comm.sync", Is("ssgd"), {"streams": _GIVEN}, "a stream of CarriedState goes from worker to worker"),
     Rule("weight_fn", Is(False), {"streams": _GIVEN}, "a step with CarriedState has weights that are known before"),
-    Rule(_CURVED, Is(None), {"optimizer": IsNot(*_DIAGONAL)}, "its updates are no multiples of each entry"),
-    Rule(_CURVED, Is(None), {"optimizers": IsNot(1)}, "it is that of one loss along one update"),
+    Rule("comm.audit_every", Is(None), {"data": Is(NO_SEEK)}, "it reads samples again: a kfuse.data.Source can"),
+    Rule(
+        "batch.size",
+        Compared("at least three times", "batch.micro"),
+        {_CURVED: _GIVEN, "policy": Is("NoPolicy", "BasePolicy")},
+        "a measurement needs three micro-batches",
+    ),
+    Rule(_CURVED, Is(None), {"data": Is(NO_SEEK)}, "it reads samples again: a kfuse.data.Source can"),
+    Rule(_CURVED, Is(None), {"optimizer": IsNot(*_DIAGONAL)}, "it does not scale each entry of a gradient by itself"),
+    Rule(_CURVED, Is(None), {"optimizers": IsNot(1)}, "curvature is measured along the update of one optimizer"),
     Rule(_CURVED, Is(None), {"comm.state": Is("sharded")}, "no worker has the whole gradient"),
     Rule(_CURVED, Is(None), {"comm.sync": IsNot("ssgd")}, "each worker has parameters of its own"),
     Rule(_CURVED, Is(None), {"train.precision": Is("bf16-true")}, "bf16 parameters cannot be moved by so little"),
@@ -176,8 +187,8 @@ RULES = (
     Rule("lr.decay", Compared("one of", "policy.decay"), {"policy": _GIVEN}, "the policy lowers the rate itself"),
     Rule("scheduler", Is(None), {"policy.decay": _GIVEN}, "the policy lowers the rate itself"),
     Rule("scaler", Is(False), {"job": Is("elastic")}, "a worker that joins would begin with another scale"),
-    Rule("train.epochs", Is(None), {"data": Is("stream")}, "a stream has no epochs"),
-    Rule("train.steps", _GIVEN, {"data": Is("stream")}, "a stream has no epochs"),
+    Rule("train.epochs", Is(None), {"data": _STREAM}, "a stream has no epochs"),
+    Rule("train.steps", _GIVEN, {"data": _STREAM}, "a stream has no epochs"),
     Rule("lr.decay", Is("none", "constant"), {"run.steps": Is(None)}, "the length of the run is unknown"),
     Rule(
         "lr.warmup_steps",

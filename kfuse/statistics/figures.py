@@ -41,10 +41,12 @@ class StepSettings:
         "Part of the run that is over after this step, in [0, 1]; unknown where it has no set length",
     )
     curvature: float | None = optional(
-        "", "Running mean of (PG)'H(PG), the curvature along the update; if statistics.curvature_every is set"
+        "", "(PG)'H(PG) / |PG|^2, the loss's second derivative along the update; if statistics.curvature_every is set"
     )
-    curvature_noise_scale: float | None = optional("samples", "tr(P H P Sigma) over it")
-    best_lr: float | None = optional("", "G'PG over it: the best learning rate of a step with the whole gradient")
+    curvature_noise_scale: float | None = optional(
+        "samples", "tr(PHP Sigma) / (PG)'H(PG): the batch size at which the best rate is half of best_lr"
+    )
+    best_lr: float | None = optional("", "G'PG / (PG)'H(PG): the best learning rate of a step with the whole gradient")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ Exit status 0; 2 for what is no run directory, and for a run that began after it
 
 _RULES = {
     "none": "the learning rate did not follow the batch size",
-    "sqrt": "the learning rate was multiplied by sqrt(batch size / {first})",
+    "sqrt": "the learning rate was multiplied by sqrt(k), and Adam's betas were beta^k, k = batch size / {first}",
     "linear": "the learning rate was multiplied by batch size / {first}",
     "adascale": "AdaScale's gain depends on the gradients; linear is its upper bound",
 }

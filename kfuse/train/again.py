@@ -1,4 +1,4 @@
-"""A further run of a micro-batch: the data that allow it, and what it must leave as it was."""
+"""What a further run of a micro-batch must leave as it was: buffers, gradients, random generators."""
 
 from __future__ import annotations
 
@@ -10,17 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from kfuse.comm.devices import generators_restored
-from kfuse.data.sources import IterableStream
-
-
-def refuse_without_seek(setting: str, data: object) -> None:
-    """Raises ValueError for data that cannot be fetched again. setting: `KEY=VALUE`, which needs it."""
-    if isinstance(data, IterableStream):
-        raise ValueError(
-            f"{setting}: must be None with {type(data.dataset).__name__}, which cannot seek back to a step's samples; "
-            "a kfuse.data.Source can"
-        )
-
 
 # A module, a buffer's name in it, the buffer, and a copy of its value; None for one that is None.
 Buffer = tuple[nn.Module, str, Tensor | None, Tensor | None]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints, SavedModel
     from kfuse.train.learning_rate import UserSchedule
 
-_SECTIONS = ("seed", "batch", "lr", "train")  # whose settings training itself follows
+_SECTIONS = ("seed", "batch", "lr", "train", "statistics")  # whose settings training itself follows
 # Settings of these sections that may differ between workers.
 _OWN = ("batch_min", "clip_norm", "train_save_model", "lr_base")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher, Loading
-from kfuse.data.sources import check_loaders
+from kfuse.data.sources import IterableStream, check_loaders
 from kfuse.membership import Session
 from kfuse.optim import carried_states, refuse_parameters_outside, refuse_partial_state
 from kfuse.optim.refuse import uncompiled
@@ -115,10 +115,16 @@ def _facts(given: TrainArguments, session: Session, schedule: LRSchedule, inner:
         | rules.optimizer_facts(type(given.opt), inner)
         | {"optimizers": len(given.opts)}
         | {"scheduler": of_loop if scheduler is None else scheduler.name}
-        | {"data": "stream" if isinstance(given.data, Stream) else "data set"}
+        | {"data": _kind_of(given.data)}
         | {"heldout": given.heldout is not None, "step_fn": given.objective.step_fn is not None}
         | {"weight_fn": given.objective.weight_fn is not None, "metrics": ", ".join(given.metrics) or None}
     )
+
+
+def _kind_of(data: Dataset | Stream) -> str:
+    if isinstance(data, IterableStream):
+        return rules.NO_SEEK
+    return "stream" if isinstance(data, Stream) else "data set"
 
 
 def _fetcher(

@@ -38,7 +38,7 @@ from kfuse.data.fetching import random_key
 from kfuse.elastic.protocol import Member
 from kfuse.membership import Session
 from kfuse.optim import ConsistencyError
-from kfuse.train.again import Buffer, buffers_of, put_back, refuse_without_seek, undisturbed
+from kfuse.train.again import Buffer, buffers_of, put_back, undisturbed
 from kfuse.train.arguments import TrainArguments
 from kfuse.train.loss import Forward
 from kfuse.train.progress import Progress
@@ -91,7 +91,7 @@ class Audit:
 
     def __post_init__(self) -> None:
         """Raises ValueError where kfuse cannot run a micro-batch again."""
-        data, every = self.given.data, self.session.comm.audit_every
+        every = self.session.comm.audit_every
         assert every is not None
         self._every, self._seed, self._opt = every, self.given.settings["seed"], self.given.opt
         self._audited: AuditedGradient  # of such a step
@@ -100,7 +100,6 @@ class Audit:
                 f"comm.audit_every={every}: must be None with kf.DataLoader, as kfuse cannot run the body of your loop "
                 "again; kf.fit can"
             )
-        refuse_without_seek(f"comm.audit_every={every}", data)
 
     def before_step(self, samples: StepSamples) -> int | None:
         """Chooses the coming step's audit. Returns its micro-batch, for the step's plan; None if there is no audit."""

@@ -293,7 +293,7 @@ class PolicyCalls:
         return decision is not None
 
     def _report_input_bound(self, note: str, *before: float) -> None:
-        """Reports, once a run, growth that was dropped. before: `reads` at the first decision here."""
+        """Reports growth that was dropped, once in this process. before: `reads` at the first decision here."""
         self._input_bound = True
         seconds, *read = (now - then for now, then in zip(reads(), before, strict=True))
         note += f"; this worker and its loaders read {max(read) / seconds / 1e6:.3g} MB/s" if any(read) else ""

@@ -1,4 +1,6 @@
-"""Drops growth while training waits for its data: larger batches, and more workers, would wait as well."""
+"""Drops growth while training waits for its data: a larger batch would wait as long for each sample, and more workers
+read from the same source.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +37,26 @@ def without_growth(
     kept = sorted(waits)[: -(len(waits) // 20)]  # without the longest waits: loader processes start, a file is opened
     share = sum(wait for wait, _ in kept) / sum(took for _, took in kept)
     planned = {name for part in policy.with_parts() if part.is_plan for name in part.owned_fields}
-    free = {"workers"} if reproducible else {"batch_size", "workers"}
+    droppable = {"workers"} if reproducible else {"batch_size", "workers"}
     nearest, _ = decision.clipped(signals.bounds)
-    asked = {name: getattr(nearest, name) or 0 for name in free - planned}
+    asked = {name: getattr(nearest, name) or 0 for name in droppable - planned}
     grown = {name: value for name, value in asked.items() if value > getattr(signals, name)}
     if not grown or share <= MOST_WAIT:
         return decision, ""
+    dropped: dict[str, None] = dict.fromkeys(grown)
+    if "batch_size" in grown and (decision.lr_scale or 0) > signals.lr_scale:
+        dropped["lr_scale"] = None  # a higher rate is meant for the larger batch
     what = ", ".join(f"{name} {value}" for name, value in sorted(grown.items()))
-    return replace(decision, **dict.fromkeys(grown)), f"{what} dropped: {share:.0%} of a step is a wait for data"
+    return replace(decision, **dropped), f"{what} dropped: {share:.0%} of a step is a wait for data"
 
 
 def reads() -> tuple[float, int, int]:
-    """Returns the moment, and what this process and its loader processes have read so far; 0 bytes if it is unknown."""
-    calls = storage = 0  # bytes: by read calls, the page cache's too; and from storage, those of mapped files too
+    """Returns the moment, and the bytes that this process and its loaders have read so far, 0 where that is unknown:
+    by read calls, and from storage.
+    """
+    called = stored = 0  # bytes: by read calls, the page cache's too; and from storage, those of mapped files too
     for pid in (os.getpid(), *(child.pid for child in active_children())):  # what ended ones have read is this one's
         with contextlib.suppress(OSError):
             counters = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-            calls, storage = calls + int(counters["rchar"]), storage + int(counters["read_bytes"])
-    return time.monotonic(), calls, storage
+            called, stored = called + int(counters["rchar"]), stored + int(counters["read_bytes"])
+    return time.monotonic(), called, stored

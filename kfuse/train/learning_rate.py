@@ -36,9 +36,9 @@ class LearningRate:
     def set(self) -> None:
         """Sets the factor of the coming update, and `now` for reports (DistributedOptimizer.base_lr)."""
         factor = self._factor(self.progress.step, self.progress.lr_scale)
-        batches = self.schedule.batches(self.progress.batch_size)
+        batch_factor = self.schedule.batch_factor(self.progress.batch_size)
         for opt in self.opts:
-            opt.lr_factor, opt.batch_factor = factor, batches
+            opt.lr_factor, opt.batch_factor = factor, batch_factor
         self.now = self.opts[0].base_lr * factor
 
     def scheduled(self) -> float:
@@ -209,8 +209,8 @@ class LRSchedule:
         """As `gain`, for this schedule's scaling and base batch size."""
         return gain(self.scaling, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
 
-    def batches(self, batch_size: int) -> float:
-        """`Update.batches` of a step: Adam's betas follow the batch where the rate follows its root."""
+    def batch_factor(self, batch_size: int) -> float:
+        """`Update.batch_factor` of a step: Adam's betas follow the batch where the rate follows its root."""
         return batch_size / self.base_batch_size if self.scaling == "sqrt" else 1.0
 
     def _decay(self, done: float) -> float:

@@ -61,8 +61,8 @@ class Progress:
     lr_scale: float = 1.0  # the policies' factor on the learning rate
     schedule: float = 0.0  # progress of the learning-rate schedule, in steps of the base batch size
     means: tuple[float | None, float | None] = (None, None)  # the running means of G2 and S; None while unknown
-    # Running means of `kfuse.train.curvature`: their weight, slope, curvature and spread.
-    curvature: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    # See `kfuse.train.curvature`: running means of slope, curvature, spread and length, and the newest |u|^2.
+    curvature: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
     waits: list[tuple[float, float]] = field(default_factory=list)  # see `kfuse.train.input_bound`
     throughput: Throughput = field(default_factory=dict)  # by worker number
     stragglers: dict[int, float] = field(default_factory=dict)  # by number, and for how many seconds each is one
@@ -100,11 +100,13 @@ class Progress:
         return self.step * len(Stage) + self.stage + sum(self.updates)
 
     def curvature_figures(self) -> dict[str, Any]:
-        """Returns what a step's context has of the curvature. A ratio over a mean that is not above zero is unknown."""
-        weight, slope, curvature, spread = self.curvature
+        """Returns what a step's context has of the curvature. Where the mean that a ratio is over is not above zero, it
+        is unknown; so is a rate or a batch size that would not be above zero.
+        """
+        slope, curvature, spread, length, _ = self.curvature
         ratios = {"curvature_noise_scale": spread, "best_lr": slope}
-        known = {name: value / curvature if curvature > 0 else None for name, value in ratios.items()}
-        return known | {"curvature": curvature / weight if weight else None}
+        known = {name: value / curvature if min(value, curvature) > 0 else None for name, value in ratios.items()}
+        return known | {"curvature": curvature / length if length > 0 else None}
 
     def updates_of(self, index: int) -> int:
         """Returns how many updates the optimizer of this index has made."""

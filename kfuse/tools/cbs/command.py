@@ -48,6 +48,7 @@ torchrun --nproc-per-node=N -m kfuse cbs run=RUN_DIR ...
   tolerance=0.01              how far a loss may be above the reference's, as a part of it
   window=0.25                 part of a branch, at its end, whose mean loss counts
   lr_scaling=null             f(k): sqrt, linear or none; null: linear for SGD, else sqrt
+  curvature_every=null        steps of the reference between measurements of the curvature's noise scale; null: none
 
 Exit status 0; 1 where a branch fails; 2 for wrong arguments; 130 after Ctrl-C."""
 
@@ -56,6 +57,7 @@ _OF_RUN: dict[str, Any] = {
     "run": str,
     "steps": list[int] | None,
     "lr_scaling": Literal["sqrt", "linear", "none"] | None,
+    "curvature_every": int | None,
 }
 _OF_PLAN = {name: hint for name, hint in get_type_hints(Plan).items() if name not in ("batch_size", "branch_samples")}
 
@@ -63,7 +65,7 @@ _OF_PLAN = {name: hint for name, hint in get_type_hints(Plan).items() if name no
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status. Raises ConfigError for wrong arguments, KeyboardInterrupt."""
     given = _parse(words)
-    run = Run(Path(given["run"]).expanduser(), given.get("lr_scaling"))
+    run = Run(Path(given["run"]).expanduser(), given.get("lr_scaling"), given.get("curvature_every"))
     plans = {step: run.plan(step, given) for step in run.steps(given.get("steps"))}
     leads = run.join_workers()
     console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not leads)
@@ -177,8 +179,8 @@ class BranchError(RuntimeError):
 class Run:
     """A run of the command line, and what its branches need of it."""
 
-    def __init__(self, path: Path, lr_scaling: str | None) -> None:
-        """lr_scaling: sqrt, linear or none; None: linear for SGD, else sqrt.
+    def __init__(self, path: Path, lr_scaling: str | None, curvature_every: int | None) -> None:
+        """lr_scaling: sqrt, linear or none; None: linear for SGD, else sqrt. curvature_every: of the reference's steps.
 
         Raises ConfigError for what is no run, has no checkpoint, or cannot have branches.
         """
@@ -191,6 +193,7 @@ class Run:
             raise ConfigError(f"run={path}: has no checkpoint: checkpoint.every_steps=N, checkpoint.keep=N write them")
         if (sync := self.config["comm"]["sync"]) != "ssgd":
             raise ConfigError(f"run={path}: comm.sync={sync}: must be ssgd; else workers have batches of their own")
+        self.curvature_every = curvature_every
         self.lr_scaling = lr_scaling or ("linear" if "SGD" in self.config["optimizer"]["_target_"] else "sqrt")
 
     def steps(self, asked: Sequence[int] | None) -> list[int]:
@@ -272,8 +275,8 @@ class Start:
             batch, seed = plan.batch(k), (run.config["seed"] + repetition) % 2**32
             bounds = {"batch_min": min(values["batch_min"], batch), "batch_max": max(values["batch_max"], batch)}
             last = at.step + plan.steps(k, at.cursor, trainer.samples_an_epoch)
-            measures = values["statistics_curvature_every"] if k == plan.factors[0] else None
-            own = {"seed": seed, "steps": last, "statistics_curvature_every": measures}
+            curvature_every = run.curvature_every if k == plan.factors[0] else None
+            own = {"seed": seed, "steps": last, "statistics_curvature_every": curvature_every}
             return completed({**values, **bounds, **own})
 
         with branches(trainer.given.model, trainer.given.data, opt, plan, settings, position=at) as train:

@@ -115,7 +115,7 @@ class CriticalBatch:
     """tr(Sigma) / |G|^2 over the branches of the reference, and its 95 % interval; None where it has no upper end."""
 
     curvature_noise_scale: float | None = None
-    """The median of `Measured.curvature_noise_scale` over the same branches; None where it is not measured."""
+    """`StepSettings.curvature_noise_scale` as these branches end, their median; None where it is not known."""
 
     @property
     def ratio(self) -> float | None:
@@ -160,7 +160,7 @@ def measure(branch: Branch, plan: Plan) -> CriticalBatch:
             raise ValueError(f"the branch of the smallest batch, {plan.batch(k)}, diverges: nothing to compare with")
         if not np.isfinite(losses[-1]).all() or _bounds(_over(losses, plan.tolerance)[-1:])[1][0] > 0:
             break
-    curvatures = [row[4] for trace in traces[0] for row in trace if row[4] is not None]
+    curvatures = [trace[-1][4] for trace in traces[0] if trace[-1][4] is not None]
     by_curvature = median(curvatures) if curvatures else None
     return replace(estimate(losses, plan), noise_scale=noise_scale(traces[0]), curvature_noise_scale=by_curvature)
 
