@@ -15,6 +15,7 @@ AdamW) whose settings follow the batch as a run's `follow` says, with k = batch 
     rate        rate * sqrt(k)      always
     beta1       beta1^k             the half-life in samples stays (Marek et al. 2025)
     beta2       beta2^k             likewise
+    momentum    momentum^k          Muon's
     eps         eps / sqrt(k)       Malladi et al. 2022
     wd          weight decay * sqrt(k), so that rate * decay * steps stays for the same samples
 
@@ -99,7 +100,7 @@ class Follower:
         follow, job = self.job.follow.split(), self.job
         beta1 = job.beta1**k if "beta1" in follow else job.beta1
         beta2 = job.beta2**k if "beta2" in follow else job.beta2
-        momentum = 0.95**k if "beta1" in follow else 0.95
+        momentum = 0.95**k if "momentum" in follow else 0.95
         eps = 1e-8 / math.sqrt(k) if "eps" in follow else 1e-8
         wd = job.wd * math.sqrt(k) if "wd" in follow else job.wd
         self.left1, self.left2 = self.left1 * beta1, self.left2 * beta2
@@ -329,11 +330,8 @@ def stage_final(args: Any) -> None:
 def stage_muon(args: Any) -> None:
     for decay in DECAYS:
         base = sweep(args, "muon", decay, RATES_OF_MUON)
-        jobs = [
-            replace(base, growth=growth, follow=follow)
-            for growth in FINAL[1:3]
-            for follow in ("", "beta2", "beta1", BETAS)
-        ]
+        follows = "", "beta2", BETAS, "beta1 momentum", "beta1 beta2 momentum"
+        jobs = [replace(base, growth=growth, follow=follow) for growth in FINAL[1:3] for follow in follows]
         compare(base, jobs, args.seeds, args.runs)
 
 
