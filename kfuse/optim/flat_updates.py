@@ -144,7 +144,8 @@ class FlatUpdates(FlatState):
         """Counts an update of all parameters, by a kernel or two, if each bucket has its state and one call."""
         together = all(s.entries[0].known and self._all_in_one_call(bucket, s, given) for bucket, s in self.pairs())
         if together:
-            self.steps.add_(given.batch_factor if given.skip is None else given.batch_factor * (1.0 - given.skip))
+            made: float | Tensor = 1.0 if given.skip is None else 1.0 - given.skip
+            self.steps.add_(made, alpha=given.batch_factor)
         return together
 
     # -- averages -------------------------------------------------------------------------------------------------

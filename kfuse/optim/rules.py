@@ -122,7 +122,8 @@ class BucketState:
         if skip is None and not isinstance(self.quick_steps, Tensor):
             self.quick_steps[which.start : which.stop] += batch_factor
         else:
-            self.steps[which.start : which.stop].add_(batch_factor if skip is None else batch_factor * (1.0 - skip))
+            made: float | Tensor = 1.0 if skip is None else 1.0 - skip
+            self.steps[which.start : which.stop].add_(made, alpha=batch_factor)
 
     @property
     def parts(self) -> list[Part]:
