@@ -109,19 +109,6 @@ def test_torchs_bits_and_torchs_state(options: dict[str, Any]) -> None:
         assert_same(net, theirs)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
-def test_momentum_follows_the_batch_as_betas_do() -> None:
-    ours, wrapped, theirs = (network() for _ in range(3))
-    fused, several = kf.FusedMuon(groups(ours), lr=0.02, arithmetic="bf16"), kf.Optimizer(*plain(wrapped, lr=0.02))
-    fused.batch_factor = several.batch_factor = 2
-    by_hand = plain(theirs, lr=0.02, momentum=0.95**2)
-    by_hand[1].param_groups[0]["betas"] = (0.9**2, 0.999**2)
-    for net, optimizers in ((ours, [fused]), (wrapped, [several]), (theirs, by_hand)):
-        train(net, optimizers, range(STEPS), loss=linear)
-        assert_same(net, ours)
-    assert several.param_groups[0]["momentum"] == 0.95
-
-
 def test_a_group_that_loads_adamws_state_is_still_adamws() -> None:
     p = nn.Parameter(torch.ones(3))
     theirs = torch.optim.AdamW([p])

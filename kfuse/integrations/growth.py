@@ -36,7 +36,7 @@ class Growth:
     policy: is asked, as `BasePolicy.decide`, after each step, in samples; its hooks are not called. It must decide by
     statistics alone, for a batch size.
     lr_scaling: how the learning rate follows the batch size: sqrt suits Adam, whose betas follow too (beta^k; of
-        torch's Adam and AdamW, and Muon's momentum), linear SGD, none leaves it.
+        torch's Adam and AdamW), linear SGD, none leaves it.
 
     Raises ValueError for values out of range, TypeError for a policy that decides by times.
     """

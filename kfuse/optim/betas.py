@@ -1,4 +1,4 @@
-"""Adam's betas, and Muon's momentum, where the batch is another than the one they are for: of torch's own classes.
+"""Adam's betas where the batch is another than the one they are meant for: of torch's own Adam and AdamW.
 
 Betas are then beta^k, k being the batch's ratio, and torch corrects a moment by 1 - (beta^k)^step. That is exact where
 `step` counts in batches of the present size. kf.Optimizer keeps it in first batches, as its `param_groups` keep the
@@ -14,44 +14,33 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, optim
 
-# What follows the batch in a parameter group. Of another class it is not known what its betas mean.
-_FOLLOWS = {optim.Adam: "betas", optim.AdamW: "betas", optim.Muon: "momentum"}
 
-
-def _followers(optimizers: Sequence[optim.Optimizer]) -> list[optim.Optimizer]:
-    return [each for each in optimizers if type(each) in _FOLLOWS]
-
-
-def _raise(optimizer: optim.Optimizer, exponent: float) -> None:
-    """Raises what follows the batch to this power."""
-    name = _FOLLOWS[type(optimizer)]
-    for group in optimizer.param_groups:
-        value = group[name]
-        group[name] = value**exponent if name == "momentum" else tuple(beta**exponent for beta in value)
+def adams(optimizers: Sequence[optim.Optimizer]) -> list[optim.Optimizer]:
+    """Those whose betas follow the batch. Of another class it is not known what its betas mean."""
+    return [each for each in optimizers if type(each) in (optim.Adam, optim.AdamW)]
 
 
 @contextmanager
 def betas_of_batch(optimizers: Sequence[optim.Optimizer], batch_factor: float) -> Iterator[None]:
     """Context of an update by these optimizers, which counts as `batch_factor` updates (`Update.batch_factor`).
 
-    On exit groups are as before. An update that an optimizer leaves out counts as none.
+    On exit betas are as before. An update that an optimizer leaves out counts as none.
     """
-    followers = _followers(optimizers) if batch_factor != 1 else []
+    followers = adams(optimizers) if batch_factor != 1 else []
     if not followers:
         yield
         return
-    named = [(each, _FOLLOWS[type(each)]) for each in followers]
-    kept = [(group, name, group[name]) for each, name in named for group in each.param_groups]
+    kept = [(group, group["betas"]) for each in followers for group in each.param_groups]
     counts = _counts(followers)
     before, shown = (list(torch._foreach_div(counts, by)) if counts else [] for by in (1.0, batch_factor))
     try:
         _copy(counts, shown)
-        for each in followers:
-            _raise(each, batch_factor)
+        for group, betas in kept:
+            group["betas"] = tuple(beta**batch_factor for beta in betas)
         yield
     finally:
-        for group, name, value in kept:
-            group[name] = value
+        for group, betas in kept:
+            group["betas"] = betas
         if counts:
             made = torch._foreach_sub(counts, shown)
             torch._foreach_round_(made)  # 1, or 0
@@ -65,8 +54,9 @@ def betas_of_batch(optimizers: Sequence[optim.Optimizer], batch_factor: float) -
 
 def change_betas(optimizers: Sequence[optim.Optimizer], ratio: float) -> None:
     """The batch is `ratio` times as large from now on: betas become beta^ratio, and `step` counts in the new batch."""
-    for each in _followers(optimizers):
-        _raise(each, ratio)
+    for each in adams(optimizers):
+        for group in each.param_groups:
+            group["betas"] = tuple(beta**ratio for beta in group["betas"])
         for count in _counts([each]):
             count.div_(ratio)
 
@@ -77,5 +67,5 @@ def _copy(counts: list[Tensor], values: list[Tensor]) -> None:
 
 
 def _counts(optimizers: Sequence[optim.Optimizer]) -> list[Tensor]:
-    """Adam's numbers of updates, of each parameter that has been updated, in place."""
-    return [state["step"] for each in optimizers for state in each.state.values() if "step" in state]
+    """Of each parameter that has been updated, the number of its updates, in place."""
+    return [state["step"] for each in optimizers for state in each.state.values() if state]

@@ -75,7 +75,7 @@ class MuonRule(Rule):
             gradients, buffers, factors = (
                 _matrices(bucket, [(k, bucket.place(each, k)) for k in mine]) for each in (bucket.mean, buffer, flat)
             )
-            _orthogonalise(gradients, buffers, factors, options, given)
+            _orthogonalise(gradients, buffers, factors, options, given.factor)
             yield bucket, flat
 
     def apply(self, piece: Piece, bucket: Bucket, options: Options, given: Update) -> None:
@@ -96,11 +96,11 @@ class MuonRule(Rule):
             factors = _matrices(bucket, [(k, bucket.place(shared, k)) for k, _ in places])
         else:
             factors = [torch.empty_like(gradient, dtype=TYPES[options["arithmetic"]]) for gradient in gradients]
-            _orthogonalise(gradients, buffers, factors, options, given)
+            _orthogonalise(gradients, buffers, factors, options, given.factor)
         before = None if piece.skip is None else (weights.clone(), piece.moments[_BUFFER].clone())
         lr = float(options["lr"]) * given.lr_factor
         for param, gradient, buffer, factor in zip(params, gradients, buffers, factors, strict=True):
-            buffer.lerp_(_scaled(gradient, given.factor), 1 - _momentum(options, given))
+            buffer.lerp_(_scaled(gradient, given.factor), 1 - options["momentum"])
             param.mul_(1 - lr * options["weight_decay"])
             param.add_(factor, alpha=-_adjusted(lr, options["adjust_lr_fn"], *param.shape))
         if before is not None:  # only the device knows whether the update is left out
@@ -124,15 +124,15 @@ def _orthogonalise(
     buffers: Sequence[Tensor],
     factors: Sequence[Tensor],
     options: Options,
-    given: Update,
+    scale: Tensor | None,
 ) -> None:
     """Writes each matrix's factor: that of its momentum after this step, or of Nesterov's.
 
     buffers: of the momenta, which stay as they are.
     """
-    momentum, by_shape = _momentum(options, given), dict[torch.Size, list[tuple[Tensor, Tensor]]]()
+    momentum, by_shape = float(options["momentum"]), dict[torch.Size, list[tuple[Tensor, Tensor]]]()
     for gradient, buffer, factor in zip(gradients, buffers, factors, strict=True):
-        gradient = _scaled(gradient, given.factor)
+        gradient = _scaled(gradient, scale)
         direction = buffer.lerp(gradient, 1 - momentum)
         direction = gradient.lerp(direction, momentum) if options["nesterov"] else direction
         by_shape.setdefault(factor.shape, []).append((direction, factor))
@@ -140,11 +140,6 @@ def _orthogonalise(
         directions, outs = zip(*pairs, strict=True)
         a, b, c = options["ns_coefficients"]
         orthogonalise(directions, outs, (a, b, c), options["ns_steps"], options["eps"])
-
-
-def _momentum(options: Options, given: Update) -> float:
-    """Follows the batch as Adam's betas do: see `Update.batch_factor`."""
-    return float(options["momentum"] ** given.batch_factor)
 
 
 def _scaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
