@@ -26,10 +26,7 @@ def betas_of_batch(optimizers: Sequence[optim.Optimizer], batch_factor: float) -
 
     On exit betas are as before. An update that an optimizer leaves out counts as none.
     """
-    followers = adams(optimizers) if batch_factor != 1 else []
-    if not followers:
-        yield
-        return
+    followers = adams(optimizers)
     kept = [(group, group["betas"]) for each in followers for group in each.param_groups]
     counts = _counts(followers)
     before, shown = (list(torch._foreach_div(counts, by)) if counts else [] for by in (1.0, batch_factor))

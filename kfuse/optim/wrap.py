@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, optim
 
 from kfuse.comm import devices
 from kfuse.optim.base import DistributedOptimizer
-from kfuse.optim.betas import betas_of_batch
 from kfuse.optim.updates import Update, Updates, named_parameters
 
 # Their state tensors are all zeros before the first update.
@@ -155,8 +154,12 @@ class TorchUpdates(Updates):
             for bucket in self.engine.gradient_buckets:
                 bucket.visible.mul_(scale)
         in_doubt = {i: self._state_of(p) for i in given.step.in_doubt if (p := self.engine.params[i]).grad is not None}
-        prepared = self._prepared(given.lr_factor, found_inf if on_device else None)
-        with prepared, betas_of_batch(self._inners, given.batch_factor):
+        betas: AbstractContextManager[None] = nullcontext()
+        if given.batch_factor != 1:
+            from kfuse.optim.betas import betas_of_batch  # only where the batch has changed
+
+            betas = betas_of_batch(self._inners, given.batch_factor)
+        with self._prepared(given.lr_factor, found_inf if on_device else None), betas:
             try:
                 self._step()
             except RuntimeError as error:
