@@ -19,7 +19,7 @@ from kfuse.policies.goodput import GoodputPolicy
 from kfuse.policies.signals import DECISION_LAG, BasePolicy, Bounds, Decision, Signals, check_whole, checked_decision
 from kfuse.statistics.figures import Measured
 from kfuse.statistics.step_stats import StepStats
-from kfuse.train.learning_rate import gain
+from kfuse.train.learning_rate import betas_gain, gain
 
 _SCALINGS = ("none", "sqrt", "linear")
 _IN_SAMPLES = ("grad_variance", "mean_grad_variance", "noise_scale", "noise_scale_low", "noise_scale_high")
@@ -163,12 +163,11 @@ class Growth:
 
     def _change(self) -> None:
         if self._wanted != self.accumulate and self._done % self._wanted == 0:
-            factor = gain(self.lr_scaling, self._wanted, self.accumulate)
-            if self.lr_scaling == "sqrt":
-                own = [getattr(each, "optimizer", each) for each in self._optimizers]  # Accelerate's are around torch's
-                change_betas(own, self._wanted / self.accumulate)
+            change = self.lr_scaling, self._wanted, self.accumulate
+            own = [getattr(each, "optimizer", each) for each in self._optimizers]  # Accelerate's are around torch's
+            change_betas(own, betas_gain(*change))
+            _scale_rates(self._optimizers, self._schedulers, gain(*change))
             self.accumulate = self._wanted
-            _scale_rates(self._optimizers, self._schedulers, factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values; the rates are in the states of optimizers and schedulers. Waits for the device."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, optim
 
 
-def adams(optimizers: Sequence[optim.Optimizer]) -> list[optim.Optimizer]:
+def _adams(optimizers: Sequence[optim.Optimizer]) -> list[optim.Optimizer]:
     """Those whose betas follow the batch. Of another class it is not known what its betas mean."""
     return [each for each in optimizers if type(each) in (optim.Adam, optim.AdamW)]
 
@@ -26,7 +26,7 @@ def betas_of_batch(optimizers: Sequence[optim.Optimizer], batch_factor: float) -
 
     On exit betas are as before. An update that an optimizer leaves out counts as none.
     """
-    followers = adams(optimizers)
+    followers = _adams(optimizers)
     kept = [(group, group["betas"]) for each in followers for group in each.param_groups]
     counts = _counts(followers)
     before, shown = (list(torch._foreach_div(counts, by)) if counts else [] for by in (1.0, batch_factor))
@@ -51,7 +51,7 @@ def betas_of_batch(optimizers: Sequence[optim.Optimizer], batch_factor: float) -
 
 def change_betas(optimizers: Sequence[optim.Optimizer], ratio: float) -> None:
     """The batch is `ratio` times as large from now on: betas become beta^ratio, and `step` counts in the new batch."""
-    for each in adams(optimizers):
+    for each in _adams(optimizers):
         for group in each.param_groups:
             group["betas"] = tuple(beta**ratio for beta in group["betas"])
         for count in _counts([each]):

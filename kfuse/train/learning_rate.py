@@ -36,7 +36,7 @@ class LearningRate:
     def set(self) -> None:
         """Sets the factor of the coming update, and `now` for reports (DistributedOptimizer.base_lr)."""
         factor = self._factor(self.progress.step, self.progress.lr_scale)
-        batch_factor = self.schedule.batch_factor(self.progress.batch_size)
+        batch_factor = betas_gain(self.schedule.scaling, self.progress.batch_size, self.schedule.base_batch_size)
         for opt in self.opts:
             opt.lr_factor, opt.batch_factor = factor, batch_factor
         self.now = self.opts[0].base_lr * factor
@@ -144,6 +144,11 @@ def gain(
     return min(max((sigma2 + mu2) / (sigma2 / ratio + mu2), smallest), largest)
 
 
+def betas_gain(scaling: str, batch_size: int, base_batch_size: int) -> float:
+    """The power that Adam's betas are raised to (`Update.batch_factor`) where the rate has this `gain`."""
+    return batch_size / base_batch_size if scaling == "sqrt" else 1.0
+
+
 @dataclass(frozen=True)
 class LRSchedule:
     """A linear warm-up, the gain, and a decay that reaches zero when the run ends.
@@ -208,10 +213,6 @@ class LRSchedule:
     ) -> float:
         """As `gain`, for this schedule's scaling and base batch size."""
         return gain(self.scaling, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
-
-    def batch_factor(self, batch_size: int) -> float:
-        """`Update.batch_factor` of a step: Adam's betas follow the batch where the rate follows its root."""
-        return batch_size / self.base_batch_size if self.scaling == "sqrt" else 1.0
 
     def _decay(self, done: float) -> float:
         """In [0, 1]."""
