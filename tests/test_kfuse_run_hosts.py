@@ -41,6 +41,10 @@ loop(hook=wait)
 """
 
 WAIT = "def wait(steps):"
+SLOW_UNTIL_LEFT = """
+    if steps > 10 and not go_on.with_name("left").exists():
+        time.sleep(1)
+"""
 WAIT_FOR_ANOTHER = """
     own = kf.session.current()
     while steps > 10 and own.group.size < 2 and not own.proposed_generation():
@@ -181,9 +185,7 @@ def test_hosts_meet_at_an_address_of_ipv6(meeting: list[str], tmp_path: Path) ->
 def test_an_agent_with_notice_has_its_workers_leave(in_time: bool, meeting: list[str], tmp_path: Path) -> None:
     """Its host, which has a free slot, gets no worker any more. Those that do not leave in time are lost."""
     job = Job(tmp_path / "run")
-    waits, train = "steps == 10 and not go_on.exists()", tmp_path / "train.py"
-    until_left = f"({waits}) or (steps == 20 and not go_on.with_name('left').exists())"
-    train.write_text(train.read_text().replace(waits, until_left))
+    (tmp_path / "train.py").write_text(SCRIPT.replace(WAIT, WAIT + SLOW_UNTIL_LEFT))
     settings = ["--run-dir", str(job.directory), "--workers", "3", "--elastic-grace-s", "60" if in_time else "3"]
     script = [str(tmp_path / "train.py"), str(tmp_path / "go-on")]
     with (
