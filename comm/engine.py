@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from kfuse.kernels import pack
 
 class Engine(EngineParts):
     """Runs the steps of its parts."""
+
+    fails_early = True  # whether a failed message is told before the step is reduced
 
     @property
     def skips_on_device(self) -> bool:
@@ -68,7 +71,7 @@ class Engine(EngineParts):
         reductions useless to the others.
         """
         now = self.now
-        if self.executor.failed is not None:
+        if self.executor.failed is not None and self.fails_early:
             raise CommError(self.executor.failed)
         if micro_batch.several_backwards and self._still_there():
             raise RuntimeError(STILL_THERE)
@@ -252,7 +255,7 @@ class Engine(EngineParts):
 
         Raises CommError, and RuntimeError if the step's last micro-batch has not been run, or is being run.
         """
-        now, last = self.now, self.buckets[-1]
+        now = self.now
         if now.mine is not None and not now.mine and not now.closed:
             self._contribute_nothing()
         now.refuse_to_end()
@@ -261,6 +264,26 @@ class Engine(EngineParts):
         if self.on_gpu:
             self.streams.go_on_here()
             self.streams.end()
+        record = self.committed(partial(self._reduced, now))  # nothing is changed by the step yet
+        self._complete_step(now, record)
+        if self._first_steps:
+            self._first_steps -= 1
+            if not self._first_steps:  # the first update may compile too: the second step's messages wait for it
+                self.group.first_steps.discard(self)
+        self.step += 1
+        self.now = Step()
+
+    def committed(self, reduce: Callable[[], Tensor]) -> Tensor:
+        """Returns the step's record, as `reduce` does, which waits for its sums. An exception drops the step."""
+        return reduce()
+
+    def over_ranks(self, total: Tensor) -> Tensor:
+        """Returns a sum over this process's gradients as one over all that its worker has."""
+        return total
+
+    def _reduced(self, now: Step) -> Tensor:
+        """Waits for all buckets, measures them, and returns the step's record. Raises CommError."""
+        last = self.buckets[-1]
         self.executor.wait()
         now.number, now.phase = self.step, Phase.SUMMED
         if self.options.sharded or now.unused or not now.weights_are_known:  # else nobody reads it
@@ -273,14 +296,8 @@ class Engine(EngineParts):
             # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the
             # result, and nobody updates, before all gradients are where they are needed.
             self.executor.share_sums(self.measurement.norms, *([last.sum] if self._tail_waits else []))
-            now.differs = self._workers_differ()  # nothing is changed by the step yet
-        self._complete_step(now, self.measurement.record(last.tails[0], now))
-        if self._first_steps:
-            self._first_steps -= 1
-            if not self._first_steps:  # the first update may compile too: the second step's messages wait for it
-                self.group.first_steps.discard(self)
-        self.step += 1
-        self.now = Step()
+            now.differs = self._workers_differ()
+        return self.measurement.record(last.tails[0], now)
 
     def compared(self) -> tuple[Sequence[Tensor], int]:
         """Returns what must be equal on all workers beside the parameters: tensors on the device, and a salt for the

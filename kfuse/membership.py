@@ -10,13 +10,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from kfuse.comm import devices
 from kfuse.comm.group import CONNECT_THREAD, CommError, Group, in_thread
 from kfuse.comm.settings import CommOptions
 from kfuse.elastic.link import Link
 from kfuse.elastic.protocol import View
+
+if TYPE_CHECKING:
+    from kfuse.elastic.replica import Replica
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger("kfuse")
 
@@ -40,9 +45,13 @@ def _retire(early: tuple[int, Future[Group]] | None) -> None:
 class Session:
     """One worker of a job: its group, its view and its link. Made by `init`."""
 
-    def __init__(self, group: Group, comm: CommOptions, link: Link | None = None) -> None:
-        """comm: how gradients are reduced. link: to the supervisor; None: there is none."""
-        self.group, self.comm = group, comm
+    def __init__(
+        self, group: Group, comm: CommOptions, link: Link | None = None, replica: Replica | None = None
+    ) -> None:
+        """comm: how gradients are reduced. link: to the supervisor; None: there is none. replica: the processes of this
+        worker; None: this one alone.
+        """
+        self.group, self.comm, self.replica = group, comm, replica
         self.link = link or Link(group.rank, group.store if group.size > 1 else None)
         self.worker, self.elastic = self.link.worker, self.link.elastic
         self.view: View | None = None
@@ -112,6 +121,15 @@ class Session:
         return not sys.is_finalizing() and self.link.is_ending()
 
     @property
+    def leads(self) -> bool:
+        """Whether this process decides and records for the job: the one of rank 0, or its first one."""
+        return self.group.rank == 0 and (self.replica is None or self.replica.rank == 0)
+
+    def together(self, act: Callable[[], T], what: str) -> T:
+        """Returns what `act` returns. Where this worker has several processes they all succeed, or raise CommError."""
+        return act() if self.replica is None else self.replica.together(act, what)
+
+    @property
     def writes_last(self) -> bool:
         """Where training has failed: whether the last checkpoint is this worker's. The leader's, or as told."""
         told = self.link.writes_last
@@ -122,7 +140,7 @@ class Session:
 
         what: "resize" (`workers`), "replace" (`worker`: its number, not its rank).
         """
-        if self.group.rank == 0:
+        if self.leads:
             self.link.send(what, **fields)
 
     # -- views ----------------------------------------------------------------------------------------------------
@@ -136,6 +154,7 @@ class Session:
             if self.comm.leaves_choice:
                 import kfuse.comm.cost  # noqa: F401  # at the switch the others would wait for the import
 
+            self.together(lambda: None, "building the model")
             self.link.send("ready")
             self._enter(self.link.await_view(0), new=True)  # no time limit: the others may train for long before
 
@@ -182,8 +201,20 @@ class Session:
         To a planned view all workers of the group before come, at the same step boundary. To one that recovers some of
         them do not: then the group before has no further message.
         """
-        rank = view.rank_of(self.worker)
+        if self.replica is not None:
+            view = self.replica.agreed(view)
         self._generation = view.generation
+        if not self.together(partial(self._form, view, new), f"view {view.generation}"):
+            self.link.send("left")  # until then it is in each view that recovers from a loss
+            self.left = True
+            return False
+        self.log_view()
+        self.link.send("joined", generation=view.generation)
+        return True
+
+    def _form(self, view: View, new: bool) -> bool:
+        """As `_enter`, for this process alone; the supervisor is not told."""
+        rank = view.rank_of(self.worker)
         old, early, self._early = self.group, self._early, None
         if view.recovers:
             old.abort()
@@ -193,8 +224,6 @@ class Session:
                 _call(self._leave_takers, [rank for rank, each in members if view.rank_of(each.worker) is None])
             old.finish()
         if rank is None:
-            self.link.send("left")  # until then it is in each view that recovers from a loss
-            self.left = True
             return False
         from kfuse.elastic.rendezvous import form_group  # where a supervisor has started this worker
 
@@ -215,14 +244,12 @@ class Session:
         self.group = group
         old.retire()
         self.view, self.apart = view, False
-        self.log_view()
         _call(self._listeners, group)
-        self.link.send("joined", generation=view.generation)
         return True
 
     def log_view(self) -> None:
         """Logs one line about the active view, on rank 0."""
-        if (view := self.view) is not None and self.group.rank == 0:
+        if (view := self.view) is not None and self.leads:
             told = (view.generation, view.reason, view.size, self.comm.transport())
             _LOG.info("view %d (%s): workers %d, configured transport %s", *told)
 

@@ -29,6 +29,7 @@ from kfuse.settings.tree import by_key, resolved
 if TYPE_CHECKING:  # only where there are other workers
     from kfuse.elastic.client import ControlClient
     from kfuse.elastic.rendezvous import Rendezvous
+    from kfuse.elastic.replica import Replica
 
 _CLOSE_S = 5.0  # how long an ending process waits until the others end too
 
@@ -54,9 +55,15 @@ def init(**settings: Unpack[CommSettings]) -> Session:
                 "optimizer is made; for other settings start the process (the notebook's kernel) anew"
             )
         return _current
-    rules.check(by_key(values) | {"job.gpus": devices.count() or None})
+    ranks = int(os.environ["WORLD_SIZE"]) if protocol.ENV_REPLICA in os.environ else 1
+    rules.check(by_key(values) | {"job.gpus": devices.count() or None, "job.ranks": ranks})
     if comm_options.reproducible:
         torch.set_num_threads(1)
+    if protocol.ENV_REPLICA in os.environ:
+        from kfuse.elastic.replica import Replica
+
+        replica = Replica(timeout_s)
+        return connect_to_supervisor(replica.link, comm_options, timeout_s, replica)
     if protocol.ENV_CONTROL in os.environ:
         from kfuse.elastic.client import ControlClient
 
@@ -100,20 +107,23 @@ def reset() -> None:
     _current = None
 
 
-def connect_to_supervisor(client: ControlClient, comm: CommOptions, timeout_s: float) -> Session:
+def connect_to_supervisor(
+    client: ControlClient, comm: CommOptions, timeout_s: float, replica: Replica | None = None
+) -> Session:
     """The session of a worker that a supervisor started. Its group has this worker only, until `join`.
 
-    Raises ValueError for a schedule that needs a fixed number of workers.
+    replica: where the worker has several processes. Raises ValueError for a schedule that needs a fixed number of
+    workers.
     """
     from kfuse.elastic import notice  # these are of workers that a supervisor started only
     from kfuse.logs import set_up_logging
     from kfuse.observe.lock import share
 
-    rules.check(by_key(comm.named()) | {"job": "elastic"})
+    rules.check(by_key(comm.named()) | {"job": "elastic", "job.ranks": 1 if replica is None else replica.size})
     if "observe" in client.job:
         set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")
     notice.pass_on(client)
-    made = _use(Session(Group(device=_take_device(comm), timeout_s=timeout_s), comm, client))
+    made = _use(Session(Group(device=_take_device(comm), timeout_s=timeout_s), comm, client, replica))
     if "run_dir" in client.job:
         made.run_dir = share(Path(client.job["run_dir"]))
     _close_at_exit(made)

@@ -35,7 +35,7 @@ def feeder(data: Any = None, workers: int = 1, prefetch: int = 2, **more: Any) -
 
 
 def plan(epoch: int, cursor: int, batch: int = 8, micro: int = 4, workers: int = 1, rank: int = 0) -> TaskPlan:
-    return TaskPlan(LENGTH, None, batch, micro, workers, rank, None, False, epoch, cursor)
+    return TaskPlan(LENGTH, None, batch, micro, workers, rank, None, False, 1, epoch, cursor)
 
 
 def tasks_of_step(plan: TaskPlan) -> list[Task]:

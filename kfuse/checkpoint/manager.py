@@ -92,7 +92,8 @@ class Checkpoints:
         state, path = found
         self._written, self._written_epoch = state["progress"]["step"], state["progress"]["epoch"]
         self._report({"kind": "resumed", "step": self._written, "path": str(path)})
-        _log.info("checkpoint of step %d loaded from %s", self._written, path)
+        if self._session.leads:
+            _log.info("checkpoint of step %d loaded from %s", self._written, path)
         return state
 
     def _load_path(self, path: Path) -> tuple[dict[str, Any], Path]:
@@ -128,7 +129,7 @@ class Checkpoints:
         goes_on = self._resume == "auto" and not over
         if self._directory is None or not (self._every_steps or self._each_epoch or goes_on):
             return
-        writes = self._session.group.rank == 0 if alone is None else alone
+        writes = self._session.group.rank == 0 if alone is None else alone  # so do all ranks of its worker
         if not writes and (alone is not None or not self._session.comm.sharded):
             return
         deadline = time.monotonic() + _LAST_TIMEOUT_S
@@ -166,11 +167,17 @@ class Checkpoints:
             group.broadcast(told, "whether a checkpoint can be written").wait()
             if not told.item():
                 return False
+        elif leads and (replica := self._session.replica) is not None:
+            ready = self._writer is None or self._writer.wait(0.0)
+            if not replica.every([ready], "whether a checkpoint can be written")[0][0]:
+                return False
         captured = state() if leads or self._session.comm.sharded else {}
         return self._write(step, captured) if leads else True
 
     def _write(self, step: int, captured: dict[str, Any]) -> bool:
-        """Returns False while the last one is being written."""
+        """Returns False while the last one is being written. Of a worker's ranks the first one writes."""
+        if self._session.replica is not None and self._session.replica.rank:
+            return True
         if self._writer is None:
             assert self._directory is not None
             self._writer = Checkpointer(self._directory, self._keep, self._report)
@@ -199,7 +206,8 @@ class SavedModel:
             return
         self.close()
         path = self._directory / _BEST
-        if (weights := self._attempt(path, model_weights, model)) is not None:
+        weights = self._attempt(path, model_weights, model)
+        if weights is not None and self._session.leads:
             self._thread = threading.Thread(target=self._attempt, args=(path, _write, path, weights), name=_BEST)
             self._thread.start()
 
@@ -217,7 +225,8 @@ class SavedModel:
         if importlib.util.find_spec("safetensors"):
             paths["model_safetensors"] = directory / _SAFE
         found = {}
-        if (weights := self._attempt(paths["model"], model_weights, model)) is not None:
+        weights = self._attempt(paths["model"], model_weights, model)
+        if weights is not None and self._session.leads:
             found = {key: str(path) for key, path in paths.items() if self._attempt(path, _write, path, weights)}
             if self._about is not None:
                 self._attempt(directory / ABOUT, write_json, directory / ABOUT, self._about)
@@ -244,7 +253,12 @@ def model_weights(model: nn.Module) -> dict[str, Any]:
     Raises TypeError for what torch.load(weights_only=True) would not read.
     """
     # Variables are kept, so that a tied parameter is one object.
-    copy: dict[str, Any] = snapshot(uncompiled(model).state_dict(keep_vars=True), "model")
+    state = uncompiled(model).state_dict(keep_vars=True)
+    if any(hasattr(value, "full_tensor") for value in state.values()):  # sharded: all ranks call this function
+        from kfuse.optim.shards import whole_state
+
+        state = whole_state(uncompiled(model), keep_vars=True)
+    copy: dict[str, Any] = snapshot(state, "model")
     return copy
 
 

@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess, open_log
@@ -73,7 +73,7 @@ class FirstWorker(LocalLauncher):
         (self._requests, read), (answers, answer) = socket.socketpair(), socket.socketpair()
         with read, answer:  # the process alone is to hold these two, so that its end is noticed
             ends = read.fileno(), answer.fileno()
-            self.process = await self._start({ENV_FIRST: "{} {}".format(*ends)}, ends)
+            self.process = await super().start({ENV_FIRST: "{} {}".format(*ends)}, ends)
         self._send(config)
         showing = asyncio.create_task(self._show(self.process))
         reader, writer = await asyncio.open_connection(sock=answers, limit=_LONGEST_ANSWER)
@@ -94,9 +94,9 @@ class FirstWorker(LocalLauncher):
         with contextlib.suppress(OSError):  # the process has ended, which is noticed elsewhere
             self._requests.sendall(json.dumps(message).encode() + b"\n")
 
-    async def start(self, env: Mapping[str, str]) -> LocalProcess:
+    async def start(self, env: Mapping[str, str], inherited: Collection[int] = ()) -> LocalProcess:
         if self.process is None or self._taken:
-            return await super().start(env)
+            return await super().start(env, inherited)
         self._taken, self.process.log = True, open_log(env)
         self._send(env)
         self._requests.close()

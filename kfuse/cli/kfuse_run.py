@@ -20,6 +20,7 @@ from kfuse.cli.run import supervise
 from kfuse.cores import cores
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher, local
 from kfuse.elastic.launchers.agent import AgentError, join
+from kfuse.elastic.launchers.replica import ReplicaLauncher
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.logs import set_up_logging
@@ -84,12 +85,15 @@ def _run(args: argparse.Namespace, directory: RunDirectory, has_steps: bool | No
     set_up_logging(settings["observe_log_level"], "supervisor", recorder.line)
     command = [sys.executable, *["-m"] * args.module, str(args.script), *args.arguments]
     # A script that has called kf.init catches SIGTERM: it ends when it notices that the supervisor is gone.
-    launcher: Launcher = LocalLauncher(command, parent_end_signal=signal.SIGTERM, share=settings["workers_max"])
+    given: dict[str, Any] = {"parent_end_signal": signal.SIGTERM, "share": settings["workers_max"]}
+    launcher: Launcher = LocalLauncher(command, **given)
+    if args.ranks > 1:
+        launcher = ReplicaLauncher(args.ranks, command=command, **given)
     if args.listen is not None:
         host, port = args.listen
         grace_s, signals = settings["elastic_grace_s"], settings["elastic_notice_signals"]
         most = settings["workers_max"]
-        launcher = HostsLauncher(command, host, port, args.token, args.slots, most, grace_s, signals)
+        launcher = HostsLauncher(command, host, port, args.token, args.slots, most, grace_s, signals, args.ranks)
     told = {"log_level": settings["observe_log_level"], "ledger": settings["observe_ledger"]}
     job = {"run_dir": str(directory.path.absolute()), "has_steps": has_steps, "observe": told}
     return supervise(Supervisor(launcher, job, recorder, settings, script=True), recorder)
@@ -143,6 +147,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         kind: Callable[[str], Any] = _value if leaf.kind != list[str] else _list
         group = parser if leaf.name in ("workers_count", "workers_max") else rest
         group.add_argument(_flag(leaf), dest=leaf.name, metavar="VALUE", type=kind, default=leaf.default, help=about)
+    ranks = "processes of each worker, over which the script shards its model with fully_shard (default 1)"
+    parser.add_argument("--ranks", type=int, default=1, help=ranks)
     directory = "for metrics and events: new, or that of a run that has not ended (default runs/DATE/TIME)"
     parser.add_argument("--run-dir", type=_path, help=directory)
     parser.add_argument("-m", "--module", action="store_true", help="the script is named as a module, as for python -m")
@@ -151,7 +157,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     hosts.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
     hosts.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
     gpus = local.gpus()
-    slots = "workers that this host takes (default: its GPUs, or its cores where it has none; with --listen also 0)"
+    slots = "processes that this host takes (default: its GPUs, or its cores where it has none; with --listen also 0)"
     hosts.add_argument("--slots", type=int, help=slots)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -160,6 +166,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         args.settings = _settings(args)
     except ConfigError as error:
         parser.error(_as_flags(str(error)))
+    if args.ranks < 1:
+        parser.error(f"--ranks {args.ranks}: must be at least 1")
+    if args.ranks > 1 and gpus:
+        parser.error(f"--ranks {args.ranks}: must be 1 where there are GPUs (it has run on CPUs only)")
     several_hosts = args.listen is not None or args.join is not None
     if not several_hosts and (args.slots is not None or args.token_file is not None):
         parser.error("--slots and --token-file: must be used with --listen or --join")
@@ -192,7 +202,7 @@ def _meant(word: str) -> str:
     """Returns " (did you mean --max-workers?)" for workers.max=2, --workers-max and what is spelt alike."""
     name = word.partition("=")[0].lstrip("-")
     flags = {spelt: _flag(leaf) for leaf in _LEAVES.values() for spelt in (leaf.key, leaf.name.replace("_", "-"))}
-    return did_you_mean(flags.get(name, f"--{name}"), [*flags.values(), "--run-dir", "--slots"])
+    return did_you_mean(flags.get(name, f"--{name}"), [*flags.values(), "--run-dir", "--slots", "--ranks"])
 
 
 def _value(text: str) -> Any:

@@ -71,10 +71,15 @@ class StreamSampler:
         return np.arange(cursor, cursor + count, dtype=np.int64)
 
 
-def micro_batch_sizes(count: int, micro: int) -> list[int]:
-    """Cuts `count` samples into micro-batches of `micro` samples, the last one smaller where it must be."""
+def micro_batch_sizes(count: int, micro: int, ranks: int = 1) -> list[int]:
+    """Cuts `count` samples into micro-batches of `micro` samples, the last one smaller where it must be.
+
+    ranks: how many processes share each. What the last one has beyond a multiple of that are micro-batches of one
+    sample, which each of them runs: their mean is the same, whatever the ranks' means are weighted with.
+    """
     full, rest = divmod(count, micro)
-    return [micro] * full + [rest] * (rest > 0)
+    alone = rest % ranks
+    return [micro] * full + [rest - alone] * (rest > alone) + [1] * alone
 
 
 def worker_range(
@@ -121,6 +126,7 @@ class TaskPlan:
     rank: int
     shares: tuple[int, ...] | None  # weights of the workers; None: all the same
     aligned: bool  # for reproducible sums: see `worker_range`
+    ranks: int  # processes of each worker
     # The position from which on tasks are asked for. Two plans that differ in nothing else are equal.
     epoch: int = field(compare=False)
     cursor: int = field(compare=False)
@@ -132,9 +138,10 @@ class TaskPlan:
         """
         epoch, cursor, idle, end = self.epoch, self.cursor, 0, self.samples or sys.maxsize
         while (self.epochs is None or epoch < self.epochs) and idle < _IDLE_STEPS:
-            sizes = micro_batch_sizes(min(self.batch_size, end - cursor), self.micro_batch)
+            sizes = micro_batch_sizes(min(self.batch_size, end - cursor), self.micro_batch, self.ranks)
             mine = worker_range(len(sizes), self.workers, self.rank, self.shares, self.aligned)
-            yield from (Task(epoch, cursor + j * self.micro_batch, sizes[j]) for j in mine)
+            starts = [*accumulate(sizes, initial=cursor)]
+            yield from (Task(epoch, starts[j], sizes[j]) for j in mine)
             idle = 0 if mine else idle + 1
             cursor += sum(sizes)
             if cursor >= end:
@@ -157,9 +164,13 @@ class LoaderError(RuntimeError):
 class Fetcher:
     """Fetches micro-batches of one data set in the caller's thread. `Feeder` does the same in loader processes."""
 
-    def __init__(self, data: Dataset | Stream, sampler: EpochSampler | StreamSampler) -> None:
-        """sampler: the order of the samples in each epoch, and the seed."""
-        self.data, self.sampler = data, sampler
+    def __init__(
+        self, data: Dataset | Stream, sampler: EpochSampler | StreamSampler, rank: int = 0, ranks: int = 1
+    ) -> None:
+        """sampler: the order of the samples in each epoch, and the seed. rank: this process's among the `ranks` of its
+        worker, which share each micro-batch.
+        """
+        self.data, self.sampler, self.rank, self.ranks = data, sampler, rank, ranks
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -172,6 +183,8 @@ class Fetcher:
     def fetch(self, task: Task) -> Any:
         """Returns the task's batch, a function of seed and task alone. Changes the state of the global generators."""
         indices = self.sampler.indices(*task)
+        if len(indices) % self.ranks == 0:
+            indices = indices[self.rank :: self.ranks]
         return fetch(self.data, indices, self.sampler.seed, task.epoch)
 
     def fetch_out_of_turn(self, task: Task) -> Any:

@@ -38,6 +38,7 @@ class ControlClient(Link):
 
     elastic = True
     failed: str | None = None  # why the job has failed, where this worker has a moment for a last checkpoint
+    _reached: socket.socket | None = None  # where other workers find out whether they reach this host
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         """Connects. Raises ControlError if the supervisor does not answer."""
@@ -67,7 +68,7 @@ class ControlClient(Link):
         """A connection, what comes over it, and the supervisor's welcome. Raises ControlError and OSError."""
         connection = socket.create_connection(address, timeout=timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not more:  # other workers find out here whether they reach this host; nothing is read from it
+        if not more:  # nothing is read from it
             own = (connection.getsockname()[0], 0)
             self._reached = socket.create_server(own, family=connection.family, backlog=socket.SOMAXCONN)
             self._reached.setblocking(False)
@@ -131,7 +132,7 @@ class ControlClient(Link):
                 self._changed.wait(_POLL_S)
                 self._flush()
         self._closing.set()
-        for each in (self._messages, self._socket, self._reached):
+        for each in filter(None, (self._messages, self._socket, self._reached)):
             each.close()
 
     # -- views ----------------------------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ class ControlClient(Link):
                 with self._changed:
                     match message.pop("type"):
                         case "view":
-                            self._view = View.from_json(message["view"])
+                            self._view = self._made(message["view"])
                         case "stop":
                             self.stop = message["reason"]
                         case "over":
@@ -247,6 +248,14 @@ class ControlClient(Link):
                 print(f"kfuse: worker {self.worker} ends: {self._lost}", file=sys.stderr, flush=True)
             os._exit(70)
 
+    def _made(self, view: dict[str, Any]) -> View:
+        """A view that has arrived."""
+        return View.from_json(view)
+
+    def _is_well(self) -> bool:
+        """Whether this worker has heartbeats to send."""
+        return True
+
     def _tell_unreached(self, inquiry: int, addresses: list[tuple[int, Any]], timeout_s: float) -> None:
         """Tells the supervisor which of these workers this one does not reach."""
         from kfuse.elastic.reach import unreached  # only where workers have lost contact
@@ -267,10 +276,11 @@ class ControlClient(Link):
                 if (now := time.monotonic()) >= due:
                     due = now + protocol.HEARTBEAT_S
                     faulthandler.dump_traceback_later(_STUCK_S, exit=True)
-                    self._socket.sendall(protocol.encode({"type": "alive"}))
+                    if self._is_well():
+                        self._socket.sendall(protocol.encode({"type": "alive"}))
                     with contextlib.suppress(BlockingIOError):  # there are no more
-                        for _ in range(_MOST_REACHED):
-                            self._reached.accept()[0].close()
+                        for _ in range(_MOST_REACHED if self._reached else 0):
+                            self._reached.accept()[0].close()  # type: ignore[union-attr]
             except OSError:
                 break
         faulthandler.cancel_dump_traceback_later()

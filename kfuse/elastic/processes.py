@@ -23,6 +23,8 @@ IMPORT_THREAD = "kfuse-import"
 
 _KEPT_LINES = 200
 _TRACEBACK = "Traceback (most recent call last):\n"
+# What precedes a traceback's lines: the launcher's label, and torch's own where a process group is initialised.
+_RANK = re.compile("^(" + protocol.OF_RANK.format(r"\d+") + r")?(\[rank\d+\]: )?", re.MULTILINE)
 _OUTPUT_S = 0.05  # for the rest of a lost worker's output: its traceback says why it ended
 _LAST_OUTPUT_S = 1.0
 _NO_ROOM_S = 30.0
@@ -78,7 +80,7 @@ class Worker:
 
     def error(self) -> str:
         """The exception of the last traceback that it printed; "" if there is none."""
-        _, found, trace = "\n".join(self.lines).rpartition(_TRACEBACK)
+        _, found, trace = _RANK.sub("", "\n".join(self.lines)).rpartition(_TRACEBACK)
         exception = re.search(r"^\S.*", trace, re.MULTILINE)
         return exception[0].strip() if found and exception else ""
 

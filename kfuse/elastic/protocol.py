@@ -30,10 +30,12 @@ METRICS_S = 0.1  # at most, until a worker sends a step's metrics: a worker that
 METRICS_AT_ONCE = 64  # lines that wait in a worker, at which it does not wait longer
 
 HEARTBEAT_S = 0.5  # between two heartbeats
+OF_RANK = "rank {}: "  # begins a line that a worker's process other than its rank 0 has printed
 
 ENV_CONTROL = "KFUSE_CONTROL"  # host:port of the supervisor
 ENV_TOKEN = "KFUSE_TOKEN"  # the job's secret
 ENV_WORKER = "KFUSE_WORKER"  # this worker's number, never reused
+ENV_REPLICA = "KFUSE_REPLICA"  # of a worker of several processes: file descriptors, to its rank 0 or of all others
 ENV_LOG = "KFUSE_LOG"  # the file to which what it prints is added, on its own host; not set: none
 
 
@@ -62,6 +64,7 @@ class View:
     store: tuple[str, int]  # host and port; of one worker port 0, as it needs none
     reason: str  # start, restart, grow, shrink, notice, replace, failure, quit or stop
     recovers: bool = False  # a worker was lost: leave the old view at once; else the leader announces when
+    prefix: str = ""  # of this process's keys in the store: of several in each worker, equal ranks meet under one
 
     @property
     def size(self) -> int:
@@ -135,7 +138,8 @@ def set_acknowledgement_timeout(connection: socket.socket, silence_s: float) -> 
 
     Without it, TCP would notice a host that is cut off only after a quarter of an hour.
     """
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))
 
 
 def decode(line: bytes) -> dict[str, Any]:

@@ -201,7 +201,8 @@ def connected(view: View, rank: int, old: Group, check: Callable[[], None], meet
     with _needs_store(view):
         # In a thread: torch waits for an answer of a store that is closed meanwhile.
         connecting = in_thread(partial(connect_store, host, port, old.timeout_s, check))
-        store = settled(connecting, check, 2 * old.timeout_s).result()
+        store: Store = settled(connecting, check, 2 * old.timeout_s).result()
+        store = PrefixStore(view.prefix, store) if view.prefix else store
         address = own_address(host, port)
         store.set(f"{_COMES}{rank}", "")
         if meets:

@@ -141,7 +141,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         TypeError for a model that DistributedDataParallel or FSDP has wrapped, and for SyncBatchNorm, unless there is
         one worker for good.
         """
-        refuse_wrapped(model)
+        refuse_wrapped(model, in_replica=self._session.replica is not None)
         if self._session.elastic or self._session.group.size > 1:
             refuse_sync_batchnorm(model)
         self.reducer.tracked = model
@@ -234,6 +234,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:  # a new tensor: the bucket's is not to be accumulated into
                     p.grad = None if set_to_none else torch.zeros_like(p)
+        if self.reducer.shards is not None:
+            self.reducer.shards.drop()
 
     # -- an update ------------------------------------------------------------------------------------------------
 
@@ -315,7 +317,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _warn_of_nonfinite(self, step: int, finite: Tensor | bool) -> None:
         """Warns of the first of several steps in a row with a gradient that is not finite; on CUDA once known."""
         for number, nonfinite in [(step, not finite)] if isinstance(finite, bool) else self.statistics.arrived:
-            if nonfinite and not self._was_nonfinite and self._session.group.rank == 0:
+            if nonfinite and not self._was_nonfinite and self._session.leads:
                 outcome = "left out" if self.skip_nonfinite else "made all the same, since skip_nonfinite is off"
                 _LOG.warning("step %d: a gradient is not finite; the update was %s", number, outcome)
             self._was_nonfinite = nonfinite

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kfuse.comm import gradients
+from kfuse.comm import measurement as t
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import CommError
 from kfuse.comm.parts import owner
@@ -21,6 +23,9 @@ from kfuse.membership import Session
 from kfuse.optim.consistency import averaged_buffers, carried_states, salt
 from kfuse.optim.refuse import refuse_sharded
 from kfuse.optim.updates import Updates, named_parameters
+
+if TYPE_CHECKING:
+    from kfuse.optim.shards import Shards
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _LOG = logging.getLogger("kfuse")
@@ -35,11 +40,18 @@ class Reducer(Engine):
     tracked: nn.Module | None = None  # whose buffers' changes are averaged
     unit = "micro-batches"  # of the statistics: these, or samples
     has_pass = True  # of several optimizers that step in one body: this one's pass has begun in it
+    shards: Shards | None  # where parameters are sharded over the processes of this worker
     _had_gradients = False  # some parameter has ever had a gradient, or it was warned that none has
 
     def __init__(self, session: Session, updates: Updates) -> None:
         """updates: have the optimizer, of whose parameters those that are trained are reduced."""
-        self._session, self._updates = session, updates
+        self._session, self._updates, self.shards = session, updates, None
+        if session.replica is not None:
+            from kfuse.optim.shards import Shards  # few jobs need it
+
+            opt: Any = updates.opt
+            self.shards = updates.shards = Shards(opt, opt.inners, session.replica)
+            self.fails_early = False  # the other ranks would be left alone in the next forward
         groups, names, costs = self._layout()
         super().__init__(groups, session.group, session.comm, names, self._lane(), session.mirrors, costs)
         updates.lay_out(self)
@@ -48,7 +60,8 @@ class Reducer(Engine):
 
     def _trained(self) -> list[list[Parameter]]:
         """The parameters that may share a bucket: of each parameter group those that are trained."""
-        return [[p for p in group["params"] if p.requires_grad] for group in self._updates.opt.param_groups]
+        trained = [[p for p in group["params"] if p.requires_grad] for group in self._updates.opt.param_groups]
+        return trained if self.shards is None else [[*map(self.shards.plain, params)] for params in trained]
 
     def _ids_of_trained(self) -> list[list[int]]:
         every = [group["params"] for group in self._updates.opt.param_groups]
@@ -57,7 +70,10 @@ class Reducer(Engine):
     def _layout(self) -> tuple[list[list[Parameter]], list[str], list[int | None]]:
         """Returns the arguments of `lay_out`. Raises ValueError for parameters that cannot be laid out."""
         named = named_parameters(self._updates.opt.param_groups)
-        refuse_sharded(named)
+        if self.shards is None:
+            refuse_sharded(named)
+        else:
+            self.shards.lay_out(named)
         self._updates.check_layout(named)
         trained, costs = self._trained(), list[int | None]()
         for params, group in zip(trained, self._updates.opt.param_groups, strict=True):
@@ -133,9 +149,35 @@ class Reducer(Engine):
                 raise
         if (reduced := self.reduced) is not None:
             self._had_gradients |= len(reduced.left_out) < len(self.params)
+            if self.shards is not None:
+                self.shards.show()
+
+    def committed(self, reduce: Callable[[], Tensor]) -> Tensor:
+        if self.shards is None:
+            return super().committed(reduce)
+        now, length = self.now, t.RECORD_SLOTS + self.measurement.tail - t.TAIL_SLOTS - len(self.params)
+
+        def with_changes() -> Tensor:
+            record = reduce()  # then, whether buffers have changed
+            return torch.cat([record, record.new_tensor([any(change.any() for change in now.changes)])])
+
+        averaged = [t.LOSS, *range(length - self.figures, length)]
+        replica, summed = self.shards.replica, (t.SUM_SQUARES, t.GRAD_SQ, length)
+        record = replica.commit(with_changes, length + 1, summed, averaged)
+        if record[-1] > 0:
+            mine = torch.cat([change.reshape(-1) for change in now.changes])
+            mean = replica.gather(mine, "changes of buffers").mean(0)
+            for change, part in zip(now.changes, torch.split(mean, [*map(Tensor.numel, now.changes)]), strict=True):
+                change.copy_(part.view(change.shape))
+        return record[:-1]
+
+    def over_ranks(self, total: Tensor) -> Tensor:
+        return total if self.shards is None else self.shards.replica.gather(total, "sums of squares").sum(0)
 
     def take_complete(self, uses_scaler: bool) -> Step | None:
         """Takes the step's complete reduction. Returns None without gradients, or if the loop handles a lost worker."""
+        if self.shards is not None:
+            self.shards.take_back()
         if (reduced := self.take()) is None:
             if self.lost_worker_error is None and any(p.grad is not None for p in self.params):
                 self._take_gradients_set_by_hand(uses_scaler)
@@ -163,7 +205,8 @@ class Reducer(Engine):
     def _take_gradients_set_by_hand(self, uses_scaler: bool) -> None:
         if self.now.begun:
             return
-        refuse_sharded(named_parameters(self._updates.opt.param_groups))
+        if self.shards is None:
+            refuse_sharded(named_parameters(self._updates.opt.param_groups))
         if self._session.group.size > 1 and uses_scaler:
             raise RuntimeError(
                 "GradScaler has looked for infinities in this worker's gradients before they were reduced over all "
@@ -183,4 +226,6 @@ class Reducer(Engine):
         self.lost_worker_error = error
         self.abort()
         gradients.show(self.gradient_buckets)
+        if self.shards is not None:
+            self.shards.show()
         return True

@@ -20,10 +20,13 @@ from kfuse.optim.consistency import each_element_once
 from kfuse.optim.updates import named_parameters
 
 
-def refuse_wrapped(model: nn.Module) -> None:
-    """Raises TypeError if the model, or a module in it, is wrapped in DistributedDataParallel or sharded by FSDP."""
+def refuse_wrapped(model: nn.Module, in_replica: bool = False) -> None:
+    """Raises TypeError if the model, or a module in it, is wrapped in DistributedDataParallel or sharded by FSDP.
+
+    in_replica: by `fully_shard` it may be.
+    """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it is not imported, no model is sharded
-    sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, *[fsdp.FSDPModule] * (not in_replica))
     for path, module in model.named_modules():
         name = ".".join(filter(None, ("model", path)))
         if issubclass(type(module), DistributedDataParallel):

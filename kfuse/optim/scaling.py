@@ -92,7 +92,7 @@ def squared_norm_exactly(engine: Engine) -> Tensor:
     """
     if not engine.options.sharded:
         squares = [p.grad.double().square().sum() for p in engine.params if p.grad is not None]
-        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        return engine.over_ranks(torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64))
     sums = []
     for bucket in engine.gradient_buckets:
         mean, first = bucket.own, bucket.shard.start // BLOCK

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch.nn import Parameter
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
 from kfuse.comm.step import Step
+
+if TYPE_CHECKING:
+    from kfuse.optim.shards import Shards
 
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Parameter, str]]:
@@ -68,6 +71,7 @@ class Updates:
 
     weight_names: tuple[str, ...] = ()  # entries of torch's `state` that `weights` returns: they are not averaged twice
     engine: Engine
+    shards: Shards | None = None  # where parameters are sharded over the processes of this worker
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
         self.opt = opt

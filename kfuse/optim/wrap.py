@@ -108,12 +108,19 @@ class TorchUpdates(Updates):
             self._inners[0].state = self.opt.state
 
     def state_dict(self, only: int | None = None) -> dict[str, Any]:
+        return self._own_state() if self.shards is None else self.shards.whole(self._own_state())
+
+    def common_state(self) -> dict[str, Any]:
+        return self._own_state() if self.shards is None else self.shards.common(self._own_state())
+
+    def _own_state(self) -> dict[str, Any]:
         self._take_state()
         states = [inner.state_dict() for inner in self._inners]
         return {_SEVERAL: states} if len(states) > 1 else states[0]
 
     def load_state_dict(self, state: dict[str, Any], whole: bool = False) -> None:
         """Also shares the wrapped optimizers' groups and state again, since loading replaces them."""
+        state = state if self.shards is None else self.shards.sharded(state)
         if len(self._inners) == 1:
             (inner,) = self._inners
             inner.load_state_dict(state)

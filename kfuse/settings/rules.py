@@ -3,6 +3,7 @@
 A rule is asked of `Facts`: settings by key ("comm.sync"), and what the settings do not say, by these names:
 
     job                   "fixed" | "elastic": whether workers may come and go
+    job.ranks             processes of each worker (kfuse-run --ranks)
     job.workers           as many as torchrun started; job.gpus: as many GPUs as this process sees, where there are any
     policy, optimizer     their classes' names; scheduler: a torch scheduler's, or None
     policy.scaling, .decay    what the policy accepts of lr.scaling and lr.decay: a tuple, or None for everything
@@ -134,6 +135,7 @@ _CANONICAL = Is("auto", "all_to_all", "symmetric")
 NO_SEEK = "stream without seek"
 _STREAM = Is("stream", NO_SEEK)
 _CURVED = "statistics.curvature_every"
+_REPLICAS = {"job.ranks": AtLeast(2)}
 _DIAGONAL = "SGD", "FusedSGD", "Adam", "AdamW", "FusedAdamW"
 
 RULES = (
@@ -183,6 +185,16 @@ RULES = (
     Rule(_CURVED, Is(None), {"train.precision": Is("bf16-true")}, "bf16 parameters cannot be moved by so little"),
     Rule(_CURVED, Is(None), {"weight_fn": Is(True)}, "its micro-batches count by their samples"),
     Rule(_CURVED, Is(None), {"streams": _GIVEN}, "CarriedState changes with each run of a micro-batch"),
+    Rule("batch.micro", Compared("a multiple of", "job.ranks"), _REPLICAS, "each rank has a part of it"),
+    Rule("comm.sync", Is("ssgd"), _REPLICAS, "the others are for whole models"),
+    Rule("comm.state", Is("replicated"), _REPLICAS, "the ranks have a shard of the state each"),
+    Rule("comm.tree", IsNot("latency"), _REPLICAS, "the ranks' links would choose different trees"),
+    Rule("comm.audit_every", Is(None), _REPLICAS, "no rank has the whole gradient"),
+    Rule("optimizers", Is(1), _REPLICAS, "several have not been tried"),
+    Rule("streams", Is(None), _REPLICAS, "a stream of CarriedState has one process"),
+    Rule("weight_fn", Is(False), _REPLICAS, "the ranks would weigh their parts otherwise"),
+    Rule("data", IsNot(NO_SEEK), _REPLICAS, "each rank reads a part: a kfuse.data.Source can"),
+    Rule(_CURVED, Is(None), _REPLICAS, "no rank has the whole gradient"),
     Rule("lr.scaling", Compared("one of", "policy.scaling"), {"policy": _GIVEN}, "it is right with these alone"),
     Rule("lr.decay", Compared("one of", "policy.decay"), {"policy": _GIVEN}, "the policy lowers the rate itself"),
     Rule("scheduler", Is(None), {"policy.decay": _GIVEN}, "the policy lowers the rate itself"),

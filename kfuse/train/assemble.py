@@ -72,6 +72,10 @@ def assemble(given: TrainArguments) -> Trainer:
         each.sync_buffers(given.model)
     # The parts of the training state, in the order in which they are loaded.
     parts: dict[str, Stateful] = {"model": uncompiled(given.model)}
+    if session.replica is not None:
+        from kfuse.optim.shards import ShardedModel  # few jobs need it
+
+        parts["model"] = ShardedModel(uncompiled(given.model))
     for k, each in enumerate(opts):
         number = f" {k}" if k else ""
         parts |= {f"trainable{number}": Trainable(each), f"optimizer{number}": each}
@@ -111,6 +115,7 @@ def _facts(given: TrainArguments, session: Session, schedule: LRSchedule, inner:
         | rules.run_facts(schedule.total, settings["lr_decay"], settings["lr_decay_fraction"])
         | by_key(session.comm.named())
         | {"job": "elastic" if session.elastic else "fixed"}
+        | {"job.ranks": 1 if session.replica is None else session.replica.size}
         | rules.policy_facts(given.policy)
         | rules.optimizer_facts(type(given.opt), inner)
         | {"optimizers": len(given.opts)}
@@ -134,15 +139,16 @@ def _fetcher(
     settings = given.settings
     loading = Loading(settings["num_workers"], settings["data_prefetch"], given.worker_init_fn)
     check_loaders(given.data, loading.workers)
+    rank, ranks = (0, 1) if session.replica is None else (session.replica.rank, session.replica.size)
     if not loading.workers:
-        return Fetcher(given.data, sampler)
+        return Fetcher(given.data, sampler, rank, ranks)
     from kfuse.data.feeder import Feeder
 
     def report(pid: int, how: str) -> None:
         about = {"step": progress.step, "kind": "loader_lost", "worker": session.worker}
         reporter.report("event", {**about, "pid": pid, "how": how})
 
-    return Feeder(given.data, sampler, loading, report)
+    return Feeder(given.data, sampler, loading, report, rank, ranks)
 
 
 def _streams(given: TrainArguments) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,8 @@ class Evaluations:
             return
         with self.synchronisation.method.shown():
             how = self.session.group, settings["train_precision"], given.metrics, settings["heldout_batch"]
-            result = evaluate(given.model, given.heldout, given.objective, *how)
+            act = partial(evaluate, given.model, given.heldout, given.objective, *how)
+            result = self.session.together(act, "evaluation")
             is_best = at.take_evaluation(result, steps)
             if given.scheduler is not None:
                 given.scheduler.after("evaluation", result.loss)
@@ -194,5 +196,7 @@ def params_sha256(model: nn.Module) -> str:
     """SHA-256 over the parameters' bytes, in the order of their names."""
     digest = hashlib.sha256()
     for _, p in sorted(model.named_parameters()):
+        if (gather := getattr(p.detach(), "full_tensor", None)) is not None:  # sharded: all ranks call this function
+            p = gather()
         digest.update(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

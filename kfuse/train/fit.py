@@ -225,7 +225,7 @@ def _trainer(
             f"{caller}: model must be an nn.Module, got {type(model).__name__}; of several make one: "
             "nn.ModuleList([a, b])"
         )
-    refuse_wrapped(model)
+    refuse_wrapped(model, in_replica=session.replica is not None)
     schedule = None if scheduler is None else UserSchedule(scheduler, interval, opts, heldout is not None)
     if any(has_scheduler(each, schedule) for each in opts) and (session.elastic or not user_loop):
         raise ValueError(

@@ -117,7 +117,8 @@ class Recovery:
         """
         session, at = self.session, self.progress
         if session.elastic:
-            session.check()
+            if session.replica is None:  # else its other ranks would be left alone in the next forward
+                session.check()
             session.form_early()
             drop_retired()
         if self.given.checkpoints is not None and not session.apart:  # else each worker has a model of its own
@@ -217,6 +218,14 @@ class Recovery:
 
         Where a part of the sharded optimizer state is lost with its workers, all go back to a checkpoint.
         """
+        if (replica := self.session.replica) is not None:  # a state of some of its ranks alone is none
+            every = replica.every([self._has_state, self._torn], "who has the training state")
+            has_state, torn = all(has for has, _ in every), any(is_torn for _, is_torn in every)
+            self._has_state, self._torn = has_state, torn or (self._has_state and not has_state)
+        self.session.together(partial(self._share_own_state, regroup_s), "sharing the training state")
+
+    def _share_own_state(self, regroup_s: float) -> None:
+        """As `_share_state`, of this process alone."""
         try:
             self._share_newest_state(regroup_s)
         except ShardsLost as error:  # on all workers alike

@@ -45,7 +45,7 @@ class Reporter:
         self.recent.extend(json.loads(state["recent"]))
 
     def _send(self, kind: str, data: dict[str, Any]) -> None:
-        if self._session.group.rank == 0:
+        if self._session.leads:
             self.report(kind, data)
 
     def event(self, step: int, kind: str, **fields: Any) -> None:

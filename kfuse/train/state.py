@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
-from torch import nn
-
 from kfuse.optim import DistributedOptimizer
 
 # Parts that are the user's, and stay when training ends. Further optimizers are "optimizer 1", "optimizer 2", ...
@@ -61,6 +59,7 @@ class TrainingState:
         only: Collection[str] | None = None,
         without: Collection[str] = (),
         of_optimizer: Callable[[DistributedOptimizer], dict[str, Any]] = lambda opt: opt.state_dict(),
+        of_part: Callable[[Stateful], dict[str, Any]] = lambda part: part.state_dict(),
     ) -> dict[str, Any]:
         """Returns the state of each part, by name, or of `only` these. Tensors are the parts' own, not copies.
 
@@ -68,7 +67,7 @@ class TrainingState:
         Shards of the optimizer's state are gathered: every worker calls it, and gets all. Raises CommError.
         """
         return {
-            name: of_optimizer(part) if isinstance(part, DistributedOptimizer) else part.state_dict()
+            name: of_optimizer(part) if isinstance(part, DistributedOptimizer) else of_part(part)
             for name, part in self._parts.items()
             if name.split()[0] not in without and (only is None or name.split()[0] in only)
         }
@@ -78,8 +77,14 @@ class TrainingState:
         return self.capture(of_optimizer=lambda opt: opt.with_statistics(opt.updates.state_dict(only=0)))
 
     def capture_common(self, only: Collection[str] | None = None) -> dict[str, Any]:
-        """As `capture`, without the shards of the optimizer's state: no collective."""
-        return self.capture(only, of_optimizer=lambda opt: opt.with_statistics(opt.updates.common_state()))
+        """As `capture`, without the shards of the optimizer's state, and with this process's alone where the model is
+        sharded over a worker's ranks: no collective.
+        """
+        return self.capture(
+            only,
+            of_optimizer=lambda opt: opt.with_statistics(opt.updates.common_state()),
+            of_part=lambda part: getattr(part, "common_state", part.state_dict)(),
+        )
 
     def restore_some(self, state: Mapping[str, Any]) -> None:
         """Loads the parts that `capture` returned with a selection."""
@@ -101,8 +106,7 @@ class TrainingState:
         for name, part in self._parts.items():
             if isinstance(part, DistributedOptimizer) and name in state:
                 part.updates.make_room(state[name])
-        kinds = DistributedOptimizer | nn.Module
-        return self.capture_common([name.split()[0] for name, part in self._parts.items() if isinstance(part, kinds)])
+        return self.capture_common(("model", "optimizer"))
 
     def restore(self, state: Mapping[str, Any], keeps_shards: bool | None = None) -> None:
         """Loads what `capture` returned, here or in another process, part by part, in the order of declaration.

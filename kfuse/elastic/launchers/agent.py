@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess
+from kfuse.elastic.launchers.replica import ReplicaLauncher, ReplicaProcess
 from kfuse.elastic.protocol import HEARTBEAT_S, MAX_LINE, decode, place, send, set_acknowledgement_timeout
 
 SILENCE_S = 10.0  # without acknowledgements, after which a connection counts as lost
@@ -82,7 +83,9 @@ async def offer(
         _say(f"connected to {place(host, port)}: offers {slots} slot{'s' if slots > 1 else ''}")
     folder = job["folder"] if os.path.isdir(job["folder"]) else None
     end_signal = signal.SIGKILL if kill_with_agent else signal.SIGTERM
-    launcher = LocalLauncher(job["command"], parent_end_signal=end_signal, share=job["share"], folder=folder)
+    given = {"command": job["command"], "parent_end_signal": end_signal, "share": job["share"], "folder": folder}
+    ranks = job["ranks"]
+    launcher = LocalLauncher(**given) if ranks == 1 else ReplicaLauncher(ranks, **given)
     agent = _Agent(writer, launcher, job["grace_s"])
     serving, leaving = asyncio.create_task(agent.serve(reader)), asyncio.create_task(agent.leave())
     heartbeats = asyncio.create_task(send_heartbeats(writer))
@@ -159,9 +162,9 @@ async def send_heartbeats(writer: asyncio.StreamWriter) -> None:
 
 
 class _Agent:
-    def __init__(self, writer: asyncio.StreamWriter, launcher: LocalLauncher, grace_s: float) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, launcher: LocalLauncher | ReplicaLauncher, grace_s: float) -> None:
         self._writer, self._launcher, self._grace_s = writer, launcher, grace_s
-        self.processes: dict[int, LocalProcess] = {}
+        self.processes: dict[int, LocalProcess | ReplicaProcess] = {}
         self.watching: set[asyncio.Task[None]] = set()
         self.notice: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # the signal that gave it
         self._left = asyncio.Event()  # the supervisor starts no worker here any more
@@ -215,7 +218,7 @@ class _Agent:
         self.watching.add(watching)
         watching.add_done_callback(self.watching.discard)
 
-    async def _watch(self, number: int, process: LocalProcess) -> None:
+    async def _watch(self, number: int, process: LocalProcess | ReplicaProcess) -> None:
         reading = asyncio.create_task(self._pass_on(number, process))
         status = await process.wait()
         await asyncio.wait([reading], timeout=_LAST_OUTPUT_S)  # what it started may hold the pipe open
@@ -223,7 +226,7 @@ class _Agent:
         del self.processes[number]
         send(self._writer, "ended", worker=number, status=status, cause=process.cause)
 
-    async def _pass_on(self, number: int, process: LocalProcess) -> None:
+    async def _pass_on(self, number: int, process: LocalProcess | ReplicaProcess) -> None:
         async for line in process.lines():
             send(self._writer, "line", worker=number, text=line)
             with contextlib.suppress(OSError):

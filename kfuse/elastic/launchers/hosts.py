@@ -92,12 +92,15 @@ class HostsLauncher:
         most: int,
         grace_s: float,
         notice_signals: Sequence[str] = (),
+        ranks: int = 1,
     ) -> None:
-        """host: this machine's address, as the other hosts reach it. slots: how many workers this machine takes.
+        """host: this machine's address, as the other hosts reach it. slots: how many processes this machine takes.
 
         most: how many workers the job has at most. As many as a host may get of them share its cores. grace_s: until an
         agent kills workers that are to end. notice_signals: names of those that an agent passes on to its workers.
+        ranks: processes of each worker.
         """
+        self._ranks = ranks
         self._command, self._host, self._port, self._token = command, host, port, token
         self._slots, self._most, self._grace_s, self._notice_signals = slots, most, grace_s, notice_signals
         self._server = Server(token, self._serve)
@@ -150,11 +153,12 @@ class HostsLauncher:
         if self._over:  # it was on its way
             send(writer, "over")
             return
-        host = _Host(str(hello["host"]), writer, int(hello["slots"]), hello.get("only"))
+        host = _Host(str(hello["host"]), writer, int(hello["slots"]) // self._ranks, hello.get("only"))
         set_acknowledgement_timeout(writer.get_extra_info("socket"), SILENCE_S)
         limits = {"grace_s": self._grace_s, "notice_signals": [*self._notice_signals]}
         share = min(host.slots, self._most)
-        send(writer, "welcome", command=self._command, folder=os.getcwd(), share=share, **limits)
+        limits |= {"share": share, "ranks": self._ranks}
+        send(writer, "welcome", command=self._command, folder=os.getcwd(), **limits)
         beating = asyncio.create_task(send_heartbeats(writer))
         self._hosts.append(host)
         if host.only is None:

@@ -132,12 +132,11 @@ class LocalLauncher:
     async def open(self) -> str:
         return "127.0.0.1"
 
-    async def start(self, env: Mapping[str, str]) -> LocalProcess:
-        """Starts one worker, with `env` and the lowest free slot as LOCAL_RANK in its environment. Raises OSError."""
-        return await self._start(env)
+    async def start(self, env: Mapping[str, str], inherited: Collection[int] = ()) -> LocalProcess:
+        """Starts one worker, with `env` and the lowest free slot as LOCAL_RANK in its environment. Raises OSError.
 
-    async def _start(self, env: Mapping[str, str], inherited: Collection[int] = ()) -> LocalProcess:
-        """inherited: file descriptors that it has too."""
+        inherited: file descriptors that it has too.
+        """
         self._processes = [process for process in self._processes if not process.ended]
         taken = {process.slot for process in self._processes}
         slot = next(number for number in count() if number not in taken)
