@@ -20,10 +20,11 @@ from unittest.mock import patch
 import hydra
 from limits import limits
 from omegaconf import OmegaConf
-from warm import WarmLauncher
+from warm import WarmLauncher, WarmProcess
 
 from kfuse.cli.check import prepare, validate
 from kfuse.elastic.launchers import Launcher
+from kfuse.elastic.launchers.replica import ReplicaLauncher
 from kfuse.elastic.supervisor import JobFailed, Supervisor
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.settings.tree import flat
@@ -45,6 +46,7 @@ class Job:
     error: str | None = None  # of a job that was given up
     statuses: dict[int | None, int | None] = field(default_factory=dict)  # of worker processes, by pid
     loop_errors: list[str] = field(default_factory=list)  # of the supervisor's event loop
+    processes: Sequence[WarmProcess] = ()  # that were forked for it so far
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -204,12 +206,19 @@ def run_job(
     return _run(directory, config, given, during, launcher)
 
 
-def run_script(directory: Path, given: dict[str, Any], *script: str, launcher: Launcher | None = None) -> Job:
+def run_script(
+    directory: Path,
+    given: dict[str, Any],
+    *script: str,
+    launcher: Launcher | None = None,
+    ranks: int = 1,
+    during: During | None = None,
+) -> Job:
     """Runs a script, with its arguments, as kfuse-run would, to its end: on forked processes, or by `launcher`.
 
-    given: see `limits`.
+    given: see `limits`. ranks: processes of each worker. during: see `run_job`.
     """
-    return _run(directory, {}, given, None, launcher, script)
+    return _run(directory, {}, given, during, launcher, script, ranks)
 
 
 def script_job(folder: Path, text: str, workers: int, *words: str) -> Job:
@@ -226,10 +235,12 @@ def _run(
     during: During | None,
     launcher: Launcher | None,
     script: Sequence[str] = (),
+    ranks: int = 1,
 ) -> Job:
     job, warm = Job(directory), WarmLauncher(directory.with_suffix(".log"), script=script)
     settings = {**config, "run_dir": str(directory)}
-    supervisor = Supervisor(launcher or warm, settings, FileRecorder(job), **elasticity)
+    job.processes, forks = warm.started, ReplicaLauncher(warm, ranks) if ranks > 1 else warm
+    supervisor = Supervisor(launcher or forks, settings, FileRecorder(job), **elasticity)
 
     async def go() -> None:
         loop = asyncio.get_running_loop()

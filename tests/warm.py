@@ -7,13 +7,15 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from kfuse.elastic.launchers.local import kill_once_stopped
+from kfuse.elastic.protocol import ENV_REPLICA
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -29,6 +31,7 @@ CONTEXT.set_forkserver_preload(
         "datasets",
         "transformers.models.llama.modeling_llama",
         "transformers.models.auto.tokenization_auto",
+        "torch.distributed.fsdp",
         "torch._dynamo",  # torch's own optimizers import it, which takes longer than torch itself
     ]
 )  # those that there are; read once, as the first process is started
@@ -37,6 +40,7 @@ CONTEXT.set_forkserver_preload(
 class WarmProcess:
     running = True
     cause = ""
+    env: Mapping[str, str]  # as it was given
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
@@ -79,8 +83,12 @@ class WarmLauncher:
     async def open(self) -> str:
         return "127.0.0.1"
 
-    async def start(self, env: Mapping[str, str]) -> WarmProcess:
-        self.started.append(WarmProcess(self.fork(work, env, self.log, self._script)))
+    async def start(self, env: Mapping[str, str], inherited: Collection[int] = ()) -> WarmProcess:
+        ends = [socket.socket(fileno=os.dup(number)) for number in inherited]
+        self.started.append(WarmProcess(self.fork(work, env, self.log, self._script, ends)))
+        self.started[-1].env = env
+        for end in ends:
+            end.close()
         return self.started[-1]
 
     def fork(self, target: Callable[..., None], *args: Any) -> BaseProcess:
@@ -92,10 +100,14 @@ class WarmLauncher:
         pass
 
 
-def work(env: Mapping[str, str], log: Path, script: Sequence[str] = ()) -> None:
-    """In the forked process: becomes a worker, and ends with its status."""
+def work(
+    env: Mapping[str, str], log: Path, script: Sequence[str] = (), inherited: Sequence[socket.socket] = ()
+) -> None:
+    """In the forked process: becomes a worker, and ends with its status. inherited: of one rank of a replica."""
     os.setsid()
     os.environ.update({"TORCH_CPP_LOG_LEVEL": "ERROR", **env})
+    if inherited:
+        os.environ[ENV_REPLICA] = ",".join(str(end.detach()) for end in inherited)
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for standard in (1, 2):
         os.dup2(stream, standard)

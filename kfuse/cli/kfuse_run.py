@@ -85,10 +85,9 @@ def _run(args: argparse.Namespace, directory: RunDirectory, has_steps: bool | No
     set_up_logging(settings["observe_log_level"], "supervisor", recorder.line)
     command = [sys.executable, *["-m"] * args.module, str(args.script), *args.arguments]
     # A script that has called kf.init catches SIGTERM: it ends when it notices that the supervisor is gone.
-    given: dict[str, Any] = {"parent_end_signal": signal.SIGTERM, "share": settings["workers_max"]}
-    launcher: Launcher = LocalLauncher(command, **given)
-    if args.ranks > 1:
-        launcher = ReplicaLauncher(args.ranks, command=command, **given)
+    share = settings["workers_max"] * args.ranks
+    local = LocalLauncher(command, parent_end_signal=signal.SIGTERM, share=share)
+    launcher: Launcher = local if args.ranks == 1 else ReplicaLauncher(local, args.ranks)
     if args.listen is not None:
         host, port = args.listen
         grace_s, signals = settings["elastic_grace_s"], settings["elastic_notice_signals"]

@@ -32,6 +32,8 @@ from kfuse.elastic.protocol import ControlError, View
 T = TypeVar("T")
 
 _SILENT_S = 1.0  # without a heartbeat of another rank, after which rank 0 sends the supervisor none
+_NEWS_S, _POLL_S = 0.2, 0.01  # after an error, until the end of another rank is known
+_ENDED_S = 5.0  # until then the launcher has ended this process, as another rank has ended
 _KEPT_VIEWS = 16  # the newest
 _PASSED_ON = ("fatal", "loop_ended", "notice")  # what a rank but rank 0 has to say to the supervisor
 
@@ -105,6 +107,14 @@ class Replica:
                 record[slot] = sum(every[:, 1 + slot].tolist()) / of
         return record
 
+    def await_end(self) -> None:
+        """After an error: if another rank has ended, whose end may be the reason, waits until this one is ended too."""
+        until = time.monotonic() + _NEWS_S
+        while time.monotonic() < until:
+            if self.link.is_left_alone():
+                time.sleep(_ENDED_S)
+            time.sleep(_POLL_S)
+
     def agreed(self, view: View) -> View:
         """Returns rank 0's view. view: the newest one that this rank knows."""
         generation = int(self.every([view.generation], "which view is next")[0][0])
@@ -121,6 +131,13 @@ class RankLink(ControlClient):
         for rank in self._ranks:
             rank.set_inheritable(False)
         super().__init__(timeout_s)
+
+    def is_left_alone(self) -> bool:
+        """Whether another rank has ended: the launcher is about to end this one too."""
+        ends = select.poll()
+        for rank in self._ranks:
+            ends.register(rank, 0)  # an end is told in any case
+        return any(event & select.POLLHUP for _, event in ends.poll(0))
 
     def view_of(self, generation: int) -> View:
         """Returns the view of this generation, once rank 0 has passed it on. Raises ControlError."""
@@ -165,6 +182,10 @@ class LeaderLink(RankLink):
             known = {"worker": self.worker, "number": number, "decision": decision}
             self._pass_on(protocol.encode({"type": "decision", **known}))
         return number
+
+    def send(self, message: str, **fields: Any) -> None:
+        if message != "loop_ended" or not self.is_left_alone():  # that one's error counts, which it has told
+            super().send(message, **fields)
 
     def _listen(self) -> None:
         """Takes the other ranks' heartbeats and messages."""

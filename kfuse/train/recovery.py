@@ -89,6 +89,8 @@ class Recovery:
                 yield
         except (Exception, GeneratorExit) as error:
             failed_at = self.progress.step if isinstance(error, Exception) else None
+            if self.session.replica is not None:
+                self.session.replica.await_end()
             if isinstance(error, ConsistencyError | ConfigError):
                 self.session.link.give_up(str(error))
             elif isinstance(error, ControlError | CommError) or self.session.loses_supervisor():

@@ -83,9 +83,8 @@ async def offer(
         _say(f"connected to {place(host, port)}: offers {slots} slot{'s' if slots > 1 else ''}")
     folder = job["folder"] if os.path.isdir(job["folder"]) else None
     end_signal = signal.SIGKILL if kill_with_agent else signal.SIGTERM
-    given = {"command": job["command"], "parent_end_signal": end_signal, "share": job["share"], "folder": folder}
-    ranks = job["ranks"]
-    launcher = LocalLauncher(**given) if ranks == 1 else ReplicaLauncher(ranks, **given)
+    local = LocalLauncher(job["command"], parent_end_signal=end_signal, share=job["share"], folder=folder)
+    launcher = local if job["ranks"] == 1 else ReplicaLauncher(local, job["ranks"])
     agent = _Agent(writer, launcher, job["grace_s"])
     serving, leaving = asyncio.create_task(agent.serve(reader)), asyncio.create_task(agent.leave())
     heartbeats = asyncio.create_task(send_heartbeats(writer))

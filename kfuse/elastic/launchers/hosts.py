@@ -157,7 +157,7 @@ class HostsLauncher:
         set_acknowledgement_timeout(writer.get_extra_info("socket"), SILENCE_S)
         limits = {"grace_s": self._grace_s, "notice_signals": [*self._notice_signals]}
         share = min(host.slots, self._most)
-        limits |= {"share": share, "ranks": self._ranks}
+        limits |= {"share": share * self._ranks, "ranks": self._ranks}
         send(writer, "welcome", command=self._command, folder=os.getcwd(), **limits)
         beating = asyncio.create_task(send_heartbeats(writer))
         self._hosts.append(host)

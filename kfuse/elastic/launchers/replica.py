@@ -7,7 +7,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess
 from kfuse.elastic.protocol import ENV_LOG, ENV_REPLICA, OF_RANK
@@ -76,10 +75,9 @@ class ReplicaProcess:
 class ReplicaLauncher:
     """Starts each worker as several processes of this machine, with the variables that torch's process group reads."""
 
-    def __init__(self, ranks: int, share: int | None = None, **options: Any) -> None:
-        """ranks: processes of each worker. share, options: as of `LocalLauncher`."""
-        self._ranks = ranks
-        self._local = LocalLauncher(share=None if share is None else share * ranks, **options)
+    def __init__(self, local: LocalLauncher, ranks: int) -> None:
+        """local: starts each of a worker's `ranks` processes."""
+        self._local, self._ranks = local, ranks
 
     async def open(self) -> str:
         return await self._local.open()
