@@ -42,4 +42,4 @@ for step in kf.DataLoader(model, data, opt, batch_size=64, micro_batch=32, epoch
             right = (model(inputs[heldout]).argmax(1) == labels[heldout]).float().mean()
         kf.log(heldout_accuracy=right)
         if kf.rank() == dist.get_rank() == 0:
-            print(f"step {step.number + 1}: held-out accuracy {right:.3f}, noise scale above {opt.stats.noise_scale_low}")
+            print(f"step {step.number + 1}: held-out accuracy {right:.3f}, loss {opt.stats.loss:.3f}")

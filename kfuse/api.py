@@ -35,7 +35,10 @@ __all__ += ["resize", "set_batch_size", "set_lr", "set_sync", "set_topology", "s
 
 
 def rank() -> int:
-    """This worker's number in the current view, from 0; rank 0 is the leader. -1 on one that has left."""
+    """This worker's number in the current view, from 0; rank 0 is the leader. -1 on one that has left.
+
+    Under `kfuse-run --ranks` all ranks of a worker have the same; dist.get_rank() is a rank's within it.
+    """
     session = _joined()
     return -1 if session.left else session.group.rank
 
@@ -124,8 +127,10 @@ def _joined() -> Session:
 
 
 def _group() -> Group:
-    """All workers. Raises RuntimeError while each is at a step of its own."""
+    """All workers. Raises RuntimeError while each is at a step of its own, and where they have several ranks."""
     session = _joined()
+    if session.replica is not None:
+        raise RuntimeError("kf's collectives under kfuse-run --ranks: use those of torch.distributed, within a worker")
     if session.apart:
         raise RuntimeError(
             "comm.sync=pair: each worker is at a step of its own, so none can wait for the others' values: call "

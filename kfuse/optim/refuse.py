@@ -59,7 +59,7 @@ def refuse_sharded(named: Iterable[tuple[Parameter, str]]) -> None:
         if isinstance(p, dtensor) or isinstance(p.data, dtensor):
             raise TypeError(
                 f"{name} is a DTensor: kfuse trains whole parameters; give it the model without fully_shard, "
-                "distribute_tensor or parallelize_module"
+                "distribute_tensor or parallelize_module, or train one of fully_shard by kfuse-run --ranks"
             )
 
 
@@ -147,7 +147,7 @@ def _message(what: str, how: str, inner: str) -> str:
 
 
 _DDP = ("wrapped in DistributedDataParallel", "model.module")
-_FSDP = ("sharded by FSDP", "as it was before FSDP or fully_shard")
+_FSDP = ("sharded by FSDP", "as it was before; or train one of fully_shard by kfuse-run --ranks")
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

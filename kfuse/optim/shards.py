@@ -46,8 +46,8 @@ class Shards:
             why = self._refusal(p)
             if why:
                 raise TypeError(
-                    f"{name} of shape {list(p.shape)} {why}: with kfuse-run --ranks {self.replica.size} each parameter "
-                    f"must be sharded by fully_shard over one mesh, init_device_mesh(..., ({self.replica.size},))"
+                    f"{name} of shape {list(p.shape)} {why}: with kfuse-run --ranks {self.replica.size} fully_shard "
+                    f"must shard all parameters, the root's too, over init_device_mesh(..., ({self.replica.size},))"
                 )
         self._pairs = [(p, self.plain(p)) for p, _ in named if p.requires_grad]
 

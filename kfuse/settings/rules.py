@@ -122,7 +122,9 @@ class Rule:
 
 
 def _shown(key: str, facts: Facts, shell: bool) -> str:
-    """Returns KEY=VALUE; of what is known of a policy, an optimizer or a run, its name."""
+    """Returns KEY=VALUE; of what is known of a policy, an optimizer or a run, its name; of ranks the flag."""
+    if key == "job.ranks":
+        return f"--ranks {facts.get(key)}"
     known_by = key.partition(".")[0]
     key = known_by if known_by in ("policy", "optimizer") else key
     return f"{spell(key, shell)}={show(facts.get(key), shell)}"
