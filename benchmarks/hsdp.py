@@ -11,7 +11,8 @@ figures are those of the starts' medians. `native` accumulates whole gradients a
 `native-each` scatters those of each micro-batch, as kfuse must, and reduces their sum over the replicas once.
 
 losses: rank 1 of a random replica gets SIGKILL once all are back. Seconds until both processes of the other replica
-have completed a step without it; samples of the plan, one epoch, that are in no completed step. torchft's job ends
+have completed a step without it (kfuse makes the whole batch then, torchft half of it: beside it, a step of a replica
+that is left alone); samples of the plan, one epoch, that are in no completed step. torchft's job ends
 after the plan's number of steps. It takes the next batch where a step was not committed, as in its examples, or draws
 that batch again (`torchft-again`).
 """
@@ -32,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,11 @@ class Job(Blocks):
             command = torchrun(processes) if "native" in name else kfuse_run(directory / "run")
             self._process = run(["-m", *command, "cost", name, str(directory / "gate"), str(STEPS)], directory)
             self._workers = [server.accept()[0].makefile("rwb") for _ in range(processes)]
-        self._parents = {json.loads(worker.readline()) for worker in self._workers}
+        lines = [worker.readline() for worker in self._workers]
+        if not all(lines):
+            self.end()
+            sys.exit((directory / "output").read_text(errors="replace"))
+        self._parents = {json.loads(line) for line in lines}
         self._steps = STEPS
 
 
@@ -134,13 +140,17 @@ def _starts(starts: int, rounds: int) -> dict[str, list[np.ndarray]]:
     order, found = random.Random(0), {name: list[np.ndarray]() for name in NAMES}
     for _ in track(range(starts), "starts"):
         blocks = {name: list[tuple[float, ...]]() for name in NAMES}
-        with tempfile.TemporaryDirectory(prefix="kfuse-hsdp-", ignore_cleanup_errors=True) as folder:
-            jobs = {name: Job(name, Path(folder)) for name in NAMES}
+        with (
+            tempfile.TemporaryDirectory(prefix="kfuse-hsdp-", ignore_cleanup_errors=True) as folder,
+            contextlib.ExitStack() as ends,
+        ):
+            jobs = dict[str, Job]()
+            for name in NAMES:
+                jobs[name] = Job(name, Path(folder))
+                ends.callback(jobs[name].end)
             for _ in range(WARM + rounds):
                 for name in order.sample(NAMES, len(NAMES)):
                     blocks[name].append(jobs[name].block()[:2])
-            for job in jobs.values():
-                job.end()
         for name, each in blocks.items():
             found[name].append(np.median(np.array(each[WARM:]), axis=0))
     return found
@@ -247,6 +257,15 @@ class Lossy:
         self.await_("step after a kill", have_gone_on)
         return max(first.values()) - struck
 
+    def alone_s(self) -> float:
+        """The median step of a replica that is left alone, beside one that boots."""
+        of: dict[int, list[Line]] = {}
+        for line in self.lines:
+            if line.workers:
+                of.setdefault(line.pid, []).append(line)
+        pairs = [pair for lines in of.values() for pair in pairwise(lines)]
+        return statistics.median(b.time - a.time for a, b in pairs if a.workers == b.workers == 1)
+
     def used(self) -> set[int]:
         """The samples of completed steps: by kfuse's ledger, or by the lines."""
         ledger = self.directory / "run" / "ledger.jsonl"
@@ -303,6 +322,7 @@ def losses(systems: list[str], kills: int, steps: int) -> dict[str, Any]:
                 job.await_end()
             finally:
                 job.stop()
+            alone = job.alone_s()
             lost = steps * BATCH - len(job.used() & set(range(steps * BATCH)))
             views = Path(folder, "run", "events.jsonl")
             pauses = (
@@ -314,11 +334,14 @@ def losses(systems: list[str], kills: int, steps: int) -> dict[str, Any]:
             "to_next_step_s": seconds,
             "samples_planned": steps * BATCH,
             "samples_lost": lost,
+            "alone_s": alone,
             "pauses_s": pauses,
         }
         median, worst = statistics.median(seconds), max(seconds)
-        rows.append((name, str(kills), f"{median:.3f}", f"{worst:.3f}", str(lost), f"{lost / kills:.0f}"))
-    heads = ("system", "kills", "to the next step, s: median", "worst", "samples lost", "a kill")
+        rows.append(
+            (name, str(kills), f"{median:.3f}", f"{worst:.3f}", f"{alone:.3f}", str(lost), f"{lost / kills:.0f}")
+        )
+    heads = ("system", "kills", "to the next step, s: median", "worst", "a step alone", "samples lost", "a kill")
     table(f"{steps * BATCH} samples", heads, rows)
     return {"losses": found}
 

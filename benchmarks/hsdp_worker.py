@@ -81,8 +81,9 @@ def kfuse(name: str, path: str, steps: str) -> None:
     model, x, y = problem(28 * BATCH)
     opt = kf.Optimizer(shard(model, mesh), clip_norm=CLIP)
     assert isinstance(model, FSDPModule)
-    gate, endless = Gate(path, int(steps)), {"epochs": None, "steps": 10**9}
-    for step in kf.DataLoader(model, (x, y), opt, batch_size=BATCH, micro_batch=MICRO, **endless):
+    gate = Gate(path, int(steps))
+    loader = kf.DataLoader(model, (x, y), opt, batch_size=BATCH, micro_batch=MICRO, epochs=None, steps=10**9)
+    for step in loader:
         gate.step()
         for j, batch in enumerate(step):
             model.set_reshard_after_backward(j == len(step) - 1)
@@ -184,7 +185,7 @@ def torchft(name: str, directory: str, steps: str) -> None:
     while len(list(Path(directory).glob("up-*"))) < REPLICAS * RANKS:  # none goes ahead alone at the job's start
         time.sleep(0.01)
     drawn = int(place.read_text()) if place.exists() else 0
-    sampler = DistributedSampler(x, group, REPLICAS, seed=0)  # type: ignore[arg-type]
+    sampler = DistributedSampler(x, group, REPLICAS, seed=0)
     samples = torch.tensor(list(sampler)).split(MICRO_BATCHES * MICRO // RANKS)
     while manager.current_step() < int(steps):
         part, step = samples[drawn % len(samples)], manager.current_step() + 1

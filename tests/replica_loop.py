@@ -41,7 +41,7 @@ class Average(nn.Module):
 
 
 class Network(nn.Module):
-    def __init__(self, dropout: float = 0.1) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.average = Average(33)
         self.first, self.middle, self.last = nn.Linear(13, 33), nn.Linear(33, 16), nn.Linear(16, 1)
@@ -56,7 +56,7 @@ class Network(nn.Module):
 def make(given: dict[str, Any]) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The sharded model, and its optimizers: of Muon's matrices and of the rest."""
     torch.manual_seed(0)
-    model, mesh = Network(), init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    model, mesh = Network(given.get("dropout", 0.1)), init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if given.get("bf16") else MixedPrecisionPolicy()
     for module in (model.first, model.middle, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)

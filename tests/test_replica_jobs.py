@@ -120,12 +120,13 @@ def test_a_signal_of_notice_may_come_to_any_rank(reference: Job, tmp_path: Path)
 
 
 @pytest.mark.full
-def test_checkpoints_are_for_any_number_of_ranks(reference: Job, tmp_path: Path) -> None:
+def test_checkpoints_are_for_any_number_of_ranks(tmp_path: Path) -> None:
     """Stopped after 30 steps, it is resumed by workers of as many ranks with the same bits; by others, and by one
-    process that shards nothing, nearly.
+    process that shards nothing, with other roundings.
     """
     kept = {"checkpoint_dir": str(tmp_path / "kept"), "checkpoint_every_steps": 10}
-    first = run(tmp_path / "first", workers=2, loader={**kept, "epochs": None, "steps": 30})
+    reference = run(tmp_path / "reference", workers=1, dropout=0.0)
+    first = run(tmp_path / "first", workers=2, loader={**kept, "epochs": None, "steps": 30}, dropout=0.0)
     assert first.error is None, first.told()
     expected = parameters(tmp_path / "first", 0, 0)["first.weight"]
     whole = torch.load(tmp_path / "kept" / "model.pt", weights_only=True)
@@ -135,15 +136,15 @@ def test_checkpoints_are_for_any_number_of_ranks(reference: Job, tmp_path: Path)
     for ranks, workers in ((2, 1), (3, 2)):
         shutil.copytree(tmp_path / "kept", tmp_path / f"kept {ranks}")
         loader = {**kept, "checkpoint_dir": str(tmp_path / f"kept {ranks}"), "checkpoint_resume": "auto"}
-        job = run(tmp_path / f"again {ranks}", workers=workers, ranks=ranks, loader=loader)
+        job = run(tmp_path / f"again {ranks}", workers=workers, ranks=ranks, loader=loader, dropout=0.0)
         assert job.error is None and [event["step"] for event in job.of_kind("resumed")] == [30], job.told()
         found.append(torch.load(tmp_path / f"kept {ranks}" / "model.pt", weights_only=True))
         if ranks == 2:
             assert job.summary["params_sha256"] == reference.summary["params_sha256"]
     found += run_workers(1, replica_loop.whole, str(tmp_path / "kept"))
     for other in found[1:]:
-        for name, value in found[0].items():
-            assert torch.allclose(value, other[name], rtol=0, atol=2e-2), name
+        for name in found[0].keys() - {"average.mean"}:
+            assert torch.allclose(found[0][name], other[name], rtol=0, atol=1e-5), name
 
 
 REFUSED = {

@@ -15,6 +15,7 @@ import select
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -67,6 +68,14 @@ class Replica:
         """Returns every rank's numbers."""
         found: list[list[float]] = self.gather(torch.tensor(mine, dtype=torch.float64), what).tolist()
         return found
+
+    def meet(self, what: str) -> None:
+        """Waits until all ranks are about to do the same. Raises RuntimeError where one does something else: torch's
+        messages in which the ranks were at different points would bring each other's numbers.
+        """
+        word = float(zlib.crc32(what.encode()))
+        if any(other != [word] for other in self.every([word], what)):
+            raise RuntimeError(f"{what}: another rank of this worker does something else: all must call it")
 
     def together(self, act: Callable[[], T], what: str) -> T:
         """Returns what `act` returns, if it succeeds on all ranks. Else each of them raises CommError.

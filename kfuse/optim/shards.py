@@ -89,6 +89,7 @@ class Shards:
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """A torch optimizer's state_dict with whole tensors. Every rank calls it, and gets it."""
+        self.replica.meet("gathering the optimizer's state")
         return _mapped(state, lambda index, value: whole(value))
 
     def common(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -167,11 +168,12 @@ def cut(p: DTensor, value: Tensor) -> Tensor:
 class ShardedModel:
     """A part of the training state: a model with sharded parameters."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, replica: Replica) -> None:
+        self.model, self._replica = model, replica
 
     def state_dict(self) -> dict[str, Any]:
         """With whole tensors. Every rank of the worker calls it."""
+        self._replica.meet("gathering the model")
         return whole_state(self.model)
 
     def common_state(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def assemble(given: TrainArguments) -> Trainer:
     if session.replica is not None:
         from kfuse.optim.shards import ShardedModel  # few jobs need it
 
-        parts["model"] = ShardedModel(uncompiled(given.model))
+        parts["model"] = ShardedModel(uncompiled(given.model), session.replica)
     for k, each in enumerate(opts):
         number = f" {k}" if k else ""
         parts |= {f"trainable{number}": Trainable(each), f"optimizer{number}": each}
