@@ -97,12 +97,20 @@ def test_a_port_trains_as_the_plain_script(name: str, arguments: dict[str, str])
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in (*PORTED, *ELASTIC))
+    "name", sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in (*PORTED, *ELASTIC, "replicas"))
 )
 def test_an_example_runs(name: str, arguments: dict[str, str]) -> None:
     given = [arguments["llama"], str(EXAMPLES.parent / "README.md")] if name == "streaming_text" else []
     ranks = run_workers(2, run_example, str(EXAMPLES / f"{name}.py"), given)
     assert any(printed for printed, _ in ranks) and not any(warned for _, warned in ranks), ranks
+
+
+@pytest.mark.full
+def test_a_sharded_model_trains_on_workers_of_two_ranks(tmp_path: Path) -> None:
+    elasticity = limits(2, 2, 2, script=True)
+    job = run_script(tmp_path / "run", elasticity, str(EXAMPLES / "replicas.py"), ranks=2)
+    assert job.error is None, job.told()
+    assert len(job.metrics) == 128 and job.metrics[-1]["loss"] < 0.3 * job.metrics[0]["loss"]
 
 
 def test_nanogpts_loop_takes_three_lines_or_eight() -> None:

@@ -105,19 +105,31 @@ def test_only_reproducible_sums_without_weights_take_them() -> None:
     assert few == [worker_range(2, 5, rank) for rank in range(5)] and len(few[0]) == 1
 
 
-@given(st.integers(1, 6), st.integers(1, 90), st.booleans(), st.sampled_from([None, (16, 9, 4, 16, 16, 16)]))
+@given(
+    st.integers(1, 6),
+    st.integers(1, 90),
+    st.booleans(),
+    st.sampled_from([None, (16, 9, 4, 16, 16, 16)]),
+    st.sampled_from([1, 2, 3]),
+)
 def test_what_is_fetched_ahead_is_what_the_step_runs(
-    workers: int, batch_size: int, aligned: bool, weights: tuple[int, ...] | None
+    workers: int, batch_size: int, aligned: bool, weights: tuple[int, ...] | None, ranks: int
 ) -> None:
-    """Every task that a rank predicts is one of its micro-batches, at all steps of an epoch, in their order."""
-    length, micro, shares = 200, 3, weights and weights[:workers]
+    """Every task that a rank predicts is one of its micro-batches, at all steps of an epoch, in their order.
+
+    ranks: processes of each worker, which have equal parts of each micro-batch, or all its only sample.
+    """
+    length, micro, shares = 200, 6, weights and weights[:workers]
     sampler = EpochSampler(length, 0)
     for rank in range(workers):
         ran = []
         for cursor in range(0, length, batch_size):
             indices = sampler.indices(0, cursor, batch_size)
-            samples = StepSamples(0, cursor, indices, micro, workers, shares, aligned)
+            samples = StepSamples(0, cursor, indices, micro, workers, shares, aligned, ranks)
             ran += [samples.task(j) for j in samples.ranges[rank]]
-            assert len(samples.sizes) == len(micro_batch_sizes(len(indices), micro))
-        start = StepSamples(0, 0, sampler.indices(0, 0, batch_size), micro, workers, shares, aligned)
+            assert samples.sizes == micro_batch_sizes(len(indices), micro, ranks)
+            assert all(size % ranks == 0 or size == 1 for size in samples.sizes)
+            parts = [samples.of(j) for j in range(len(samples.sizes))]
+            assert np.concatenate(parts).tolist() == indices.tolist()
+        start = StepSamples(0, 0, sampler.indices(0, 0, batch_size), micro, workers, shares, aligned, ranks)
         assert list(start.task_plan(rank, batch_size, length, 1).tasks()) == ran

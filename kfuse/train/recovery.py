@@ -222,8 +222,8 @@ class Recovery:
         """
         if (replica := self.session.replica) is not None:  # a state of some of its ranks alone is none
             every = replica.every([self._has_state, self._torn], "who has the training state")
-            has_state, torn = all(has for has, _ in every), any(is_torn for _, is_torn in every)
-            self._has_state, self._torn = has_state, torn or (self._has_state and not has_state)
+            have, torn = [has for has, _ in every], any(is_torn for _, is_torn in every)
+            self._has_state, self._torn = all(have), torn or any(have) > all(have)
         self.session.together(partial(self._share_own_state, regroup_s), "sharing the training state")
 
     def _share_own_state(self, regroup_s: float) -> None:
