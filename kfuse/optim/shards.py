@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from kfuse.elastic.replica import Replica
+from kfuse.kernels.private_names import need
 
 # Their state has a parameter's shape, or is a count.
 KNOWN = tuple(
@@ -30,6 +31,7 @@ class Shards:
 
     def __init__(self, opt: torch.optim.Optimizer, inners: Iterable[torch.optim.Optimizer], replica: Replica) -> None:
         """Raises TypeError for an optimizer whose state cannot be cut. inners: torch's own."""
+        need("torch.distributed.tensor.DTensor._local_tensor")
         self._opt, self.replica = opt, replica
         for inner in inners or (opt,):
             if type(inner) not in KNOWN:
@@ -39,6 +41,7 @@ class Shards:
                     f"torch's {names}"
                 )
         self._pairs: list[tuple[Parameter, Parameter]] = []  # of a sharded and its plain parameter
+        self._shown: list[DTensor | None] = []  # the gradients that the sharded ones were given last
 
     def lay_out(self, named: Sequence[tuple[Parameter, str]]) -> None:
         """Finds the plain parameters. Raises TypeError for parameters that are not sharded over this worker's ranks."""
@@ -50,6 +53,7 @@ class Shards:
                     f"must shard all parameters, the root's too, over init_device_mesh(..., ({self.replica.size},))"
                 )
         self._pairs = [(p, self.plain(p)) for p, _ in named if p.requires_grad]
+        self._shown = [None] * len(self._pairs)
 
     def _refusal(self, p: Parameter) -> str:
         if not isinstance(p, DTensor):
@@ -71,15 +75,17 @@ class Shards:
 
     def show(self) -> None:
         """Each plain parameter's gradient becomes that of its sharded one, in the same memory."""
-        for p, plain in self._pairs:
-            p.grad = None if plain.grad is None else like(p, plain.grad)
+        for k, (p, plain) in enumerate(self._pairs):
+            shown = self._shown[k]
+            if plain.grad is not None and (shown is None or shown._local_tensor is not plain.grad):
+                shown = self._shown[k] = like(p, plain.grad)
+            p.grad = None if plain.grad is None else shown
 
     def take_back(self) -> None:
         """What the user has done to the sharded parameters' gradients since is done to the plain ones'."""
-        for p, plain in self._pairs:
-            found = None if p.grad is None else local(p.grad)
-            if found is None or plain.grad is None or found.data_ptr() != plain.grad.data_ptr():
-                plain.grad = found
+        for (p, plain), shown in zip(self._pairs, self._shown, strict=True):
+            if p.grad is not shown or plain.grad is None:
+                plain.grad = None if p.grad is None else local(p.grad)
 
     def drop(self) -> None:
         for _, plain in self._pairs:
@@ -136,8 +142,7 @@ def _mapped(state: dict[str, Any], change: Callable[[int, Tensor], Tensor]) -> d
 
 def local(tensor: Tensor) -> Tensor:
     """This process's shard, in the same memory; a tensor that is not sharded itself."""
-    shard: Any = tensor.detach()
-    return shard.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
