@@ -117,13 +117,21 @@ class Session:
         return self.proposed_generation() or self._generation
 
     def loses_supervisor(self) -> bool:
-        """Whether the supervisor is lost, or has ended the job, while this process can still write a checkpoint."""
-        return not sys.is_finalizing() and self.link.is_ending()
+        """Whether the supervisor is lost, or has ended the job, while this process can still write a checkpoint.
+
+        It cannot alone, where the worker has others: they may be in a forward, whatever ended the loop here.
+        """
+        return self.replica is None and not sys.is_finalizing() and self.link.is_ending()
 
     @property
     def leads(self) -> bool:
         """Whether this process decides and records for the job: the one of rank 0, or its first one."""
         return self.group.rank == 0 and (self.replica is None or self.replica.rank == 0)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """This process's place among those of its worker, which share each micro-batch, and their number."""
+        return (0, 1) if self.replica is None else (self.replica.rank, self.replica.size)
 
     def together(self, act: Callable[[], T], what: str) -> T:
         """Returns what `act` returns. Where this worker has several processes they all succeed, or raise CommError."""
@@ -261,7 +269,8 @@ class Session:
 
     def finish(self) -> bool:
         """Waits until the supervisor has the job's results; False if a worker was lost before that."""
-        return self.link.await_over(self._generation)
+        over = self.link.await_over(self._generation)
+        return over if self.replica is None else bool(self.replica.every([over], "the end of training")[0][0])
 
     def evict(self, worker: int, why: str, event: dict[str, Any]) -> None:
         """Has the supervisor end a worker of this view, and waits for the view without it. Every worker calls it.

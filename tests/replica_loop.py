@@ -65,7 +65,8 @@ def make(given: dict[str, Any]) -> tuple[nn.Module, list[torch.optim.Optimizer]]
     matrices = [p for p in model.parameters() if kind is torch.optim.Muon and p.ndim == 2 and len(p) > 1]
     rest = [p for p in model.parameters() if all(p is not q for q in matrices)]
     others = torch.optim.AdamW if matrices else kind
-    return model, [*([kind(matrices, lr=1e-2)] if matrices else []), others(rest, lr=1e-2)]
+    rate = given.get("lr", 1e-2)
+    return model, [*([kind(matrices, lr=rate)] if matrices else []), others(rest, lr=rate)]
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -77,6 +78,22 @@ def own(model: nn.Module) -> dict[str, Tensor]:
     """What this rank has of the model."""
     found: dict[str, Any] = model.state_dict()
     return {name: value.to_local() if hasattr(value, "to_local") else value for name, value in found.items()}
+
+
+def alone(given: dict[str, Any]) -> tuple[dict[str, Tensor], list[list[float]]]:
+    """The first epoch in one process that shards nothing. Returns the model, and what each step measured."""
+    torch.manual_seed(0)
+    model, found = Network(), list[list[float]]()
+    opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in kf.DataLoader(model, data(), opt, batch_size=BATCH, micro_batch=MICRO, epochs=1, seed=SEED):
+        for inputs, targets in step:
+            step.loss = F.mse_loss(model(inputs), targets)
+            step.loss.backward()
+        opt.step()
+        opt.zero_grad()
+        assert opt.stats is not None
+        found.append([opt.stats.loss, opt.stats.grad_norm, opt.stats.grad_variance or 0.0])
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}, found
 
 
 def plain(given: dict[str, Any], steps: int) -> dict[str, Tensor]:
@@ -128,7 +145,7 @@ def main(folder: Path, given: dict[str, Any]) -> None:
             os.kill(os.getpid(), getattr(signal, how))
 
     signal.signal(signal.SIGUSR2, raises)
-    opt = kf.Optimizer(*inners, clip_norm=0.5)
+    opt = kf.Optimizer(*inners, clip_norm=given.get("clip_norm", 0.5))
     more = {"epochs": 6, "observe_ledger": True, **given.get("loader", {})}
     loader = kf.DataLoader(model, data(), opt, batch_size=BATCH, micro_batch=MICRO, seed=SEED, **more)
     for step in loader:

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,17 @@ import pytest
 import replica_loop
 import torch
 from distributed import run_workers
-from elastic_job import Job, assert_exact, assert_none_left, run_script, until
+from elastic_job import (
+    DEADLINE_S,
+    Job,
+    assert_exact,
+    assert_none_left,
+    environment,
+    parent,
+    run_script,
+    until,
+    wait_until,
+)
 from limits import limits
 from torch import Tensor
 
@@ -65,6 +77,22 @@ def test_losses_of_any_rank_change_no_bit_and_no_sample(reference: Job, tmp_path
     assert [event["worker"] for event in job.of_kind("notice")] == [3]
     means = [parameters(tmp_path, worker, rank)["average.mean"] for worker in (4, 5) for rank in (0, 1)]
     assert all(torch.equal(mean, means[0]) for mean in means) and means[0].any()
+
+
+def test_gradients_figures_and_buffers_are_those_of_one_process(tmp_path: Path) -> None:
+    """An epoch with SGD and without clipping, in which a factor on the gradients would count."""
+    given = {"dropout": 0.0, "optimizer": "SGD", "lr": 0.1, "clip_norm": None}
+    job = run(tmp_path, workers=2, loader={"epochs": 1}, **given)
+    assert job.error is None, job.told()
+    [(expected, figures)] = run_workers(1, replica_loop.alone, given)
+    for rank in range(2):
+        found = parameters(tmp_path, 0, rank)
+        for name, whole in expected.items():
+            part = whole if whole.shape == found[name].shape else [*whole.chunk(2), whole[:0]][rank]
+            assert torch.allclose(found[name], part, rtol=1e-6, atol=1e-6), name
+    for record, (loss, norm, variance) in zip(job.metrics, figures, strict=True):
+        assert record["loss"] == pytest.approx(loss, rel=1e-5) and record["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert (record["grad_variance"] or 0.0) == pytest.approx(variance, rel=1e-4)
 
 
 @pytest.mark.full
@@ -165,3 +193,53 @@ def test_it_says_what_is_refused(what: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(start + text)
     job = run_script(tmp_path / "run", limits(1, 1, 1, script=True), str(tmp_path / "script.py"), ranks=2)
     assert job.error is not None and any(said in line for line in job.lines), job.told()
+
+
+LATE = """
+import sys, time, replica_loop, torch.distributed as dist
+from pathlib import Path
+replica_loop.main(Path(sys.argv[1]), {"loader": {"epochs": 1}})
+print("done by", dist.get_rank(), flush=True)
+time.sleep(5.0 * (dist.get_rank() == int(sys.argv[2])))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_may_work_on_after_the_loop(late: int, tmp_path: Path) -> None:
+    """By the real command, for longer than heartbeats may be late; each rank has a file of what it prints."""
+    (tmp_path / "script.py").write_text(LATE)
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--run-dir", "run", "--log-dir", "logs", "--ranks", "2"]
+    command += ["--elastic-heartbeat-timeout-s", "2", "script.py", ".", str(late)]
+    env = {**os.environ, **environment(), "PYTHONPATH": os.pathsep.join([*sys.path])}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"done by 0", "rank 1: done by 1"} <= {*done.stdout.splitlines()}
+    logs = [(tmp_path / "logs" / name).read_text() for name in ("worker-0.log", "worker-0-rank-1.log")]
+    assert logs == ["done by 0\n", "done by 1\n"]
+
+
+@pytest.mark.full
+def test_a_lost_supervisor_leaves_a_whole_checkpoint(reference: Job, tmp_path: Path) -> None:
+    """And no process. The next command goes on from it, with the same bits."""
+    given = {"loader": {"checkpoint_dir": str(tmp_path / "kept"), "checkpoint_every_steps": 1000}, "sleep": 0.05}
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "2", "--ranks", "2", "--run-dir"]
+    script = [replica_loop.__file__, str(tmp_path), json.dumps(given)]
+    env = {**os.environ, **environment()}
+    first = Job(tmp_path / "run")
+    with subprocess.Popen([*command, "run", *script], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL) as process:
+        wait_until("step 10", lambda: len(first.metrics) > 10)
+        children = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(pid) == process.pid]
+        process.kill()
+    assert len(children) == 4
+    assert_none_left(children)
+    subprocess.run([*command, "run", *script], cwd=tmp_path, env=env, check=True, timeout=DEADLINE_S)
+    assert [event["step"] > 10 for event in first.of_kind("resumed")] == [True]
+    assert first.summary["params_sha256"] == reference.summary["params_sha256"]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return parent(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return 0

@@ -95,6 +95,7 @@ REFUSED: list[dict[str, Any]] = [
     {"job.ranks": 2, "comm.state": "sharded"},
     {"job.ranks": 2, "comm.tree": "latency"},
     {"job.ranks": 2, "comm.audit_every": 5, "comm.reproducible": True},
+    {"job.ranks": 2, "train.target_accuracy": 0.9, "heldout": False},
     {"job.ranks": 2, "optimizers": 2},
     {"job.ranks": 2, "streams": 32},
     {"job.ranks": 2, "weight_fn": True},

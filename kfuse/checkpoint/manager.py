@@ -206,7 +206,7 @@ class SavedModel:
             return
         self.close()
         path = self._directory / _BEST
-        weights = self._attempt(path, model_weights, model)
+        weights = self._attempt(path, model_weights, model, self._session.leads)
         if weights is not None and self._session.leads:
             self._thread = threading.Thread(target=self._attempt, args=(path, _write, path, weights), name=_BEST)
             self._thread.start()
@@ -225,7 +225,7 @@ class SavedModel:
         if importlib.util.find_spec("safetensors"):
             paths["model_safetensors"] = directory / _SAFE
         found = {}
-        weights = self._attempt(paths["model"], model_weights, model)
+        weights = self._attempt(paths["model"], model_weights, model, self._session.leads)
         if weights is not None and self._session.leads:
             found = {key: str(path) for key, path in paths.items() if self._attempt(path, _write, path, weights)}
             if self._about is not None:
@@ -247,17 +247,19 @@ class SavedModel:
             self._report("event", {"step": None, "kind": "model_failed", "path": str(path), "why": first_line(error)})
 
 
-def model_weights(model: nn.Module) -> dict[str, Any]:
+def model_weights(model: nn.Module, keeps: bool = True) -> dict[str, Any]:
     """Returns a copy of the state_dict on the host. Tensors are dense; a shared (tied) one is one tensor in it too.
+
+    A sharded model's are whole, and all ranks of its worker call this function. keeps: whether this one gets them.
 
     Raises TypeError for what torch.load(weights_only=True) would not read.
     """
     # Variables are kept, so that a tied parameter is one object.
     state = uncompiled(model).state_dict(keep_vars=True)
-    if any(hasattr(value, "full_tensor") for value in state.values()):  # sharded: all ranks call this function
+    if any(hasattr(value, "full_tensor") for value in state.values()):
         from kfuse.optim.shards import whole_state
 
-        state = whole_state(uncompiled(model), keep_vars=True)
+        state = whole_state(state, keeps)
     copy: dict[str, Any] = snapshot(state, "model")
     return copy
 

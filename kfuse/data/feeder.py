@@ -81,11 +81,11 @@ class Feeder(Fetcher):
         sampler: EpochSampler | StreamSampler,
         loading: Loading,
         on_loss: Callable[[int, str], None] = lambda pid, how: None,
-        rank: int = 0,
-        ranks: int = 1,
+        part: int = 0,
+        parts: int = 1,
     ) -> None:
         """on_loss(pid, how): called when a loader process has ended unexpectedly, and another takes its place."""
-        super().__init__(data, sampler, rank, ranks)
+        super().__init__(data, sampler, part, parts)
         self._loading, self._on_loss = loading, on_loss
         self._loaders: list[_Loader] = []
         self._plan: TaskPlan | None = None
@@ -163,7 +163,7 @@ class Feeder(Fetcher):
         ours, theirs = context.Pipe()
         process = context.Process(
             target=serve,
-            args=(theirs, Fetcher(self.data, self.sampler, self.rank, self.ranks), number, self._loading, os.getpid()),
+            args=(theirs, Fetcher(self.data, self.sampler, self.part, self.parts), number, self._loading, os.getpid()),
             name=f"kfuse-loader-{number}",
             daemon=True,
         )

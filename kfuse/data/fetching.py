@@ -71,14 +71,14 @@ class StreamSampler:
         return np.arange(cursor, cursor + count, dtype=np.int64)
 
 
-def micro_batch_sizes(count: int, micro: int, ranks: int = 1) -> list[int]:
+def micro_batch_sizes(count: int, micro: int, parts: int = 1) -> list[int]:
     """Cuts `count` samples into micro-batches of `micro` samples, the last one smaller where it must be.
 
-    ranks: how many processes share each. What the last one has beyond a multiple of that are micro-batches of one
-    sample, which each of them runs: their mean is the same, whatever the ranks' means are weighted with.
+    parts: how many processes share each. What the last one has beyond a multiple of that are micro-batches of one
+    sample, which each of these processes runs: so the mean over them is the mean over the samples.
     """
     full, rest = divmod(count, micro)
-    alone = rest % ranks
+    alone = rest % parts
     return [micro] * full + [rest - alone] * (rest > alone) + [1] * alone
 
 
@@ -126,7 +126,7 @@ class TaskPlan:
     rank: int
     shares: tuple[int, ...] | None  # weights of the workers; None: all the same
     aligned: bool  # for reproducible sums: see `worker_range`
-    ranks: int  # processes of each worker
+    parts: int  # processes of each worker, which share each micro-batch
     # The position from which on tasks are asked for. Two plans that differ in nothing else are equal.
     epoch: int = field(compare=False)
     cursor: int = field(compare=False)
@@ -138,7 +138,7 @@ class TaskPlan:
         """
         epoch, cursor, idle, end = self.epoch, self.cursor, 0, self.samples or sys.maxsize
         while (self.epochs is None or epoch < self.epochs) and idle < _IDLE_STEPS:
-            sizes = micro_batch_sizes(min(self.batch_size, end - cursor), self.micro_batch, self.ranks)
+            sizes = micro_batch_sizes(min(self.batch_size, end - cursor), self.micro_batch, self.parts)
             mine = worker_range(len(sizes), self.workers, self.rank, self.shares, self.aligned)
             starts = [*accumulate(sizes, initial=cursor)]
             yield from (Task(epoch, starts[j], sizes[j]) for j in mine)
@@ -165,12 +165,12 @@ class Fetcher:
     """Fetches micro-batches of one data set in the caller's thread. `Feeder` does the same in loader processes."""
 
     def __init__(
-        self, data: Dataset | Stream, sampler: EpochSampler | StreamSampler, rank: int = 0, ranks: int = 1
+        self, data: Dataset | Stream, sampler: EpochSampler | StreamSampler, part: int = 0, parts: int = 1
     ) -> None:
-        """sampler: the order of the samples in each epoch, and the seed. rank: this process's among the `ranks` of its
-        worker, which share each micro-batch.
+        """sampler: the order of the samples in each epoch, and the seed. part: which of the equal parts of each
+        micro-batch it fetches.
         """
-        self.data, self.sampler, self.rank, self.ranks = data, sampler, rank, ranks
+        self.data, self.sampler, self.part, self.parts = data, sampler, part, parts
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -183,8 +183,8 @@ class Fetcher:
     def fetch(self, task: Task) -> Any:
         """Returns the task's batch, a function of seed and task alone. Changes the state of the global generators."""
         indices = self.sampler.indices(*task)
-        if len(indices) % self.ranks == 0:
-            indices = indices[self.rank :: self.ranks]
+        if len(indices) % self.parts == 0:  # else it has one sample, which all of them run
+            indices = indices[self.part :: self.parts]
         return fetch(self.data, indices, self.sampler.seed, task.epoch)
 
     def fetch_out_of_turn(self, task: Task) -> Any:

@@ -28,6 +28,7 @@ _POLL_S = 0.01
 _MOST_REACHED = 512  # connections of other workers that were accepted and are dropped, with each heartbeat
 _ENDS_POLL_S = 0.1
 _ENDED_S = 5.0  # until then the supervisor, told that the job must end, has ended this process
+_ALIVE = protocol.encode({"type": "alive"})
 _NEWS_S = 2.0  # of the supervisor's end, once its end of this process's output is closed
 
 T = TypeVar("T")
@@ -214,7 +215,7 @@ class ControlClient(Link):
     def _receive(self, lines: BinaryIO) -> None:
         why = ""
         try:
-            while line := lines.readline(protocol.MAX_LINE):
+            while line := self._next(lines):
                 message = protocol.decode(line)
                 with self._changed:
                     match message.pop("type"):
@@ -224,6 +225,8 @@ class ControlClient(Link):
                             self.stop = message["reason"]
                         case "over":
                             self._over = True
+                        case "goodbye":  # of rank 0 to the other ranks of its worker, whose processes go on
+                            self._closing.set()
                         case "failed":
                             self.failed, self.writes_last = message["why"], message["saves"]
                         case "reach":
@@ -252,9 +255,13 @@ class ControlClient(Link):
         """A view that has arrived."""
         return View.from_json(view)
 
-    def _is_well(self) -> bool:
-        """Whether this worker has heartbeats to send."""
-        return True
+    def _next(self, lines: BinaryIO) -> bytes:
+        """The next message that arrives; an empty one at the end."""
+        return lines.readline(protocol.MAX_LINE)
+
+    def _beat(self) -> None:
+        """Sends a heartbeat."""
+        self._socket.sendall(_ALIVE)
 
     def _tell_unreached(self, inquiry: int, addresses: list[tuple[int, Any]], timeout_s: float) -> None:
         """Tells the supervisor which of these workers this one does not reach."""
@@ -276,8 +283,7 @@ class ControlClient(Link):
                 if (now := time.monotonic()) >= due:
                     due = now + protocol.HEARTBEAT_S
                     faulthandler.dump_traceback_later(_STUCK_S, exit=True)
-                    if self._is_well():
-                        self._socket.sendall(protocol.encode({"type": "alive"}))
+                    self._beat()
                     with contextlib.suppress(BlockingIOError):  # there are no more
                         for _ in range(_MOST_REACHED if self._reached else 0):
                             self._reached.accept()[0].close()  # type: ignore[union-attr]

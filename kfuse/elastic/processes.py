@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import math
 import re
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,6 +17,7 @@ from typing import Any
 from kfuse.elastic import protocol
 from kfuse.elastic.job import Job, JobFailed, Records
 from kfuse.elastic.launchers import Launcher, WorkerProcess
+from kfuse.elastic.launchers.local import how
 
 IMPORT_THREAD = "kfuse-import"
 
@@ -90,9 +90,7 @@ class Worker:
             return f"{self.why} and {'cannot be reached' if status is None else 'was killed'}"
         if cause := getattr(self.process, "cause", ""):
             return str(cause)
-        if status is not None and status < 0:
-            return f"was ended by {signal.Signals(-status).name}"
-        return f"ended with exit status {status}"
+        return "ended with an unknown exit status" if status is None else how(status)
 
 
 def send_to_all(workers: Iterable[Worker], kind: str, **fields: Any) -> None:

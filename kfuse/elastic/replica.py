@@ -3,13 +3,16 @@
 To the supervisor it is one worker, for which rank 0 speaks. The ranks are torch's default process group. Each has a
 group of its own with the processes of the same rank in the other workers: the shards of one index. Three rules keep the
 ranks together: they take a step, a view or a state by a vote, or none of them does; rank 0 says which view; and what
-comes from the supervisor ends no wait in torch's own messages, in which the other ranks would be left alone.
+the supervisor sends interrupts no wait but that for other workers: in torch's own messages the ranks wait for each
+other.
 
-(The shape is that of torchft's replica groups, where a failed step's samples are skipped. Here it is made again.)
+(torchft's replica groups have this shape. They skip the samples of a step that fails; here the step is made again.)
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import select
 import socket
@@ -119,7 +122,7 @@ class Replica:
         """After an error: if another rank has ended, whose end may be the reason, waits until this one is ended too."""
         until = time.monotonic() + _NEWS_S
         while time.monotonic() < until:
-            if self.link.is_left_alone():
+            if self.link.has_lost_rank():
                 time.sleep(_ENDED_S)
             time.sleep(_POLL_S)
 
@@ -140,8 +143,8 @@ class RankLink(ControlClient):
             rank.set_inheritable(False)
         super().__init__(timeout_s)
 
-    def is_left_alone(self) -> bool:
-        """Whether another rank has ended: the launcher is about to end this one too."""
+    def has_lost_rank(self) -> bool:
+        """Whether a rank that this one is connected with has ended: then the launcher ends this one too."""
         ends = select.poll()
         for rank in self._ranks:
             ends.register(rank, 0)  # an end is told in any case
@@ -165,52 +168,57 @@ class LeaderLink(RankLink):
 
     def _connect(self, address: tuple[str, int], timeout_s: float, **more: Any) -> tuple[socket.socket, BinaryIO, Any]:
         connection, lines, welcome = super()._connect(address, timeout_s, **more)
-        if more:
-            return connection, lines, welcome
-        self._heard = dict.fromkeys(self._ranks, time.monotonic())
-        self._pass_on(protocol.encode(welcome))
-        threading.Thread(target=self._listen, name="kfuse-ranks", daemon=True).start()
-        passing: Any = _Passing(lines, self._pass_on)
-        return connection, passing, welcome
+        if not more:
+            self._passing = threading.Lock()
+            self._heard = dict.fromkeys(self._ranks, time.monotonic())
+            self._pass_on(protocol.encode(welcome))
+            for rank in self._ranks:
+                threading.Thread(target=self._listen, args=(rank,), name="kfuse-rank", daemon=True).start()
+        return connection, lines, welcome
 
     def _pass_on(self, line: bytes) -> None:
         """To all other ranks. An empty line: the supervisor is gone."""
-        for rank in self._ranks:
-            try:
-                if line:
-                    rank.sendall(line)
-                else:
-                    rank.shutdown(socket.SHUT_WR)
-            except OSError:  # it has ended: the launcher ends this worker
-                pass
+        with self._passing:
+            for rank in self._ranks:
+                with contextlib.suppress(OSError):  # it has ended: the launcher ends this worker
+                    rank.sendall(line) if line else rank.shutdown(socket.SHUT_WR)
+
+    def _next(self, lines: BinaryIO) -> bytes:
+        line = b""
+        try:
+            line = super()._next(lines)
+        finally:
+            self._pass_on(line)
+        return line
 
     def publish(self, decision: dict[str, Any]) -> int:
-        with self._changed:  # in the order of their numbers
-            number = super().publish(decision)
-            known = {"worker": self.worker, "number": number, "decision": decision}
-            self._pass_on(protocol.encode({"type": "decision", **known}))
+        number = super().publish(decision)
+        known = {"worker": self.worker, "number": number, "decision": decision}
+        self._pass_on(protocol.encode({"type": "decision", **known}))
         return number
 
     def send(self, message: str, **fields: Any) -> None:
-        if message != "loop_ended" or not self.is_left_alone():  # that one's error counts, which it has told
+        """Leaves out that the loop has ended where another rank has: its error was the reason, and is known."""
+        if message != "loop_ended" or not self.has_lost_rank():
             super().send(message, **fields)
 
-    def _listen(self) -> None:
-        """Takes the other ranks' heartbeats and messages."""
-        lines = {rank: rank.makefile("rb") for rank in self._ranks}
-        while lines:
-            for rank in select.select([*lines], [], [])[0]:
-                line = lines[rank].readline()
-                if not line:
-                    del lines[rank]
-                    continue
+    def close(self) -> None:
+        self._pass_on(protocol.encode({"type": "goodbye"}))
+        super().close()
+
+    def _listen(self, rank: socket.socket) -> None:
+        """Takes another rank's heartbeats and messages, until it ends."""
+        with contextlib.suppress(OSError, ValueError):
+            for line in rank.makefile("rb"):
                 self._heard[rank] = time.monotonic()
                 message = protocol.decode(line)
                 if (kind := message.pop("type")) in _PASSED_ON:
                     self.send(kind, **message)
+        self._heard[rank] = math.inf  # the launcher knows whether it has failed
 
-    def _is_well(self) -> bool:
-        return time.monotonic() - min(self._heard.values()) < protocol.HEARTBEAT_S + _SILENT_S
+    def _beat(self) -> None:
+        if time.monotonic() - min(self._heard.values()) < protocol.HEARTBEAT_S + _SILENT_S:
+            super()._beat()
 
 
 class FollowerLink(RankLink):
@@ -229,20 +237,7 @@ class FollowerLink(RankLink):
         if message in _PASSED_ON and (message != "loop_ended" or fields["failed_at"] is not None):
             super().send(message, **fields)
 
-    def publish(self, decision: dict[str, Any]) -> int:
-        raise AssertionError("rank 0 decides")
-
-
-class _Passing:
-    """What reads lines, and passes each on."""
-
-    def __init__(self, lines: BinaryIO, pass_on: Callable[[bytes], None]) -> None:
-        self._lines, self._pass_on = lines, pass_on
-
-    def readline(self, limit: int) -> bytes:
-        line = b""
-        try:
-            line = self._lines.readline(limit)
-        finally:
-            self._pass_on(line)
-        return line
+    def _beat(self) -> None:
+        with self._changed:  # after what has not been sent: it is the same connection
+            self._unsent.append(protocol.encode({"type": "alive"}))
+            self._flush()

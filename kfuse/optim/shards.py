@@ -9,6 +9,8 @@ same rank get is local; checkpoints have whole tensors, as of one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.nn import Parameter
 from kfuse.elastic.replica import Replica
 from kfuse.kernels.private_names import need
 
+SEVERAL = "optimizers"  # a key of the state of several
 # Their state has a parameter's shape, or is a count.
 KNOWN = tuple(
     getattr(optim, name) for name in ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta", "Muon")
@@ -93,10 +96,10 @@ class Shards:
 
     # -- the optimizer's state ------------------------------------------------------------------------------------
 
-    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A torch optimizer's state_dict with whole tensors. Every rank calls it, and gets it."""
+    def whole(self, state: dict[str, Any], only: int | None) -> dict[str, Any]:
+        """A torch optimizer's state_dict with whole tensors. Every rank calls it. only: the rank that gets them."""
         self.replica.meet("gathering the optimizer's state")
-        return _mapped(state, lambda index, value: whole(value))
+        return _mapped(state, lambda index, value: whole(value, only in (None, self.replica.rank)))
 
     def common(self, state: dict[str, Any]) -> dict[str, Any]:
         """The same with this rank's shards, as plain tensors."""
@@ -124,12 +127,12 @@ def _deliver(p: Tensor) -> None:
 
 def _mapped(state: dict[str, Any], change: Callable[[int, Tensor], Tensor]) -> dict[str, Any]:
     """Several optimizers' state, or one's, with its tensors changed. change(index of the parameter, tensor)."""
-    if "optimizers" in state:
+    if SEVERAL in state:
         first, states = 0, []
-        for each in state["optimizers"]:
+        for each in state[SEVERAL]:
             states.append(_mapped(each, lambda index, value, first=first: change(first + index, value)))  # type: ignore[misc]
             first += sum(len(group["params"]) for group in each["param_groups"])
-        return {**state, "optimizers": states}
+        return {**state, SEVERAL: states}
     changed = {
         index: {name: change(index, value) if isinstance(value, Tensor) else value for name, value in of.items()}
         for index, of in state["state"].items()
@@ -145,10 +148,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor. Every rank of the worker calls it for a sharded one."""
+def whole(tensor: Tensor, keeps: bool = True) -> Tensor:
+    """All of a tensor. Every rank of the worker calls it for a sharded one. keeps: whether this one gets it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     shard: Any = tensor.detach()
-    return shard.full_tensor() if isinstance(tensor, DTensor) else tensor
+    full: Tensor = shard.full_tensor()
+    return full if keeps else full.new_empty(0)
 
 
 def like(p: Tensor, shard: Tensor) -> DTensor:
@@ -179,7 +185,12 @@ class ShardedModel:
     def state_dict(self) -> dict[str, Any]:
         """With whole tensors. Every rank of the worker calls it."""
         self._replica.meet("gathering the model")
-        return whole_state(self.model)
+        return whole_state(self.model.state_dict())
+
+    def leaders_state(self) -> dict[str, Any]:
+        """As `state_dict`, but rank 0 alone gets the whole tensors."""
+        self._replica.meet("gathering the model for a checkpoint")
+        return whole_state(self.model.state_dict(), self._replica.rank == 0)
 
     def common_state(self) -> dict[str, Any]:
         """With this rank's shards."""
@@ -187,22 +198,21 @@ class ShardedModel:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes whole tensors, or this rank's shards. Raises ValueError or RuntimeError where they do not fit."""
-        own = self.model.state_dict()
-        placed = {
-            name: like(p, cut(p, value)) if isinstance(p := own.get(name), DTensor) else value
-            for name, value in state.items()
-        }
+        own, placed = self.model.state_dict(), copy(state)  # which has the modules' version numbers too
+        for name, value in state.items():
+            if isinstance(p := own.get(name), DTensor):
+                placed[name] = like(p, cut(p, value))  # type: ignore[index]
         self.model.load_state_dict(placed)
 
 
-def whole_state(model: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
-    """model.state_dict() with whole tensors. Every rank of the worker calls it for a sharded model."""
-    return _each(model.state_dict(keep_vars=keep_vars), whole)
+def whole_state(state: dict[str, Any], keeps: bool = True) -> dict[str, Any]:
+    """A model's state_dict with whole tensors. Every rank calls it for a sharded model. keeps: as of `whole`."""
+    return _each(state, partial(whole, keeps=keeps))
 
 
 def _each(state: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """Changes each tensor once: a tied one is one tensor in the result too."""
-    out, made = state.copy(), dict[int, Tensor]()  # a copy has the modules' version numbers too
+    out, made = copy(state), dict[int, Tensor]()
     for name, value in state.items():
         if isinstance(value, Tensor):
             if id(value) not in made:

@@ -108,7 +108,7 @@ class TorchUpdates(Updates):
             self._inners[0].state = self.opt.state
 
     def state_dict(self, only: int | None = None) -> dict[str, Any]:
-        return self._own_state() if self.shards is None else self.shards.whole(self._own_state())
+        return self._own_state() if self.shards is None else self.shards.whole(self._own_state(), only)
 
     def common_state(self) -> dict[str, Any]:
         return self._own_state() if self.shards is None else self.shards.common(self._own_state())

@@ -192,6 +192,7 @@ RULES = (
     Rule("comm.state", Is("replicated"), _REPLICAS, "the ranks have a shard of the state each"),
     Rule("comm.tree", IsNot("latency"), _REPLICAS, "the ranks' links would choose different trees"),
     Rule("comm.audit_every", Is(None), _REPLICAS, "no rank has the whole gradient"),
+    Rule("train.target_accuracy", Is(None), _REPLICAS | {"heldout": Is(False)}, "each rank may log another"),
     Rule("optimizers", Is(1), _REPLICAS, "several have not been tried"),
     Rule("streams", Is(None), _REPLICAS, "a stream of CarriedState has one process"),
     Rule("weight_fn", Is(False), _REPLICAS, "the ranks would weigh their parts otherwise"),

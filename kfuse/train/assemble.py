@@ -115,7 +115,7 @@ def _facts(given: TrainArguments, session: Session, schedule: LRSchedule, inner:
         | rules.run_facts(schedule.total, settings["lr_decay"], settings["lr_decay_fraction"])
         | by_key(session.comm.named())
         | {"job": "elastic" if session.elastic else "fixed"}
-        | {"job.ranks": 1 if session.replica is None else session.replica.size}
+        | {"job.ranks": session.part[1]}
         | rules.policy_facts(given.policy)
         | rules.optimizer_facts(type(given.opt), inner)
         | {"optimizers": len(given.opts)}
@@ -139,16 +139,15 @@ def _fetcher(
     settings = given.settings
     loading = Loading(settings["num_workers"], settings["data_prefetch"], given.worker_init_fn)
     check_loaders(given.data, loading.workers)
-    rank, ranks = (0, 1) if session.replica is None else (session.replica.rank, session.replica.size)
     if not loading.workers:
-        return Fetcher(given.data, sampler, rank, ranks)
+        return Fetcher(given.data, sampler, *session.part)
     from kfuse.data.feeder import Feeder
 
     def report(pid: int, how: str) -> None:
         about = {"step": progress.step, "kind": "loader_lost", "worker": session.worker}
         reporter.report("event", {**about, "pid": pid, "how": how})
 
-    return Feeder(given.data, sampler, loading, report, rank, ranks)
+    return Feeder(given.data, sampler, loading, report, *session.part)
 
 
 def _streams(given: TrainArguments) -> int | None:

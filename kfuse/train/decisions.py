@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from kfuse.comm.group import CommError, Links
@@ -95,6 +95,7 @@ class Decisions:
 
     def _shape(self, tree: str | Sequence[int]) -> str | list[int]:
         if isinstance(tree, str) and tree in TREES:
+            rules.check({**self.facts, "comm.tree": tree})
             return tree
         try:
             parents = [operator.index(parent) for parent in tree]  # type: ignore[arg-type]
@@ -144,6 +145,9 @@ class Decisions:
                 self._under_way[step] = self._fetch(context.members[0], number)
 
     def _fetch(self, leader: int, number: int) -> dict[str, Any]:
+        return self.session.together(partial(self._fetched, leader, number), f"decision {number}")
+
+    def _fetched(self, leader: int, number: int) -> dict[str, Any]:
         try:
             return self.session.link.fetch(leader, number, self.session.group.timeout_s)
         except (RuntimeError, TimeoutError) as error:

@@ -70,8 +70,8 @@ class Evaluations:
         at, given = self.progress, self.given
         logged = at.logged.get(at.step, {})
         loss, accuracy = logged.get("heldout_loss"), logged.get("heldout_accuracy")
-        if given.heldout is not None or (loss is None and accuracy is None):
-            return
+        if given.heldout is not None or (loss is None and accuracy is None) or self.session.replica is not None:
+            return  # the ranks of a worker may have logged different ones
         result = Evaluation(loss, accuracy)
         if at.take_evaluation(result, at.step + 1) and given.saved_model is not None:
             given.saved_model.save_best(given.model)

@@ -101,7 +101,7 @@ class Recovery:
                 elif self._has_state and self.given.checkpoints is not None:
                     with self.session.link.saving():
                         writes = self.session.writes_last
-                        self.given.checkpoints.save_last(self.progress.step, self.state.capture, alone=writes)
+                        self.given.checkpoints.save_last(self.progress.step, self.state.capture_on_leader, alone=writes)
             raise
         finally:
             self.session.end_training(failed_at)
@@ -221,9 +221,10 @@ class Recovery:
         Where a part of the sharded optimizer state is lost with its workers, all go back to a checkpoint.
         """
         if (replica := self.session.replica) is not None:  # a state of some of its ranks alone is none
-            every = replica.every([self._has_state, self._torn], "who has the training state")
-            have, torn = [has for has, _ in every], any(is_torn for _, is_torn in every)
-            self._has_state, self._torn = all(have), torn or any(have) > all(have)
+            mine = [self.progress.position if self._has_state else -1, self._torn]
+            places, torn = zip(*replica.every(mine, "who has the training state"), strict=True)
+            self._has_state = self._has_state and len({*places}) == 1
+            self._torn = any(torn) or len({*places}) > 1
         self.session.together(partial(self._share_own_state, regroup_s), "sharing the training state")
 
     def _share_own_state(self, regroup_s: float) -> None:

@@ -73,8 +73,11 @@ class TrainingState:
         }
 
     def capture_on_leader(self) -> dict[str, Any]:
-        """As `capture`, but rank 0 alone gets the shards of the optimizer's state."""
-        return self.capture(of_optimizer=lambda opt: opt.with_statistics(opt.updates.state_dict(only=0)))
+        """As `capture`, but rank 0 alone gets the shards, of the optimizer's state or of the model."""
+        return self.capture(
+            of_optimizer=lambda opt: opt.with_statistics(opt.updates.state_dict(only=0)),
+            of_part=lambda part: getattr(part, "leaders_state", part.state_dict)(),
+        )
 
     def capture_common(self, only: Collection[str] | None = None) -> dict[str, Any]:
         """As `capture`, without the shards of the optimizer's state, and with this process's alone where the model is

@@ -50,13 +50,13 @@ class StepSamples:
     workers: int
     shares: tuple[int, ...] | None = None  # weights of the workers; None: all the same
     aligned: bool = False  # ranges are those for reproducible sums: see `worker_range`
-    ranks: int = 1  # processes of each worker
+    parts: int = 1  # processes of each worker, which share each micro-batch
     sizes: list[int] = field(init=False)  # number of samples of each micro-batch of the step, over all workers
     starts: list[int] = field(init=False)  # samples of the step before each of them
     ranges: tuple[range, ...] = field(init=False)  # the micro-batches that each worker is to run
 
     def __post_init__(self) -> None:
-        self.sizes = micro_batch_sizes(len(self.indices), self.micro_batch, self.ranks)
+        self.sizes = micro_batch_sizes(len(self.indices), self.micro_batch, self.parts)
         self.starts = [*accumulate(self.sizes, initial=0)]
         split = len(self.sizes), self.workers
         self.ranges = tuple([worker_range(*split, rank, self.shares, self.aligned) for rank in range(self.workers)])
@@ -72,7 +72,7 @@ class StepSamples:
     def task_plan(self, rank: int, batch_size: int, length: int | None, epochs: int | None) -> TaskPlan:
         """What worker `rank` will fetch from this step on, with these settings. length: samples of an epoch."""
         settings = (length, epochs, batch_size, self.micro_batch, self.workers, rank, self.shares, self.aligned)
-        return TaskPlan(*settings, self.ranks, self.epoch, self.cursor)
+        return TaskPlan(*settings, self.parts, self.epoch, self.cursor)
 
 
 class Step:
@@ -105,7 +105,7 @@ class Step:
         self.error: Exception | None = None  # the exception that ended the step's body early
         self._fetcher, self._opt, self._objective, self._passes = fetcher, given.opt, given.objective, passes
         self._seed, self._several_backwards = given.settings["seed"], given.several_backwards
-        self._rank, self._ranks = fetcher.rank, fetcher.ranks
+        self._part, self._parts = session.part
         self._fetched = set[int]()  # micro-batches that were fetched, by number: an earlier pass has used them
         self.began = time.perf_counter()
 
@@ -136,7 +136,7 @@ class Step:
         self.data_wait_s += time.perf_counter() - started
         for each in tensors(batch):
             self.data_bytes += 0 if each.is_sparse else each.nbytes
-        seed_forward(device, random_key(self._seed, self.number, j * self._ranks + self._rank))
+        seed_forward(device, random_key(self._seed, self.number, j * self._parts + self._part))
         self.loss, self.figures = None, ()
         with MicroBatch(weight, j == self.mine[-1], self._several_backwards, opt.engine) as micro_batch:
             yield batch
@@ -320,8 +320,8 @@ class Sampling:
         # Apart, each worker knows its own speed only: unequal shares would leave samples out.
         if len(workers) > 1 and self.settings["workers_balance"] and not self.progress.is_apart:
             weights = shares(relative_throughput(self.progress.throughput, workers))
-        ranks = 1 if self.session.replica is None else self.session.replica.size
-        return StepSamples(epoch, cursor, indices, micro_batch, len(workers), weights, self.reproducible, ranks)
+        how = weights, self.reproducible, self.session.part[1]
+        return StepSamples(epoch, cursor, indices, micro_batch, len(workers), *how)
 
     def times_before(self) -> tuple[float, float]:
         """Seconds of the step before, and those of them that this worker waited for data; 0.0 where they do not stand

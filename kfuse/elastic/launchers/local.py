@@ -181,6 +181,14 @@ async def kill_once_stopped(process: LocalProcess, pid: int) -> None:
     process.kill()
 
 
+def how(status: int) -> str:
+    """Text about the end of a process with this exit status."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    known = {each.value: each.name for each in signal.Signals}
+    return f"was ended by {known.get(-status, f'signal {-status}')}"
+
+
 def gpus() -> int:
     """How many GPUs this process sees. Where there is no driver torch is not asked: its import takes seconds."""
     if not any(any(Path("/dev").glob(name)) for name in _DRIVERS):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import signal
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
-from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess
+from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess, how
 from kfuse.elastic.protocol import ENV_LOG, ENV_REPLICA, OF_RANK
 
 _HOST = "127.0.0.1"
+_WAITING_LINES = 64
 
 
 class ReplicaProcess:
@@ -33,21 +35,22 @@ class ReplicaProcess:
             ended = await process.wait()
             if ended and not status:
                 status = ended
-                how = f"was ended by {signal.Signals(-ended).name}" if ended < 0 else f"ended with exit status {ended}"
-                self.cause = f"rank {rank} {process.cause or how}" if process.cause or rank else ""
                 self.kill()
+                self.cause = f"rank {rank} {process.cause or how(ended)}" if process.cause or rank else ""
 
         await asyncio.gather(*(watch(rank, process) for rank, process in enumerate(self._ranks)))
         self._port.close()
         return status
 
     async def lines(self) -> AsyncIterator[str]:
-        printed: asyncio.Queue[str | None] = asyncio.Queue()
+        printed: asyncio.Queue[str | None] = asyncio.Queue(_WAITING_LINES)
 
         async def read(label: str, process: LocalProcess) -> None:
-            async for line in process.lines():
-                printed.put_nowait(label + line)
-            printed.put_nowait(None)
+            try:
+                async for line in process.lines():
+                    await printed.put(label + line)
+            finally:
+                await printed.put(None)
 
         labels = [OF_RANK.format(rank) if rank else "" for rank in range(len(self._ranks))]
         reading = [asyncio.create_task(read(*each)) for each in zip(labels, self._ranks, strict=True)]
@@ -84,31 +87,31 @@ class ReplicaLauncher:
 
     async def start(self, env: Mapping[str, str]) -> ReplicaProcess:
         """Starts one worker. Raises OSError; then none of its processes is left."""
-        pairs = [socket.socketpair() for _ in range(1, self._ranks)]  # of rank 0 and of each other one
-        port, started = socket.socket(), list[LocalProcess]()
-        try:
+        started = list[LocalProcess]()
+        with contextlib.ExitStack() as here:
+            pairs = [socket.socketpair() for _ in range(1, self._ranks)]  # of rank 0 and of each other one
+            for end in chain.from_iterable(pairs):
+                here.callback(end.close)
+            port = socket.socket()
             # Bound, and not listened to: torch's store can bind it too, and nobody is given the number meanwhile.
             port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            port.bind((_HOST, 0))
-            of_all = {"WORLD_SIZE": str(self._ranks), "LOCAL_WORLD_SIZE": str(self._ranks)}
-            of_all |= {"MASTER_ADDR": _HOST, "MASTER_PORT": str(port.getsockname()[1])}
-            for rank in range(self._ranks):
-                ends = [pairs[rank - 1][1].fileno()] if rank else [end.fileno() for end, _ in pairs]
-                own = {"RANK": str(rank), ENV_REPLICA: ",".join(map(str, ends))}
-                if rank and ENV_LOG in env:
-                    log = Path(env[ENV_LOG])
-                    own[ENV_LOG] = str(log.with_stem(f"{log.stem}-rank-{rank}"))
-                started.append(await self._local.start({**env, **of_all, **own}, ends))
-            return ReplicaProcess(started, port)
-        except BaseException:
-            port.close()
-            for process in started:
-                process.kill()
-            raise
-        finally:
-            for pair in pairs:
-                for end in pair:
-                    end.close()
+            try:
+                port.bind((_HOST, 0))
+                of_all = {"WORLD_SIZE": str(self._ranks), "LOCAL_WORLD_SIZE": str(self._ranks)}
+                of_all |= {"MASTER_ADDR": _HOST, "MASTER_PORT": str(port.getsockname()[1])}
+                for rank in range(self._ranks):
+                    ends = [pairs[rank - 1][1].fileno()] if rank else [end.fileno() for end, _ in pairs]
+                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ENV_REPLICA: ",".join(map(str, ends))}
+                    if rank and ENV_LOG in env:
+                        log = Path(env[ENV_LOG])
+                        own[ENV_LOG] = str(log.with_stem(f"{log.stem}-rank-{rank}"))
+                    started.append(await self._local.start({**env, **of_all, **own}, ends))
+            except BaseException:
+                port.close()
+                for process in started:
+                    await process.end()
+                raise
+        return ReplicaProcess(started, port)
 
     async def close(self) -> None:
         """Does nothing: the processes have ended."""
