@@ -55,11 +55,15 @@ def main() -> None:
     parser.add_argument("what", choices=("cost", "losses"))
     parser.add_argument("--starts", type=int, default=6, help="cost: of each job (default 6)")
     parser.add_argument("--rounds", type=int, default=8, help="cost: blocks of each job a start (default 8)")
+    parser.add_argument(
+        "--reshards", action="store_true", help="fully_shard's default: parameters are gathered for each backward again"
+    )
     parser.add_argument("--kills", type=int, default=5, help="losses: of each system (default 5)")
     parser.add_argument("--steps", type=int, default=800, help="losses: of the plan (default 800)")
     parser.add_argument("--systems", default="kfuse,torchft,torchft-again", help="losses: comma-separated")
     arguments = parser.parse_args()
     warn_if_busy()
+    os.environ["HSDP_RESHARDS"] = str(int(arguments.reshards))
     if arguments.what == "cost":
         figures = costs(arguments.starts, arguments.rounds)
     else:

@@ -30,6 +30,7 @@ MICRO = 4  # samples, of a replica
 BATCH = REPLICAS * MICRO_BATCHES * MICRO
 TOKENS, LENGTH = 256, 64
 LR, CLIP = 1e-3, 1.0
+RESHARDS = os.environ.get("HSDP_RESHARDS") == "1"
 
 
 def problem(samples: int) -> tuple[GPT, Tensor, Tensor]:
@@ -41,7 +42,7 @@ def problem(samples: int) -> tuple[GPT, Tensor, Tensor]:
 
 def shard(model: GPT, mesh: DeviceMesh) -> torch.optim.Optimizer:
     for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=False)  # as in comm.py: its memory is no subject here
+        fully_shard(unit, mesh=mesh, reshard_after_forward=RESHARDS)
     return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
 

@@ -66,16 +66,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def test_losses_of_any_rank_change_no_bit_and_no_sample(reference: Job, tmp_path: Path) -> None:
     """In a step and in a micro-batch; of the leader's rank 0 too. Buffers that forward changes are the same on all."""
-    events = [[1, 1, 10, "SIGKILL"], [0, 0, 20.5, "SIGKILL"], [2, 1, 30, "SIGUSR2"], [3, 0, 40, "SIGTERM"]]
-    job = run(tmp_path, workers=2, events=events, sleep=0.05)
+    events = [[1, 1, 10, "SIGKILL"], [0, 0, 20.5, "SIGKILL"], [2, 1, 30, "SIGUSR2"]]
+    job = run(tmp_path, workers=2, events=events, waits=[12, 22, 32])
     assert_as_undisturbed(job, reference)
     assert [event["how"].split(":")[0] for event in job.of_kind("failure")] == [
         "rank 1 was ended by SIGKILL",
         "was ended by SIGKILL",
         "rank 1 ended with exit status 1",
     ]
-    assert [event["worker"] for event in job.of_kind("notice")] == [3]
-    means = [parameters(tmp_path, worker, rank)["average.mean"] for worker in (4, 5) for rank in (0, 1)]
+    means = [parameters(tmp_path, worker, rank)["average.mean"] for worker in (3, 4) for rank in (0, 1)]
     assert all(torch.equal(mean, means[0]) for mean in means) and means[0].any()
 
 
@@ -112,7 +111,7 @@ def test_it_trains_as_fsdp2_does_alone(kind: str, bf16: bool, bound: float, tmp_
 
 @pytest.mark.full
 def test_three_replicas_and_planned_changes(reference: Job, tmp_path: Path) -> None:
-    job = run(tmp_path, workers=3, resizes={"10": 1, "25": 2}, sleep=0.05)
+    job = run(tmp_path, workers=3, resizes={"10": 1, "20": 2}, waits=[30])
     assert_as_undisturbed(job, reference)
     assert [len(view["workers"]) for view in job.views] == [3, 1, 2]
 
@@ -120,7 +119,7 @@ def test_three_replicas_and_planned_changes(reference: Job, tmp_path: Path) -> N
 @pytest.mark.full
 def test_replicas_of_three_ranks(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone", workers=1, ranks=3)
-    job = run(tmp_path / "two", workers=2, ranks=3, events=[[1, 2, 12.5, "SIGKILL"], [0, 1, 30, "SIGKILL"]], sleep=0.05)
+    job = run(tmp_path / "two", workers=2, ranks=3, events=[[1, 2, 12.5, "SIGKILL"], [0, 1, 30, "SIGKILL"]], waits=[14])
     assert_as_undisturbed(job, alone)
     assert alone.of_kind("failure") == [] and len(job.of_kind("failure")) == 2
 
@@ -128,7 +127,7 @@ def test_replicas_of_three_ranks(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_noticed(rank: int, reference: Job, tmp_path: Path) -> None:
-    job = run(tmp_path, workers=2, events=[[1, rank, 10, "SIGSTOP"]], sleep=0.05)
+    job = run(tmp_path, workers=2, events=[[1, rank, 10, "SIGSTOP"]])
     assert_as_undisturbed(job, reference)
     [failure] = job.of_kind("failure")
     assert failure["how"] == f"rank {rank} was stopped by a signal and was killed"
@@ -200,7 +199,7 @@ import sys, time, replica_loop, torch.distributed as dist
 from pathlib import Path
 replica_loop.main(Path(sys.argv[1]), {"loader": {"epochs": 1}})
 print("done by", dist.get_rank(), flush=True)
-time.sleep(5.0 * (dist.get_rank() == int(sys.argv[2])))
+time.sleep(9.0 * (dist.get_rank() == int(sys.argv[2])))
 """
 
 
@@ -210,7 +209,7 @@ def test_a_rank_may_work_on_after_the_loop(late: int, tmp_path: Path) -> None:
     """By the real command, for longer than heartbeats may be late; each rank has a file of what it prints."""
     (tmp_path / "script.py").write_text(LATE)
     command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--run-dir", "run", "--log-dir", "logs", "--ranks", "2"]
-    command += ["--elastic-heartbeat-timeout-s", "2", "script.py", ".", str(late)]
+    command += ["--elastic-heartbeat-timeout-s", "5", "script.py", ".", str(late)]
     env = {**os.environ, **environment(), "PYTHONPATH": os.pathsep.join([*sys.path])}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stdout + done.stderr
