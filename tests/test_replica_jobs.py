@@ -174,7 +174,16 @@ def test_checkpoints_are_for_any_number_of_ranks(tmp_path: Path) -> None:
             assert torch.allclose(found[0][name], other[name], rtol=0, atol=1e-5), name
 
 
+OTHER_RATES = """
+kf.init(comm_check_every=1)
+opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1 + torch.distributed.get_rank()))
+for step in kf.DataLoader(model, replica_loop.data(), opt, batch_size=30, steps=3):
+    for inputs, targets in step:
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+    opt.step()
+"""
 REFUSED = {
+    "rates": (OTHER_RATES, "the ranks of a worker have other options of the optimizer"),
     "Adagrad": ("opt = kf.Optimizer(torch.optim.Adagrad(model.parameters()))", "one of torch's SGD, Adam, AdamW"),
     "fused": ("opt = kf.FusedAdamW(model.parameters())", "FusedAdamW in a worker of 2 ranks: must be kf.Optimizer"),
     "whole": ("opt = kf.Optimizer(torch.optim.SGD(torch.nn.Linear(2, 2).parameters()))", "is not sharded"),

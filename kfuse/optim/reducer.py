@@ -20,7 +20,7 @@ from kfuse.comm.parts import owner
 from kfuse.comm.step import Step
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
-from kfuse.optim.consistency import averaged_buffers, carried_states, salt
+from kfuse.optim.consistency import ConsistencyError, averaged_buffers, carried_states, salt
 from kfuse.optim.refuse import refuse_sharded
 from kfuse.optim.updates import Updates, named_parameters
 
@@ -156,20 +156,27 @@ class Reducer(Engine):
         if self.shards is None:
             return super().committed(reduce)
         now, length = self.now, t.RECORD_SLOTS + self.measurement.tail - t.TAIL_SLOTS - len(self.params)
+        every, opt = self.options.check_every, self._updates.opt
+        due = every is not None and self.step % every == 0
+        numbers = float(salt(opt.numbers()) >> 24) if due else 0.0  # type: ignore[attr-defined]
 
-        def with_changes() -> Tensor:
-            record = reduce()  # then, whether buffers have changed
-            return torch.cat([record, record.new_tensor([any(change.any() for change in now.changes)])])
+        def with_more() -> Tensor:
+            record = reduce()
+            return torch.cat([record, record.new_tensor([numbers, any(change.any() for change in now.changes)])])
 
-        averaged = [t.LOSS, *range(length - self.figures, length)]
-        replica, summed = self.shards.replica, (t.SUM_SQUARES, t.GRAD_SQ, length)
-        record = replica.commit(with_changes, length + 1, summed, averaged)
+        averaged = [t.LOSS, *range(length - self.figures, length + 1)]
+        replica, summed = self.shards.replica, (t.SUM_SQUARES, t.GRAD_SQ, length + 1)
+        record = replica.commit(with_more, length + 2, summed, averaged)
+        if record[-2] != numbers:
+            raise ConsistencyError(
+                f"step {self.step}: the ranks of a worker have other options of the optimizer, as a learning rate"
+            )
         if record[-1] > 0:
             mine = torch.cat([change.reshape(-1) for change in now.changes])
             mean = replica.gather(mine, "changes of buffers").mean(0)
             for change, part in zip(now.changes, torch.split(mean, [*map(Tensor.numel, now.changes)]), strict=True):
                 change.copy_(part.view(change.shape))
-        return record[:-1]
+        return record[:-2]
 
     def over_ranks(self, total: Tensor) -> Tensor:
         return total if self.shards is None else self.shards.replica.gather(total, "sums of squares").sum(0)

@@ -121,6 +121,8 @@ class Recovery:
         if session.elastic:
             if session.replica is None:  # else its other ranks would be left alone in the next forward
                 session.check()
+            elif self.given.checkpoints is not None and self.given.checkpoints.is_due_after(at.step):
+                session.together(session.check, "a checkpoint")  # the leader may be lost, who would write it
             session.form_early()
             drop_retired()
         if self.given.checkpoints is not None and not session.apart:  # else each worker has a model of its own
