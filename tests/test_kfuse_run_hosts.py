@@ -275,6 +275,12 @@ def test_an_agent_that_waits_for_its_supervisor_ends_in_order_at_sigterm(meeting
         (["--join", "127.0.0.1:1", "--token-file", "open"], "--token-file open: must be readable by its owner alone"),
         (["--workers", "3", "--max-workers", "2", "train.py"], "error: --max-workers 2: must be at least --workers 3"),
         (["--worker", "2", "train.py"], "error: --worker: no such option (did you mean --workers?)"),
+        (["--rank", "2", "train.py"], "error: --rank: no such option (did you mean --ranks?)"),
+        (["--ranks", "0", "train.py"], "error: --ranks 0: must be at least 1"),
+        (
+            ["--listen", "127.0.0.1:0", "--token-file", "good", "--slots", "1", "--ranks", "2", "train.py"],
+            "error: --slots 1: must be at least 2, the processes of a worker",
+        ),
         (["--max_workers", "2", "train.py"], "error: --max_workers: no such option (did you mean --max-workers?)"),
         (["workers.max=2", "train.py"], "error: workers.max=2: no such file (did you mean --max-workers?)"),
         (["--slots", "2", "train.py"], "error: --slots and --token-file: must be used with --listen or --join"),

@@ -176,6 +176,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     least = 0 if args.listen is not None else 1
     if args.slots < least:
         parser.error(f"--slots {args.slots}: must be at least {least}")
+    if several_hosts and 0 < args.slots < args.ranks:
+        parser.error(f"--slots {args.slots}: must be at least {args.ranks}, the processes of a worker (--ranks), or 0")
     option, here = ("--slots", args.slots) if several_hosts else ("--workers", args.settings["workers_count"])
     if 0 < gpus < here:
         parser.error(f"{option} {here}: must be at most {gpus}, the GPUs here, as each worker needs one of its own")
@@ -183,7 +185,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         args.token = _token(parser, args.token_file)
     if args.join is not None:
         given = [getattr(args, name) != leaf.default for name, leaf in _LEAVES.items()]
-        if any(given) or (args.script, args.listen, args.run_dir) != (None, None, None):
+        if any(given) or (args.script, args.listen, args.run_dir, args.ranks) != (None, None, None, 1):
             parser.error("--join: the supervisor has the script; must be used with --token-file and --slots only")
     elif args.script is None:
         parser.error("a script is needed: kfuse-run --workers 2 train.py, or a module: kfuse-run -m my.train")
