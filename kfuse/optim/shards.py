@@ -14,18 +14,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from kfuse.elastic.replica import Replica
 from kfuse.kernels.private_names import need
+from kfuse.optim.updates import COMMON, SEVERAL
 
-SEVERAL = "optimizers"  # a key of the state of several
-# Their state has a parameter's shape, or is a count.
-KNOWN = tuple(
-    getattr(optim, name) for name in ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta", "Muon")
-)
 _PLAIN = "kfuse_shard"  # an attribute of a sharded parameter
 
 
@@ -37,8 +33,8 @@ class Shards:
         need("torch.distributed.tensor.DTensor._local_tensor")
         self._opt, self.replica = opt, replica
         for inner in inners or (opt,):
-            if type(inner) not in KNOWN:
-                names = ", ".join(kind.__name__ for kind in KNOWN)
+            if type(inner) not in COMMON:
+                names = ", ".join(kind.__name__ for kind in COMMON)
                 raise TypeError(
                     f"{type(inner).__name__} in a worker of {replica.size} ranks: must be kf.Optimizer around one of "
                     f"torch's {names}"

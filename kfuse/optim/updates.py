@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.nn import Parameter
 
 from kfuse.comm.engine import Engine
@@ -17,6 +17,12 @@ from kfuse.comm.step import Step
 
 if TYPE_CHECKING:
     from kfuse.optim.shards import Shards
+
+# Each tensor of their state has its parameter's shape, and is zeros before the first update, or is a count.
+COMMON = tuple(
+    getattr(optim, name) for name in ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta", "Muon")
+)
+SEVERAL = "optimizers"  # a key of the state_dict of several optimizers
 
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Parameter, str]]:

@@ -8,17 +8,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.optim.base import DistributedOptimizer
-from kfuse.optim.updates import Update, Updates, named_parameters
+from kfuse.optim.updates import COMMON, SEVERAL, Update, Updates, named_parameters
 
-# Their state tensors are all zeros before the first update.
-_BEGIN_WITH_ZEROS = tuple(
-    getattr(optim, name) for name in ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta", "Muon")
-)
-_SEVERAL = "optimizers"  # a key of state_dict
 _STATE_HOOKS = tuple(
     f"_optimizer_{call}_{when}_hooks" for call in ("state_dict", "load_state_dict") for when in ("pre", "post")
 )
@@ -116,7 +111,7 @@ class TorchUpdates(Updates):
     def _own_state(self) -> dict[str, Any]:
         self._take_state()
         states = [inner.state_dict() for inner in self._inners]
-        return {_SEVERAL: states} if len(states) > 1 else states[0]
+        return {SEVERAL: states} if len(states) > 1 else states[0]
 
     def load_state_dict(self, state: dict[str, Any], whole: bool = False) -> None:
         """Also shares the wrapped optimizers' groups and state again, since loading replaces them."""
@@ -126,10 +121,10 @@ class TorchUpdates(Updates):
             inner.load_state_dict(state)
             self.opt.param_groups, self.opt.state = inner.param_groups, inner.state
             return
-        states = state.get(_SEVERAL, ())
+        states = state.get(SEVERAL, ())
         sizes = [[len(group["params"]) for group in each["param_groups"]] for each in states]
         if sizes != [[len(group["params"]) for group in each.param_groups] for each in self._inners]:
-            raise ValueError(f'the state must have "{_SEVERAL}": a list of the state_dict of {_named(self._inners)}')
+            raise ValueError(f'the state must have "{SEVERAL}": a list of the state_dict of {_named(self._inners)}')
         for inner, of_inner in zip(self._inners, states, strict=True):
             inner.load_state_dict(of_inner)
         self.opt.param_groups = _groups(self._inners)
@@ -201,7 +196,7 @@ class TorchUpdates(Updates):
             for p, gradient in zip(params, gradients, strict=True):
                 p.grad = gradient
         for inner in self._inners:
-            if type(inner) in _BEGIN_WITH_ZEROS:
+            if type(inner) in COMMON:
                 of_each = (inner.state.get(params[index], {}) for index in lacking)
                 for value in (value for state in of_each for value in state.values() if isinstance(value, Tensor)):
                     value.zero_()
