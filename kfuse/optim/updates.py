@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, optim
@@ -14,9 +14,6 @@ from torch.nn import Parameter
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
 from kfuse.comm.step import Step
-
-if TYPE_CHECKING:
-    from kfuse.optim.shards import Shards
 
 # Each tensor of their state has its parameter's shape, and is zeros before the first update, or is a count.
 COMMON = tuple(
@@ -77,7 +74,7 @@ class Updates:
 
     weight_names: tuple[str, ...] = ()  # entries of torch's `state` that `weights` returns: they are not averaged twice
     engine: Engine
-    shards: Shards | None = None  # where parameters are sharded over the processes of this worker
+    shards: Any = None  # `kfuse.optim.shards.Shards`, where parameters are sharded over the processes of this worker
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
         self.opt = opt
