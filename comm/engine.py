@@ -10,8 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from kfuse.kernels import pack
 class Engine(EngineParts):
     """Runs the steps of its parts."""
 
-    fails_early = True  # whether a failed message is told before the step is reduced
+    of_ranks = False  # whether its worker has several processes, which take a step together or not at all
 
     @property
     def skips_on_device(self) -> bool:
@@ -71,7 +70,7 @@ class Engine(EngineParts):
         reductions useless to the others.
         """
         now = self.now
-        if self.executor.failed is not None and self.fails_early:
+        if self.executor.failed is not None and not self.of_ranks:  # else all of them are told as the step is reduced
             raise CommError(self.executor.failed)
         if micro_batch.several_backwards and self._still_there():
             raise RuntimeError(STILL_THERE)
@@ -264,7 +263,7 @@ class Engine(EngineParts):
         if self.on_gpu:
             self.streams.go_on_here()
             self.streams.end()
-        record = self.committed(partial(self._reduced, now))  # nothing is changed by the step yet
+        record = self._committed(now) if self.of_ranks else self._reduced(now)  # nothing is changed by the step yet
         self._complete_step(now, record)
         if self._first_steps:
             self._first_steps -= 1
@@ -273,9 +272,9 @@ class Engine(EngineParts):
         self.step += 1
         self.now = Step()
 
-    def committed(self, reduce: Callable[[], Tensor]) -> Tensor:
-        """Returns the step's record, as `reduce` does, which waits for its sums. An exception drops the step."""
-        return reduce()
+    def _committed(self, now: Step) -> Tensor:
+        """As `_reduced`, of all processes of this worker."""
+        raise NotImplementedError("its parameters are not sharded over processes")
 
     def over_ranks(self, total: Tensor) -> Tensor:
         """Returns a sum over this process's gradients as one over all that its worker has."""

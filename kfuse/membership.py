@@ -52,6 +52,8 @@ class Session:
         worker; None: this one alone.
         """
         self.group, self.comm, self.replica = group, comm, replica
+        # This process's place among those of its worker, which share each micro-batch, and their number.
+        self.part = (0, 1) if replica is None else (replica.rank, replica.size)
         self.link = link or Link(group.rank, group.store if group.size > 1 else None)
         self.worker, self.elastic = self.link.worker, self.link.elastic
         self.view: View | None = None
@@ -126,12 +128,7 @@ class Session:
     @property
     def leads(self) -> bool:
         """Whether this process decides and records for the job: the one of rank 0, or its first one."""
-        return self.group.rank == 0 and (self.replica is None or self.replica.rank == 0)
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """This process's place among those of its worker, which share each micro-batch, and their number."""
-        return (0, 1) if self.replica is None else (self.replica.rank, self.replica.size)
+        return self.group.rank == 0 and self.part[0] == 0
 
     def together(self, act: Callable[[], T], what: str) -> T:
         """Returns what `act` returns. Where this worker has several processes they all succeed, or raise CommError."""

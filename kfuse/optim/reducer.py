@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ class Reducer(Engine):
 
             opt: Any = updates.opt
             self.shards = updates.shards = Shards(opt, opt.inners, session.replica)
-            self.fails_early = False  # the other ranks would be left alone in the next forward
+            self.of_ranks = True
         groups, names, costs = self._layout()
         super().__init__(groups, session.group, session.comm, names, self._lane(), session.mirrors, costs)
         updates.lay_out(self)
@@ -152,16 +152,16 @@ class Reducer(Engine):
             if self.shards is not None:
                 self.shards.show()
 
-    def committed(self, reduce: Callable[[], Tensor]) -> Tensor:
-        if self.shards is None:
-            return super().committed(reduce)
-        now, length = self.now, t.RECORD_SLOTS + self.measurement.tail - t.TAIL_SLOTS - len(self.params)
+    def _committed(self, now: Step) -> Tensor:
+        """As `_reduced`, of all ranks of this worker: the step's record is that of whole gradients."""
+        assert self.shards is not None
+        length = t.RECORD_SLOTS + self.measurement.tail - t.TAIL_SLOTS - len(self.params)
         every, opt = self.options.check_every, self._updates.opt
         due = every is not None and self.step % every == 0
         numbers = float(salt(opt.numbers()) >> 24) if due else 0.0  # type: ignore[attr-defined]
 
         def with_more() -> Tensor:
-            record = reduce()
+            record = self._reduced(now)
             return torch.cat([record, record.new_tensor([numbers, any(change.any() for change in now.changes)])])
 
         averaged = [t.LOSS, *range(length - self.figures, length + 1)]

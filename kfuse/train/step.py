@@ -14,7 +14,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,22 +51,22 @@ class StepSamples:
     aligned: bool = False  # ranges are those for reproducible sums: see `worker_range`
     parts: int = 1  # processes of each worker, which share each micro-batch
     sizes: list[int] = field(init=False)  # number of samples of each micro-batch of the step, over all workers
-    starts: list[int] = field(init=False)  # samples of the step before each of them
     ranges: tuple[range, ...] = field(init=False)  # the micro-batches that each worker is to run
 
     def __post_init__(self) -> None:
         self.sizes = micro_batch_sizes(len(self.indices), self.micro_batch, self.parts)
-        self.starts = [*accumulate(self.sizes, initial=0)]
         split = len(self.sizes), self.workers
         self.ranges = tuple([worker_range(*split, rank, self.shares, self.aligned) for rank in range(self.workers)])
 
     def of(self, j: int) -> np.ndarray:
         """Indices of micro-batch j's samples in the data set: int64 [sizes[j]]."""
-        return self.indices[self.starts[j] : self.starts[j + 1]]
+        start = j * self.micro_batch if self.parts == 1 else sum(self.sizes[:j])
+        return self.indices[start : start + self.sizes[j]]
 
     def task(self, j: int) -> Task:
         """What to fetch for micro-batch j: the samples `of(j)`."""
-        return Task(self.epoch, self.cursor + self.starts[j], self.sizes[j])
+        start = j * self.micro_batch if self.parts == 1 else sum(self.sizes[:j])
+        return Task(self.epoch, self.cursor + start, self.sizes[j])
 
     def task_plan(self, rank: int, batch_size: int, length: int | None, epochs: int | None) -> TaskPlan:
         """What worker `rank` will fetch from this step on, with these settings. length: samples of an epoch."""
