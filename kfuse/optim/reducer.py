@@ -8,19 +8,17 @@ from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kfuse.comm import gradients
-from kfuse.comm import measurement as t
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import CommError
 from kfuse.comm.parts import owner
 from kfuse.comm.step import Step
 from kfuse.elastic.protocol import ControlError
 from kfuse.membership import Session
-from kfuse.optim.consistency import ConsistencyError, averaged_buffers, carried_states, salt
+from kfuse.optim.consistency import averaged_buffers, carried_states, salt
 from kfuse.optim.refuse import refuse_sharded
 from kfuse.optim.updates import Updates, named_parameters
 
@@ -153,30 +151,7 @@ class Reducer(Engine):
                 self.shards.show()
 
     def _committed(self, now: Step) -> Tensor:
-        """As `_reduced`, of all ranks of this worker: the step's record is that of whole gradients."""
-        assert self.shards is not None
-        length = t.RECORD_SLOTS + self.measurement.tail - t.TAIL_SLOTS - len(self.params)
-        every, opt = self.options.check_every, self._updates.opt
-        due = every is not None and self.step % every == 0
-        numbers = float(salt(opt.numbers()) >> 24) if due else 0.0  # type: ignore[attr-defined]
-
-        def with_more() -> Tensor:
-            record = self._reduced(now)
-            return torch.cat([record, record.new_tensor([numbers, any(change.any() for change in now.changes)])])
-
-        averaged = [t.LOSS, *range(length - self.figures, length + 1)]
-        replica, summed = self.shards.replica, (t.SUM_SQUARES, t.GRAD_SQ, length + 1)
-        record = replica.commit(with_more, length + 2, summed, averaged)
-        if record[-2] != numbers:
-            raise ConsistencyError(
-                f"step {self.step}: the ranks of a worker have other options of the optimizer, as a learning rate"
-            )
-        if record[-1] > 0:
-            mine = torch.cat([change.reshape(-1) for change in now.changes])
-            mean = replica.gather(mine, "changes of buffers").mean(0)
-            for change, part in zip(now.changes, torch.split(mean, [*map(Tensor.numel, now.changes)]), strict=True):
-                change.copy_(part.view(change.shape))
-        return record[:-2]
+        return self.shards.commit(self, now)  # type: ignore[union-attr]
 
     def over_ranks(self, total: Tensor) -> Tensor:
         return total if self.shards is None else self.shards.replica.gather(total, "sums of squares").sum(0)

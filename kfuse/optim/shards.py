@@ -18,8 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
+from kfuse.comm import measurement as t
+from kfuse.comm.engine import Engine
+from kfuse.comm.step import Step
 from kfuse.elastic.replica import Replica
 from kfuse.kernels.private_names import need
+from kfuse.optim.consistency import ConsistencyError
 from kfuse.optim.updates import COMMON, SEVERAL
 
 _PLAIN = "kfuse_shard"  # an attribute of a sharded parameter
@@ -89,6 +93,34 @@ class Shards:
     def drop(self) -> None:
         for _, plain in self._pairs:
             plain.grad = None
+
+    def commit(self, engine: Engine, now: Step) -> Tensor:
+        """As the engine's `_reduced`, of all ranks: they take the step together, and its record is of whole gradients.
+
+        Also averages what buffers have changed. Raises CommError, and ConsistencyError where the ranks' optimizers have
+        other options, in a step in which these are compared.
+        """
+        length = t.RECORD_SLOTS + engine.measurement.tail - t.TAIL_SLOTS - len(engine.params)
+        every = engine.options.check_every
+        is_compared = every is not None and engine.step % every == 0
+        numbers = float(engine.compared()[1] >> 24) if is_compared else 0.0  # fewer bits: their sum is exact
+
+        def with_more() -> Tensor:
+            record = engine._reduced(now)
+            return torch.cat([record, record.new_tensor([numbers, any(change.any() for change in now.changes)])])
+
+        averaged = [t.LOSS, *range(length - engine.figures, length + 1)]
+        record = self.replica.commit(with_more, length + 2, (t.SUM_SQUARES, t.GRAD_SQ, length + 1), averaged)
+        if record[-2] != numbers:
+            raise ConsistencyError(
+                f"step {engine.step}: the ranks of a worker have other options of the optimizer, as a learning rate"
+            )
+        if record[-1] > 0:
+            mine = torch.cat([change.reshape(-1) for change in now.changes])
+            mean = self.replica.gather(mine, "changes of buffers").mean(0)
+            for change, part in zip(now.changes, torch.split(mean, [*map(Tensor.numel, now.changes)]), strict=True):
+                change.copy_(part.view(change.shape))
+        return record[:-2]
 
     # -- the optimizer's state ------------------------------------------------------------------------------------
 
