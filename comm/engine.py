@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ from kfuse.kernels import pack
 class Engine(EngineParts):
     """Runs the steps of its parts."""
 
-    of_ranks = False  # whether its worker has several processes, which take a step together or not at all
+    # commit(engine, step): in place of `_reduced`, where a worker has several processes: they take a step together.
+    commit: Callable[[Any, Step], Tensor] | None = None
 
     @property
     def skips_on_device(self) -> bool:
@@ -70,7 +72,7 @@ class Engine(EngineParts):
         reductions useless to the others.
         """
         now = self.now
-        if self.executor.failed is not None and not self.of_ranks:  # else all of them are told as the step is reduced
+        if self.executor.failed is not None and self.commit is None:  # which tells all of them
             raise CommError(self.executor.failed)
         if micro_batch.several_backwards and self._still_there():
             raise RuntimeError(STILL_THERE)
@@ -263,18 +265,14 @@ class Engine(EngineParts):
         if self.on_gpu:
             self.streams.go_on_here()
             self.streams.end()
-        record = self._committed(now) if self.of_ranks else self._reduced(now)  # nothing is changed by the step yet
-        self._complete_step(now, record)
+        # Nothing is changed by the step yet.
+        self._complete_step(now, self._reduced(now) if self.commit is None else self.commit(self, now))
         if self._first_steps:
             self._first_steps -= 1
             if not self._first_steps:  # the first update may compile too: the second step's messages wait for it
                 self.group.first_steps.discard(self)
         self.step += 1
         self.now = Step()
-
-    def _committed(self, now: Step) -> Tensor:
-        """As `_reduced`, of all processes of this worker."""
-        raise NotImplementedError("its parameters are not sharded over processes")
 
     def over_ranks(self, total: Tensor) -> Tensor:
         """Returns a sum over this process's gradients as one over all that its worker has."""

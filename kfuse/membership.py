@@ -159,7 +159,8 @@ class Session:
             if self.comm.leaves_choice:
                 import kfuse.comm.cost  # noqa: F401  # at the switch the others would wait for the import
 
-            self.together(lambda: None, "building the model")
+            if self.replica is not None:
+                self.replica.meet("building the model")
             self.link.send("ready")
             self._enter(self.link.await_view(0), new=True)  # no time limit: the others may train for long before
 

@@ -119,7 +119,7 @@ def connect_to_supervisor(
     from kfuse.logs import set_up_logging
     from kfuse.observe.lock import share
 
-    rules.check(by_key(comm.named()) | {"job": "elastic", "job.ranks": 1 if replica is None else replica.size})
+    rules.check(by_key(comm.named()) | {"job": "elastic"})
     if "observe" in client.job:
         set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")
     notice.pass_on(client)

@@ -293,7 +293,7 @@ def test_training_does_not_begin_anew_over_checkpoints_of_which_none_is_good(tmp
     Writing(tmp_path).put(1, 2)
     for folder in tmp_path.iterdir():
         (folder / "state.pt").unlink()
-    session = Mock(group=Mock(rank=0), comm=Mock(sharded=False), replica=None)
+    session = Mock(group=Mock(rank=0), comm=Mock(sharded=False), replica=None, part=(0, 1))
     with pytest.raises(CheckpointError, match=r"no checkpoint in it is good: move them away to begin anew"):
         manager.Checkpoints(tmp_path, session, resume="auto", report=lambda *_: None).load()
 
@@ -304,7 +304,7 @@ def test_a_last_one_that_the_one_before_leaves_no_time_for_is_an_event(
     gate, events = threading.Event(), list[dict[str, Any]]()
     monkeypatch.setattr(os, "fsync", lambda _: gate.wait(PATIENCE_S))
     monkeypatch.setattr(manager, "_LAST_TIMEOUT_S", 0.1)
-    session = Mock(group=Mock(rank=0), comm=Mock(sharded=False), replica=None)
+    session = Mock(group=Mock(rank=0), comm=Mock(sharded=False), replica=None, part=(0, 1))
     run = manager.Checkpoints(tmp_path, session, every_steps=1, report=lambda _, event: events.append(event))
     run.save_when_due(1, 0, lambda: state_of(1))
     run.save_last(2, lambda: state_of(2))

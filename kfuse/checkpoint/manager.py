@@ -176,7 +176,7 @@ class Checkpoints:
 
     def _write(self, step: int, captured: dict[str, Any]) -> bool:
         """Returns False while the last one is being written. Of a worker's ranks the first one writes."""
-        if self._session.replica is not None and self._session.replica.rank:
+        if self._session.part[0]:
             return True
         if self._writer is None:
             assert self._directory is not None

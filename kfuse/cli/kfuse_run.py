@@ -86,8 +86,8 @@ def _run(args: argparse.Namespace, directory: RunDirectory, has_steps: bool | No
     command = [sys.executable, *["-m"] * args.module, str(args.script), *args.arguments]
     # A script that has called kf.init catches SIGTERM: it ends when it notices that the supervisor is gone.
     share = settings["workers_max"] * args.ranks
-    local = LocalLauncher(command, parent_end_signal=signal.SIGTERM, share=share)
-    launcher: Launcher = local if args.ranks == 1 else ReplicaLauncher(local, args.ranks)
+    here = LocalLauncher(command, parent_end_signal=signal.SIGTERM, share=share)
+    launcher: Launcher = here if args.ranks == 1 else ReplicaLauncher(here, args.ranks)
     if args.listen is not None:
         host, port = args.listen
         grace_s, signals = settings["elastic_grace_s"], settings["elastic_notice_signals"]

@@ -183,7 +183,7 @@ class Fetcher:
     def fetch(self, task: Task) -> Any:
         """Returns the task's batch, a function of seed and task alone. Changes the state of the global generators."""
         indices = self.sampler.indices(*task)
-        if len(indices) % self.parts == 0:  # else it has one sample, which all of them run
+        if self.parts > 1 and len(indices) > 1:  # a single sample all of them run
             indices = indices[self.part :: self.parts]
         return fetch(self.data, indices, self.sampler.seed, task.epoch)
 

@@ -39,7 +39,6 @@ class ControlClient(Link):
 
     elastic = True
     failed: str | None = None  # why the job has failed, where this worker has a moment for a last checkpoint
-    _reached: socket.socket | None = None  # where other workers find out whether they reach this host
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         """Connects. Raises ControlError if the supervisor does not answer."""
@@ -69,7 +68,7 @@ class ControlClient(Link):
         """A connection, what comes over it, and the supervisor's welcome. Raises ControlError and OSError."""
         connection = socket.create_connection(address, timeout=timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not more:  # nothing is read from it
+        if not more:  # other workers find out here whether they reach this host; nothing is read from it
             own = (connection.getsockname()[0], 0)
             self._reached = socket.create_server(own, family=connection.family, backlog=socket.SOMAXCONN)
             self._reached.setblocking(False)
@@ -133,7 +132,7 @@ class ControlClient(Link):
                 self._changed.wait(_POLL_S)
                 self._flush()
         self._closing.set()
-        for each in filter(None, (self._messages, self._socket, self._reached)):
+        for each in (self._messages, self._socket, self._reached):
             each.close()
 
     # -- views ----------------------------------------------------------------------------------------------------
@@ -260,8 +259,11 @@ class ControlClient(Link):
         return lines.readline(protocol.MAX_LINE)
 
     def _beat(self) -> None:
-        """Sends a heartbeat."""
+        """Sends a heartbeat, and takes what has come from other workers."""
         self._socket.sendall(_ALIVE)
+        with contextlib.suppress(BlockingIOError):  # there are no more
+            for _ in range(_MOST_REACHED):
+                self._reached.accept()[0].close()
 
     def _tell_unreached(self, inquiry: int, addresses: list[tuple[int, Any]], timeout_s: float) -> None:
         """Tells the supervisor which of these workers this one does not reach."""
@@ -284,9 +286,6 @@ class ControlClient(Link):
                     due = now + protocol.HEARTBEAT_S
                     faulthandler.dump_traceback_later(_STUCK_S, exit=True)
                     self._beat()
-                    with contextlib.suppress(BlockingIOError):  # there are no more
-                        for _ in range(_MOST_REACHED if self._reached else 0):
-                            self._reached.accept()[0].close()  # type: ignore[union-attr]
             except OSError:
                 break
         faulthandler.cancel_dump_traceback_later()

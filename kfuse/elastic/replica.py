@@ -226,6 +226,7 @@ class FollowerLink(RankLink):
 
     def _connect(self, address: tuple[str, int], timeout_s: float, **more: Any) -> tuple[socket.socket, BinaryIO, Any]:
         (leader,) = self._ranks
+        self._reached = leader  # no other worker asks whether it reaches this rank
         if not more:
             self._lines = leader.makefile("rb")
             if not (line := self._lines.readline(protocol.MAX_LINE)):
@@ -236,6 +237,9 @@ class FollowerLink(RankLink):
     def send(self, message: str, **fields: Any) -> None:
         if message in _PASSED_ON and (message != "loop_ended" or fields["failed_at"] is not None):
             super().send(message, **fields)
+
+    def _tell_unreached(self, inquiry: int, addresses: list[tuple[int, Any]], timeout_s: float) -> None:
+        """Rank 0 does."""
 
     def _beat(self) -> None:
         with self._changed:  # after what has not been sent: it is the same connection

@@ -28,7 +28,7 @@ from kfuse.optim.consistency import (
 from kfuse.optim.reducer import Reducer
 from kfuse.optim.refuse import refuse_own_loop, refuse_sync_batchnorm, refuse_unplanned, refuse_wrapped
 from kfuse.optim.scaling import scaling
-from kfuse.optim.updates import Update, Updates, without_compiler
+from kfuse.optim.updates import SEVERAL, Update, Updates, without_compiler
 from kfuse.session import current
 from kfuse.statistics.step_stats import Statistics, StepStats
 
@@ -369,8 +369,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         With sharded state: this worker's part. Raises ValueError where it does not fit the parameters; then nothing is
         loaded.
         """
-        needed = "optimizers" if len(self.inners) > 1 else "param_groups"
-        if needed == "param_groups" and "optimizers" in state_dict:
+        needed = SEVERAL if len(self.inners) > 1 else "param_groups"
+        if needed == "param_groups" and SEVERAL in state_dict:
             state_dict = _joined(state_dict)
         if needed not in state_dict:
             raise ValueError(f'{type(self).__name__}.load_state_dict: a dictionary with "{needed}" is needed')
@@ -390,7 +390,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def _joined(several: dict[str, Any]) -> dict[str, Any]:
     """Returns the states of several optimizers as that of one which has the groups of all."""
     state, groups, first = dict[Any, Any](), list[dict[str, Any]](), 0
-    for each in several["optimizers"]:
+    for each in several[SEVERAL]:
         state |= {first + number: of_parameter for number, of_parameter in each["state"].items()}
         groups += [{**group, "params": [first + k for k in group["params"]]} for group in each["param_groups"]]
         first += sum(len(group["params"]) for group in each["param_groups"])

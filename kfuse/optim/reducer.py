@@ -47,9 +47,8 @@ class Reducer(Engine):
         if session.replica is not None:
             from kfuse.optim.shards import Shards  # few jobs need it
 
-            opt: Any = updates.opt
-            self.shards = updates.shards = Shards(opt, opt.inners, session.replica)
-            self.of_ranks = True
+            self.shards = updates.shards = Shards(updates.opt, session.replica)
+            self.commit = self.shards.commit
         groups, names, costs = self._layout()
         super().__init__(groups, session.group, session.comm, names, self._lane(), session.mirrors, costs)
         updates.lay_out(self)
@@ -149,9 +148,6 @@ class Reducer(Engine):
             self._had_gradients |= len(reduced.left_out) < len(self.params)
             if self.shards is not None:
                 self.shards.show()
-
-    def _committed(self, now: Step) -> Tensor:
-        return self.shards.commit(self, now)  # type: ignore[union-attr]
 
     def over_ranks(self, total: Tensor) -> Tensor:
         return total if self.shards is None else self.shards.replica.gather(total, "sums of squares").sum(0)

@@ -8,7 +8,7 @@ same rank get is local; checkpoints have whole tensors, as of one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -32,11 +32,11 @@ _PLAIN = "kfuse_shard"  # an attribute of a sharded parameter
 class Shards:
     """The sharded parameters of one optimizer, and the plain ones over this process's shards."""
 
-    def __init__(self, opt: torch.optim.Optimizer, inners: Iterable[torch.optim.Optimizer], replica: Replica) -> None:
-        """Raises TypeError for an optimizer whose state cannot be cut. inners: torch's own."""
+    def __init__(self, opt: torch.optim.Optimizer, replica: Replica) -> None:
+        """Raises TypeError for an optimizer whose state cannot be cut."""
         need("torch.distributed.tensor.DTensor._local_tensor")
         self._opt, self.replica = opt, replica
-        for inner in inners or (opt,):
+        for inner in getattr(opt, "inners", ()) or (opt,):
             if type(inner) not in COMMON:
                 names = ", ".join(kind.__name__ for kind in COMMON)
                 raise TypeError(

@@ -389,14 +389,17 @@ def resolved(caller: str, group: type, given: Mapping[str, Any]) -> dict[str, An
     return {name: leaf.checked(given[name]) if name in given else leaf.default for name, leaf in known.items()}
 
 
-def completed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns these settings, by name, with values for those that follow from others where they are None."""
+def completed(given: Mapping[str, Any], parts: int = 1) -> dict[str, Any]:
+    """Returns these settings, by name, with values for those that follow from others where they are None.
+
+    parts: a micro-batch must divide by this number.
+    """
     follows: dict[str, Any] = {}
     if "workers_count" in given:
         follows["workers_max"] = given["workers_count"]
     if "batch_size" in given:
         size = given["batch_size"]
-        micro = max(1, size // 4) if given.get("micro_batch") is None else given["micro_batch"]
+        micro = max(1, size // (4 * parts)) * parts if given.get("micro_batch") is None else given["micro_batch"]
         follows |= {"micro_batch": micro, "batch_min": min(micro, size), "batch_max": min(64 * size, BATCH_MAX)}
     if "steps" in given and given["steps"] is None:
         follows["epochs"] = 1

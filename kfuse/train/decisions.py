@@ -121,7 +121,7 @@ class Decisions:
     def announce(self) -> int:
         """On rank 0: sends what the coming step announces; returns its number, 0 for none. Raises CommError."""
         self._announced = dict(self._requested)
-        if self.session.group.rank or self.session.part[0]:
+        if self.session.group.rank or self.session.part[0]:  # it does not lead: asked in each step, without a call
             return 0
         stop = self.session.link.stop
         index = STOP_REASONS.index(stop) if stop in STOP_REASONS else 0

@@ -235,9 +235,7 @@ def _trainer(
     output = Output(session, values)
     ledger = session.link.job.get("observe", {}).get("ledger", False)  # of the run directory that a supervisor keeps
     values = {**values, "observe_ledger": ledger or values["observe_ledger"]}
-    if values["micro_batch"] is None and (parts := session.part[1]) > 1:  # a fourth of the batch, as by default
-        values["micro_batch"] = max(1, values["batch_size"] // (4 * parts)) * parts
-    settings: Any = completed(resolved(caller, TrainSettings, values))
+    settings: Any = completed(resolved(caller, TrainSettings, values), session.part[1])
     arguments = TrainArguments(
         model,
         given.data,

@@ -60,8 +60,9 @@ class StepSamples:
 
     def of(self, j: int) -> np.ndarray:
         """Indices of micro-batch j's samples in the data set: int64 [sizes[j]]."""
-        start = j * self.micro_batch if self.parts == 1 else sum(self.sizes[:j])
-        return self.indices[start : start + self.sizes[j]]
+        task = self.task(j)
+        start = task.cursor - self.cursor
+        return self.indices[start : start + task.samples]
 
     def task(self, j: int) -> Task:
         """What to fetch for micro-batch j: the samples `of(j)`."""
