@@ -14,6 +14,7 @@ from kfuse.models import GPT
 
 BATCH, BLOCK, ACC, CLIP, STEPS, EVAL_EVERY, EVALS = 8, 64, 8, 1.0, 61, 20, 10
 ddp, rank, workers = "RANK" in os.environ, int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+ACC //= workers  # micro-batches of a step on each
 device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
 dtype = torch.bfloat16 if device.type == "cpu" or torch.cuda.is_bf16_supported() else torch.float16
 tokens = np.memmap(sys.argv[1], np.uint8, "r") if sys.argv[1:] else load_text().train.pieces[0]  # a token is a byte
@@ -43,15 +44,15 @@ if ddp:
     torch.manual_seed(1337 + rank)
     model = torch.nn.parallel.DistributedDataParallel(model)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-monitor = (kf.ddp_hook if ddp else kf.monitor)(model, samples=BATCH, accumulate=ACC // workers, scaler=scaler)
+monitor = (kf.ddp_hook if ddp else kf.monitor)(model, samples=BATCH, accumulate=ACC, scaler=scaler)
 for number in range(STEPS):
     opt.param_groups[0]["lr"] = 1e-3 * (0.55 + 0.45 * np.cos(np.pi * number / STEPS))
     if number % EVAL_EVERY == 0 and rank == 0:
         estimate_loss(number)
         print(f"noise scale {monitor.stats and monitor.stats.noise_scale} sequences")
-    for micro_step in range(ACC // workers):
-        model.require_backward_grad_sync = micro_step == ACC // workers - 1  # DDP looks at it in forward
-        scaler.scale(get_loss("train") / (ACC // workers)).backward()
+    for micro_step in range(ACC):
+        model.require_backward_grad_sync = micro_step == ACC - 1  # DDP looks at it in forward
+        scaler.scale(get_loss("train") / ACC).backward()
     scaler.unscale_(opt)
     torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     scaler.step(opt)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kfuse.integrations.backward import monitor as monitor
     from kfuse.integrations.ddp import ddp_hook as ddp_hook
     from kfuse.integrations.fsdp import fsdp_monitor as fsdp_monitor
+    from kfuse.integrations.growth import growth as growth
     from kfuse.integrations.log import log_to as log_to
     from kfuse.membership import Session as Session
     from kfuse.optim import ConsistencyError as ConsistencyError
@@ -54,6 +55,7 @@ _PUBLIC = {
     "kfuse.comm.settings": "CommOptions",
     "kfuse.integrations.ddp": "ddp_hook",
     "kfuse.integrations.fsdp": "fsdp_monitor",
+    "kfuse.integrations.growth": "growth",
     "kfuse.integrations.log": "log_to",
     "kfuse.integrations.backward": "monitor",
     "kfuse.membership": "Session",

@@ -113,12 +113,12 @@ def test_a_sharded_model_trains_on_workers_of_two_ranks(tmp_path: Path) -> None:
     assert len(job.metrics) == 128 and job.metrics[-1]["loss"] < 0.3 * job.metrics[0]["loss"]
 
 
-def test_nanogpts_loop_takes_three_lines_or_eight() -> None:
-    plain, monitored, elastic = (
+def test_nanogpts_loop_takes_three_lines_six_or_eight() -> None:
+    plain, monitored, growing, elastic = (
         (EXAMPLES / name).read_text().splitlines()[1:]  # without the docstring
-        for name in ("plain/nanogpt.py", "nanogpt_monitor.py", "nanogpt.py")
+        for name in ("plain/nanogpt.py", "nanogpt_monitor.py", "nanogpt_growth.py", "nanogpt.py")
     )
-    for script, added, removed in ((monitored, 3, 0), (elastic, 8, 14)):
+    for script, added, removed in ((monitored, 3, 0), (growing, 6, 2), (elastic, 8, 15)):
         signs = [line[0] for line in difflib.ndiff(plain, script)]
         assert (signs.count("+"), signs.count("-")) == (added, removed)
 

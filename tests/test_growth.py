@@ -12,6 +12,22 @@ import kfuse as kf
 from kfuse.integrations.growth import Growth
 
 
+def test_a_loop_that_does_not_follow_is_told() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt, monitor = torch.optim.AdamW(net.parameters(), 0.01), kf.monitor(net, samples=2, accumulate=2)
+    growth = kf.growth(monitor, kf.SchedulePolicy("0:4 8:8"), opt)
+    with pytest.raises(RuntimeError, match=r"step 4 had 2 micro-batches on 1 ranks: must be growth\.accumulate"):
+        for _ in range(12):
+            for _ in range(2):
+                (net(torch.randn(2, 4)).square().mean() / 2).backward()
+            opt.step()
+            opt.zero_grad()
+            growth.step()
+    assert (growth.accumulate, growth.lr_factor) == (4, pytest.approx(math.sqrt(2)))
+    monitor.close()
+
+
 class Doubles(kf.BasePolicy):
     """Doubles the batch at step 1, and keeps what it has seen."""
 
@@ -52,3 +68,4 @@ def test_a_training_that_goes_back_asks_about_each_step_once() -> None:
     for _ in range(4):
         step()
     assert policy.seen == [(number, 4 if number < 6 else 8) for number in range(9)]
+    monitor.close()

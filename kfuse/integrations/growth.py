@@ -1,4 +1,4 @@
-"""A batch size that follows a policy in a training framework: by more micro-batches a step, and the rate with it."""
+"""A batch size that follows a policy in a loop of others: by more micro-batches a step, and the rate with it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from kfuse.integrations.measure import Monitor
 from kfuse.optim.betas import change_betas
 from kfuse.policies.autoscale import AutoscalePolicy
 from kfuse.policies.goodput import GoodputPolicy
+from kfuse.policies.phases import SchedulePolicy
 from kfuse.policies.signals import DECISION_LAG, BasePolicy, Bounds, Decision, Signals, check_whole, checked_decision
 from kfuse.statistics.figures import Measured
 from kfuse.statistics.step_stats import StepStats
@@ -25,8 +27,41 @@ _SCALINGS = ("none", "sqrt", "linear")
 _IN_SAMPLES = ("grad_variance", "mean_grad_variance", "noise_scale", "noise_scale_low", "noise_scale_high")
 
 
+def growth(
+    monitor: Monitor,
+    policy: BasePolicy,
+    optimizers: Optimizer | Sequence[Optimizer],
+    schedulers: Sequence[LRScheduler] = (),
+    *,
+    batch_max: int | None = None,
+    lr_scaling: str = "sqrt",
+) -> Growth:
+    """Has `policy` choose the batch size of a loop of one's own. Call it on every rank, before the first step.
+
+    Each step then has `Growth.accumulate` micro-batches on each rank, and divides each loss by it; `Growth.step` ends
+    the step, after the optimizers and schedulers have stepped.
+
+    monitor: of `kf.ddp_hook`, `kf.fsdp_monitor` or `kf.monitor`, made with `samples=` and with `accumulate=`, the
+        micro-batches of a first step on each rank.
+    schedulers: those that the loop steps with each update. They are stepped as often more as a larger batch has more
+        samples. A loop that sets rates itself multiplies them by `Growth.lr_factor`.
+    policy, batch_max, lr_scaling: as of `Growth`.
+
+    Raises what `Growth` does, ValueError where the monitor has not these two numbers, or where the first batch is above
+    batch_max.
+    """
+    size, accumulate = monitor.samples, monitor.accumulate
+    for name, value in (("samples", size), ("accumulate", accumulate)):
+        if not isinstance(value, int | float) or value != int(value):
+            raise ValueError(f"kf.growth: the monitor's {name} is {value}: must be a whole number, set as it is made")
+    grows = Growth(policy, batch_max, lr_scaling)
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    grows.begin(monitor, int(accumulate), int(size), optimizers, schedulers, schedulers)  # type: ignore[arg-type]
+    return grows
+
+
 class Growth:
-    """Has `policy` choose the batch size of a training by Trainer, Accelerate or Lightning, in steps of doubling.
+    """Has `policy` choose the batch size of a training by a loop that is not kfuse's, in steps of doubling.
 
     The batch size is the first one times a power of two, not below the first one and at most `batch_max` samples of all
     processes. A step of a larger batch has more micro-batches, so memory stays flat. It changes where the micro-batches
@@ -35,14 +70,18 @@ class Growth:
 
     policy: is asked, as `BasePolicy.decide`, after each step, in samples; its hooks are not called. It must decide by
     statistics alone, for a batch size.
+    batch_max: may be left out for a SchedulePolicy, whose largest batch it then is.
     lr_scaling: how the learning rate follows the batch size: sqrt suits Adam, whose betas follow too (beta^k; of
         torch's Adam and AdamW), linear SGD, none leaves it.
 
     Raises ValueError for values out of range, TypeError for a policy that decides by times.
     """
 
-    def __init__(self, policy: BasePolicy, batch_max: int, lr_scaling: str = "sqrt") -> None:
-        check_whole("batch_max", batch_max, 1)
+    def __init__(self, policy: BasePolicy, batch_max: int | None = None, lr_scaling: str = "sqrt") -> None:
+        plans = [each for each in policy.with_parts() if isinstance(each, SchedulePolicy)]
+        self._planned = [size for plan in plans for size in plan.batch_sizes]
+        self.batch_max: int = max(self._planned, default=0) if batch_max is None else batch_max
+        check_whole("batch_max", self.batch_max, 1)
         accepted = policy.lr_settings.get("scaling", _SCALINGS)
         if lr_scaling not in _SCALINGS or lr_scaling not in accepted:
             allowed = ", ".join(name for name in _SCALINGS if name in accepted)
@@ -52,9 +91,10 @@ class Growth:
                 f"Growth: {type(timed[0]).__name__} decides by the times of steps, which frameworks do not tell: "
                 "must be a policy that decides by statistics, such as GNSPolicy"
             )
-        self.policy, self.batch_max, self.lr_scaling = policy, batch_max, lr_scaling
+        self.policy, self.lr_scaling = policy, lr_scaling
         self.accumulate = self._first = self._wanted = 0
         self._size = 0  # samples of a micro-batch
+        self._whole = False  # each step has `accumulate` micro-batches, also the last one of an epoch
         self._done, self._window = 0, 0  # micro-batches of this process in the epoch's ended steps, and in this step
         self._updates_before = 0  # as of `updates`, in the epochs before
         self._epoch = self._samples = 0
@@ -71,6 +111,11 @@ class Growth:
         return self._size * self.accumulate * self._monitor.workers
 
     @property
+    def lr_factor(self) -> float:
+        """By how much the rate is larger than with the first batch size, by `lr_scaling`."""
+        return gain(self.lr_scaling, self.accumulate, self._first)
+
+    @property
     def saved_accumulate(self) -> int:
         """As of `accumulate`, of the checkpoint that the training will go on from; 0: of none."""
         return self._loaded["progress"]["accumulate"] if self._loaded else 0
@@ -85,6 +130,17 @@ class Growth:
     def updates(self) -> int:
         """Updates that the first batch size would have made by now: what a schedule's length is counted in."""
         return self._updates_before + math.ceil(self._done / self._first)
+
+    def step(self) -> int:
+        """Ends a step of a loop of one's own. Returns `accumulate`, which with the rates is the next one's.
+
+        Raises RuntimeError where a step has had another number of micro-batches than `accumulate`; a few steps later.
+        """
+        self._whole = True
+        self._window = self.accumulate
+        self.end_step()
+        self._monitor.accumulate = self.accumulate
+        return self.accumulate
 
     # -- for the integrations, in the order in which a training calls them -------------------------------------------
 
@@ -116,8 +172,14 @@ class Growth:
         self._schedulers, self._stepped = list(schedulers), list(stepped)
         self.accumulate = self._first = self._wanted = accumulate
         self._size = _of_rank_0(micro_batch)
-        if self.batch_size > self.batch_max:
-            raise ValueError(f"batch_max={self.batch_max}: must be at least the first batch, {self.batch_size} samples")
+        first = self.batch_size
+        if first > self.batch_max:
+            raise ValueError(f"batch_max={self.batch_max}: must be at least the first batch, {first} samples")
+        if wrong := [size for size in self._planned if size % first or (size // first).bit_count() != 1]:
+            raise ValueError(
+                f"Growth: the schedule's batch size {wrong[0]}: must be the first one, {first} samples, times a power "
+                "of two"
+            )
         monitor.observers.append(self._unread.append)
         if self._loaded is not None:
             self._go_on(self._loaded)
@@ -210,6 +272,11 @@ class Growth:
         """Asks the policy about a finished step; the same on every process."""
         accumulate, lr = self._accumulates.popleft()
         workers, size = self._monitor.workers, self._size
+        if self._whole and stats.micro_batches != accumulate * workers:
+            raise RuntimeError(
+                f"kf.growth: step {stats.step} had {stats.micro_batches} micro-batches on {workers} ranks: must be "
+                f"growth.accumulate on each, {accumulate}"
+            )
         self._samples += stats.micro_batches * size
         self._measured, self._micro_batches = self._measured + stats.samples, self._micro_batches + stats.micro_batches
         # Where the monitor counts tokens, or nothing: what was measured, in samples.

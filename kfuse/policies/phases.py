@@ -68,6 +68,7 @@ class SchedulePolicy(BasePolicy):
         starts = [start for start, _ in self._phases]
         if any(later <= earlier for earlier, later in pairwise(starts)):
             raise ValueError(f"policy.phases: {self._unit}={starts}: must increase")
+        self.batch_sizes = [asked.batch_size for _, asked in self._phases if asked.batch_size is not None]
         last = self._asked(max(starts, default=0))
         self.owned_fields = tuple(name for name in sorted(_SETTINGS) if getattr(last, name) is not None)
 

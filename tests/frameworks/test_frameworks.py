@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import run_workers
-from trainings import SEQUENCES, TRAININGS, Case, Seen, gradients
+from trainings import OWN, SEQUENCES, TRAININGS, Case, Seen, gradients
 
 CASES = [Case(1, clip=0.1, bf16=True), Case(4)]  # 90 sequences: with 4 the last window is a short one
 BY_TOKENS = ("trainer", "tokens")
@@ -26,7 +26,7 @@ def trained(framework: str, cases: list[Case], monitored: bool) -> list[Seen]:
             os.environ.pop(name, None)
         if given["WORLD_SIZE"] != "1" or case.launched:
             os.environ.update({name: given[name] for name in names})
-        seen.append(TRAININGS[framework](case, monitored))
+        seen.append((TRAININGS | OWN)[framework](case, monitored))
     return seen
 
 

@@ -23,6 +23,8 @@ from kfuse.integrations.growth import Growth
 CASE = Case(accumulate=1, epochs=2, asked={1: 2, 5: 4, 16: 1})
 """Of 45 micro-batches an epoch on one process, 23 on each of two: the last step of an epoch is a short one."""
 
+PLANNED = replace(CASE, asked={0: 1, 24: 2, 60: 4}, planned=True)
+
 
 def rates_of(framework: str, cases: list[Case], monitored: bool) -> tuple[list[Seen], list[float]]:
     """As `trained`, with the learning rate of each step."""
@@ -71,7 +73,9 @@ def by_hand(framework: str, case: Case, ranks: list[list[Row]]) -> tuple[list[Te
             loss.backward()
             opt.step()
             done += len(window)
-            wanted = case.accumulate * case.asked.get(len(windows) - 4, wanted // case.accumulate)
+            at = 2 * sum(windows) if case.planned else len(windows) - 4
+            begun = [times for begin, times in case.asked.items() if (begin <= at if case.planned else begin == at)]
+            wanted = case.accumulate * begun[-1] if begun else wanted
             if done % wanted == 0 or done == epoch:
                 for state in opt.state.values():  # for exact bias corrections: in updates of the new batch
                     state["step"] *= accumulate / wanted
@@ -81,15 +85,34 @@ def by_hand(framework: str, case: Case, ranks: list[list[Row]]) -> tuple[list[Te
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("framework", ["trainer", "accelerate", "lightning"])
-def test_a_training_that_grows_is_that_of_a_plain_loop(framework: str, workers: int) -> None:
-    results = run_workers(workers, rates_of, framework, [CASE], True)
+@pytest.mark.parametrize("case", [CASE, PLANNED], ids=["policy", "schedule"])
+def test_a_training_that_grows_is_that_of_a_plain_loop(case: Case, framework: str, workers: int) -> None:
+    results = run_workers(workers, rates_of, framework, [case], True)
     (seen,), rates = results[0]
-    parameters, windows, expected = by_hand(framework, CASE, [ranks[0].batches for ranks, _ in results])
+    parameters, windows, expected = by_hand(framework, case, [ranks[0].batches for ranks, _ in results])
     assert [stats.micro_batches for stats in seen.stats] == windows
     assert len(set(windows)) >= 3
     assert rates == pytest.approx(expected, rel=1e-6)
     for ours, theirs in zip(seen.parameters, parameters, strict=True):
         assert torch.allclose(ours, theirs, atol=2e-5), float((ours - theirs).abs().max())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loop_of_ones_own_grows_as_accelerates_does(workers: int, tmp_path: Path) -> None:
+    """But for an epoch's last step, which is a short one there. FSDP2 has the steps, and rounds otherwise."""
+    case = replace(CASE, epochs=1, asked={1: 2, 5: 4}, directory=str(tmp_path))
+    theirs, rates = run_workers(workers, rates_of, "accelerate", [case], True)[0]
+    kinds = [case, *([replace(case, fsdp=True)] if workers > 1 else [])]
+    for kind in kinds:
+        resumed = replace(kind, resume=True, save=9)
+        results = run_workers(workers, rates_of, "own", [replace(kind, save=9), resumed], True)
+        for (first, again), our_rates in results:
+            sizes = [stats.micro_batches for stats in first.stats]
+            assert sizes == [stats.micro_batches for stats in theirs[0].stats][: len(sizes)]
+            assert len(set(sizes)) == 3 and len(theirs[0].stats) - len(sizes) in (0, 1)
+            assert our_rates == pytest.approx(rates[: len(sizes)] + rates[9 : len(sizes)], rel=1e-12)
+            assert all(map(torch.equal, first.parameters, again.parameters))
+            assert first.stats[-1].grad_variance == again.stats[-1].grad_variance is not None
 
 
 @pytest.mark.parametrize("framework", ["trainer", "accelerate", "lightning"])
@@ -106,6 +129,14 @@ def test_what_growth_cannot_do_is_refused() -> None:
         Growth(kf.policies.GoodputPolicy(), 64)
     with pytest.raises(ValueError, match="lr_scaling='none': must be one of sqrt, linear"):
         Growth(kf.policies.CriticalBatchPolicy(), 64, "none")
+    with pytest.raises(ValueError, match="batch_max=0: must be a whole number, at least 1"):
+        Growth(kf.GNSPolicy())
+    net = torch.nn.Linear(2, 1)
+    opt, plan = torch.optim.SGD(net.parameters(), lr=0.1), kf.SchedulePolicy("0:4 100:12")
+    with pytest.raises(ValueError, match="the schedule's batch size 12: must be the first one, 4 samples, times a pow"):
+        kf.growth(kf.monitor(net, samples=2, accumulate=2), plan, opt)
+    with pytest.raises(ValueError, match="the monitor's samples is None: must be a whole number"):
+        kf.growth(kf.monitor(net), kf.GNSPolicy(), opt, batch_max=64)
 
 
 def trained_twice(framework: str) -> str:

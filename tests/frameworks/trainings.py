@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -78,6 +82,8 @@ class Case:
     interrupted: bool = False
     asked: dict[int, int] | None = None
     """At which steps a policy asks for how many times the first batch. Then the rate falls in a line to zero."""
+    planned: bool = False
+    """By a schedule: `asked` has from which sample on a step has how many times the first batch."""
     directory: str = "unused"
     """Of checkpoints."""
     save: int | None = None
@@ -93,7 +99,10 @@ class Case:
         return self.epochs * math.ceil(micro_batches / self.accumulate)
 
     def growth(self) -> Growth | None:
-        return None if self.asked is None else Growth(AtSteps(self.asked), 1024)
+        if self.asked is None or not self.planned:
+            return None if self.asked is None else Growth(AtSteps(self.asked), 1024)
+        first = 2 * self.accumulate * int(os.environ.get("WORLD_SIZE", "1"))
+        return Growth(kf.SchedulePolicy(" ".join(f"{begin}:{times * first}" for begin, times in self.asked.items())))
 
 
 class AtSteps(kf.BasePolicy):
@@ -259,6 +268,49 @@ def prepared(case: Case) -> tuple[Any, Any, Any, Any, Any, list[Row]]:
     return accelerator, *accelerator.prepare(model, opt, loader, schedule), batches
 
 
+def by_own_loop(case: Case, monitored: bool) -> Seen:
+    """A loop over DDP, over FSDP2, or in one process, with the rate by a scheduler of torch. Monitored, and grows."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    inner = model = llama()
+    batches = recorded(inner)
+    if case.fsdp:
+        for module in (*inner.model.layers, inner):
+            fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    elif several:
+        model = DistributedDataParallel(inner)
+    opt = torch.optim.AdamW(model.parameters(), case.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda made: rate(case, made / case.updates))
+    watch = kf.fsdp_monitor if case.fsdp else kf.ddp_hook if several else kf.monitor
+    monitor, stats = watch(model, samples=2, accumulate=case.accumulate), list[StepStats]()
+    assert case.asked is not None
+    growth = kf.growth(monitor, AtSteps(case.asked), opt, [schedule], batch_max=1024)
+    rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rows = [collate(sequences()[at : at + 2]) for at in range(2 * rank, SEQUENCES, 2 * processes)]
+    done, at = 0, Path(case.directory, f"own{rank}")  # micro-batches
+    if case.resume:
+        saved = torch.load(at, weights_only=False)
+        for each, state in zip((inner, opt, schedule, growth), saved["states"], strict=True):
+            each.load_state_dict(state)
+        done = saved["done"]
+    while done + growth.accumulate <= len(rows):
+        for index in range(growth.accumulate):
+            last = index == growth.accumulate - 1
+            inner.set_requires_gradient_sync(last) if case.fsdp else setattr(model, "require_backward_grad_sync", last)
+            (model(**rows[done + index]).loss / growth.accumulate).backward()
+        opt.step()
+        schedule.step()
+        opt.zero_grad()
+        done += growth.accumulate
+        growth.step()
+        stats.append(monitor.stats)  # type: ignore[arg-type]
+        if monitor.ended == case.save:
+            states = [each.state_dict() for each in (inner, opt, schedule, growth)]
+            torch.save({"states": states, "done": done}, at)
+    return Seen(parameters_of(inner, case.fsdp), [], stats, batches)
+
+
 def let_accelerate_shard() -> None:
     """On CPUs Accelerate takes DDP where FSDP2 was asked for, and says nothing: it shards for GPUs alone."""
     from accelerate import DistributedType, PartialState
@@ -339,6 +391,7 @@ def parameters_of(model: nn.Module, sharded: bool = False) -> list[Tensor]:
 
 TRAININGS: dict[str, Training] = {"trainer": by_trainer, "accelerate": by_accelerate, "lightning": by_lightning}
 TRAININGS["tokens"] = by_tokens
+OWN = {"own": by_own_loop}
 
 
 def gradients() -> Iterator[tuple[Tensor, int]]:
