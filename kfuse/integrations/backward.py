@@ -18,7 +18,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from kfuse.comm.gradients import at_the_end_of_backward
-from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
+from kfuse.integrations.measure import (
+    Monitor,
+    Options,
+    block_norms,
+    is_small,
+    one_device,
+    sum_squares,
+    total_square,
+)
 
 _OUTLIVED: list[RemovableHandle] = []  # hooks of watches that are gone
 
@@ -56,7 +64,8 @@ class BackwardWatch(ABC):
         self._measures = False  # the gradient of the backward under way is measured by the parameters' hooks
         self.kept = False  # some parameter had a gradient when it began
         self.norms: list[Tensor] = []  # of its gradient, in blocks
-        self.before = self.after = self._marks()  # as it began, and when the latest one was over
+        self._small: list[Tensor] = []  # parts of its gradient that are no larger than a block
+        self.before = self.after = self.marks()  # as it began, and when the latest one was over
         self.begin_step()
         monitor.handles.append(model.register_forward_pre_hook(OfOneModel(self.before_forward)))
         monitor.watch = weakref.ref(self)
@@ -84,17 +93,22 @@ class BackwardWatch(ABC):
 
     def on_gradient(self, index: int, grad: Tensor) -> None:
         """Takes in what a backward has computed for parameter `index`."""
-        self.reached()
+        if not self._began:
+            self.reached()
         if self._measures:
-            self.norms += block_norms(grad)
+            if is_small(grad):
+                self._small.append(grad)
+            else:
+                self.norms += block_norms(grad)
 
     def reached(self) -> None:
         """Called from a backward, again and again: the first time it begins."""
         if self._began:
             return
-        self._began, self.norms = True, []
+        self._began, self.norms, self._small = True, [], []
         at_the_end_of_backward(self._end)
-        self.before, gradients = self._marks(), self.gradients()
+        gradients = self.gradients()
+        self.before = self.marks() if gradients else [None] * len(self.params)
         self.kept = bool(gradients)
         if not self.monitor.micro_batches:
             if gradients:
@@ -117,15 +131,16 @@ class BackwardWatch(ABC):
         self._backwards += 1
         if self._backwards > self._forwards:
             self.unknown = True
-        if self.unknown or not self.norms:
+        if self.unknown or not (self.norms or self._small):
             return math.nan
-        square = sum_squares(self.norms)
+        square = sum_squares(self.norms, self._small)
+        self._small = []
         for condition in self._conditions:
             square = torch.where(condition.to(square.device), square, math.nan)
         return square
 
     def _end(self) -> None:
-        self._began, self.after = False, self._marks()
+        self._began, self.after = False, self.marks()
         if self.after != self.before or self.waits():  # else this was torch.autograd.grad, which leaves `.grad` alone
             self.ended()
 
@@ -166,14 +181,10 @@ class BackwardWatch(ABC):
         """Returns what this worker has in the parameters' `.grad`."""
         return [param.grad for param in self.params if param.grad is not None]
 
-    def version(self, grad: Tensor) -> int:
-        """Returns a number that changes as `grad` is changed in place."""
-        return grad._version
-
-    def _marks(self) -> list[tuple[int, int] | None]:
+    def marks(self) -> list[tuple[int, int] | None]:
         """Returns for each parameter what changes as its `.grad` is changed or replaced; None without one."""
         grads = [param.grad for param in self.params]
-        return [None if grad is None else (id(grad), self.version(grad)) for grad in grads]
+        return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
     def waits(self) -> bool:
         """Whether an earlier backward left gradients elsewhere than in `.grad`."""

@@ -142,10 +142,11 @@ class _Sharded(BackwardWatch):
         with torch.no_grad():
             return [_local(param.grad) for param in self.params if param.grad is not None]
 
-    def version(self, grad: Tensor) -> int:
+    def marks(self) -> list[tuple[int, int] | None]:
         """FSDP2 adds to the local tensor; what users do to a DTensor in place counts as a version of that one alone."""
+        grads = [param.grad for param in self.params]
         with torch.no_grad():
-            return grad._version + _local(grad)._version
+            return [None if grad is None else (id(grad), grad._version + _local(grad)._version) for grad in grads]
 
     def _divisor(self) -> float:
         """Returns what FSDP2 divides the sum of the workers' gradients by.

@@ -65,15 +65,6 @@ def _wait() -> None:
     time.sleep(0.1)  # for the tensors of messages, which Python does not see being dropped
 
 
-# Sums over micro-batches; the squares are without loss scale.
-SQUARES = 0  # of |s_j|^2
-MICRO_BATCHES = 1
-WEIGHTS = 2  # of v_j
-SQUARED_WEIGHTS = 3  # of v_j^2
-SQUARED_WEIGHTS_BY_SAMPLES = 4  # of v_j^2 / b_j
-TOTAL = 5  # |t|^2: the sum of what each worker measured of its part of t
-MESSAGE_SLOTS = 6
-
 _LOG = logging.getLogger("kfuse")
 _ONE_MICRO_BATCH = "one micro-batch a step: nothing to compare it with; accumulate, or use kf.nn's layers"
 _UNKNOWN = "a gradient was not finite, or a backward's was not that of one micro-batch: see docs/frameworks.md"
@@ -84,25 +75,35 @@ def block_norms(values: Tensor) -> list[Tensor]:
 
     Blocks keep the rounding error that of one, some tens of 2^-24, whatever the size: S is a difference of such sums.
     """
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     flat = (values.detach().coalesce().values() if values.is_sparse else values.detach()).reshape(-1)
-    dtype = torch.promote_types(flat.dtype, torch.float32)
-    whole = flat.numel() // BLOCK * BLOCK
-    norms = []
-    if whole:
-        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1, dtype=dtype))
-    if whole < flat.numel() or not whole:
-        norms.append(torch.linalg.vector_norm(flat[whole:], dim=0, keepdim=True, dtype=dtype))
-    return norms
+    rest = flat.numel() % BLOCK
+    parts = [flat[: flat.numel() - rest].view(-1, BLOCK), flat[flat.numel() - rest :].view(1, -1)] if rest else []
+    return [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in parts or [flat.view(-1, BLOCK)]]
 
 
-def sum_squares(norms: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of squares of all `norms` (tensors [k], at least one): float64 scalar on their device."""
-    return torch.cat(list(norms)).double().square().sum()
+def sum_squares(norms: Sequence[Tensor], small: Sequence[Tensor] = ()) -> Tensor:
+    """Returns the sum of squares of all `norms` (tensors [k]) and `small`, at least one: float64 scalar on the device.
+
+    small: of any shape, of a block at most. They are joined first, which saves a call for each.
+    """
+    joined = block_norms(torch.cat([values.reshape(-1) for values in small])) if small else []
+    return torch.cat([*norms, *joined]).double().square().sum()
 
 
 def total_square(tensors: Iterable[Tensor]) -> Tensor:
     """Returns the sum of squares of all `tensors`, at least one: float64 scalar on their device, without a wait."""
-    return sum_squares([norms for values in tensors for norms in block_norms(values)])
+    norms, small = list[Tensor](), list[Tensor]()
+    for values in tensors:
+        if is_small(values):
+            small.append(values)
+        else:
+            norms += block_norms(values)
+    return sum_squares(norms, small)
+
+
+def is_small(values: Tensor) -> bool:
+    return values.numel() <= BLOCK and not values.is_sparse
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class Monitor:
     def drop(self) -> None:
         """Forgets the micro-batches of the step under way."""
         self._squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._sums: list[Any] = [0.0] * 4  # MICRO_BATCHES to SQUARED_WEIGHTS_BY_SAMPLES, numbers or scalar tensors
+        self._sums: list[Any] = [0.0] * 4  # as in `message`, numbers or scalar tensors
         self.micro_batches = 0
 
     # -- for training loops ------------------------------------------------------------------------------------------
@@ -247,15 +248,14 @@ class Monitor:
         self._squares, *self._sums = [a + b for a, b in zip([self._squares, *self._sums], of_this, strict=True)]
 
     def message(self, total: Tensor) -> Tensor:
-        """Returns the step's sums, which are emptied, to be summed over the workers: float64 [MESSAGE_SLOTS].
+        """Returns the step's sums, which are emptied, to be summed over the workers: float64 [6].
 
+        Over micro-batches: |s_j|^2, 1, v_j, v_j^2, v_j^2 / b_j; and |t|^2, of this worker's part. Squares are without
+        loss scale.
         total: of this worker's part of t, the squares as seen; the parts make up t.
         """
-        message = torch.zeros(MESSAGE_SLOTS, dtype=torch.float64, device=self.device)
-        message[SQUARES] = self._squares
-        sums = [torch.as_tensor(each, dtype=torch.float64, device=self.device) for each in self._sums]
-        message[MICRO_BATCHES:TOTAL] = torch.stack(sums)
-        message[TOTAL] = total.to(self.device) * self._unscale()
+        sums = [self._squares, *self._sums, total.to(self.device) * self._unscale()]
+        message = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=self.device) for each in sums])
         self.drop()
         return message
 
@@ -280,22 +280,25 @@ class Monitor:
         if sent is not None:
             _travelling.discard(sent)
             sent.wait()
-        micro_batches, seen, weights = message[MICRO_BATCHES], message[TOTAL], message[WEIGHTS]
-        k, samples = message[SQUARED_WEIGHTS] / weights**2, weights**2 / message[SQUARED_WEIGHTS_BY_SAMPLES]
-        of_mean = seen * (self.workers / weights) ** 2
-        variance = (message[SQUARES] / weights**2 - k * of_mean) / (1 - k)
-        # `moments` computes (SUM_SQUARES - B |gbar|^2) / (M - 1), which shall be B V.
-        more = torch.where(micro_batches > 1, (micro_batches - 1) * variance, 0.0)
-        record = torch.zeros(t.RECORD_SLOTS + self.workers, dtype=torch.float64, device=self.device)
-        record[t.SUM_SQUARES] = samples * (of_mean + more)
-        record[t.SAMPLES], record[t.MICRO_BATCHES] = samples.nan_to_num(), micro_batches
-        record[t.LOSS], record[t.GRAD_SQ] = math.nan, of_mean
-        if self._scaler is not None:
-            record[t.SKIPPED] = (~torch.isfinite(seen)).double()  # by the scaler
         self._statistics.keep_unread = bool(log.TARGETS or self.observers)
-        self._statistics.push(self._steps, "micro-batches" if self.samples is None else "samples", record)
+        unit = "micro-batches" if self.samples is None else "samples"
+        self._statistics.push(self._steps, unit, message, of_sums=self._record)
         self._steps += 1
         self._send(lag=int(devices.of(self.device).asynchronous))
+
+    def _record(self, message: list[float]) -> list[float]:
+        """Returns the record of a step, with the slots of `kfuse.comm.measurement`, from the sum of all messages."""
+        squares, micro_batches, weights, squared_weights, by_samples, seen = message
+        record = [0.0] * (t.RECORD_SLOTS + self.workers)
+        record[t.MICRO_BATCHES], record[t.LOSS], record[t.GRAD_SQ] = micro_batches, math.nan, math.nan
+        if weights:
+            k, samples = squared_weights / weights**2, weights**2 / by_samples
+            of_mean = seen * (self.workers / weights) ** 2
+            # `moments` computes (SUM_SQUARES - B |gbar|^2) / (M - 1), which shall be B V.
+            more = (micro_batches - 1) * (squares / weights**2 - k * of_mean) / (1 - k) if micro_batches > 1 else 0.0
+            record[t.SUM_SQUARES], record[t.SAMPLES], record[t.GRAD_SQ] = samples * (of_mean + more), samples, of_mean
+        record[t.SKIPPED] = float(self._scaler is not None and not math.isfinite(seen))  # by the scaler
+        return record
 
     def low_precision(self) -> None:
         """Tells that gradients travel between workers in 16 bits: S has the rounding error of bf16."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from kfuse import session
 from kfuse.optim import DistributedOptimizer
@@ -35,6 +39,8 @@ class Callbacks(BasePolicy):
         self._trainer, self._opt, self._micro, self._samples = trainer, opt, micro, samples
         self._began = time.time()
         self._of_step: list[float | None] = [None, None]  # the newest step's gradient norm and learning rate
+        self._saved: list[int] = []  # the steps after which the leader has written a checkpoint of Trainer's
+        self._save, self._load_best = trainer._save_checkpoint, trainer._load_best_model
         trainer._initial_num_input_tokens_seen = trainer._initial_global_step = 0
         trainer._tr_loss, trainer._total_loss_scalar = torch.tensor(0.0, device=trainer.args.device), 0.0
         trainer._globalstep_last_logged = 0
@@ -104,6 +110,37 @@ class Callbacks(BasePolicy):
         if trainer.control.should_epoch_stop and not trainer.control.should_training_stop:
             raise RuntimeError("fit: a callback has set should_epoch_stop: must not: an epoch uses each sample once")
 
+    def before_update(self) -> None:
+        """Also of a step that comes again. A leader that was lost may have written a part of its last checkpoint."""
+        self.call("on_pre_optimizer_step")
+        trainer, step = self._trainer, self._trainer.state.global_step
+        if self._saved[-1:] == [step] and trainer.args.should_save and not os.path.exists(self._file(step)):
+            self._save(trainer.model_wrapped, None)
+
+    def save(self, model: nn.Module, trial: None) -> None:
+        """Takes the place of `trainer._save_checkpoint`: each worker knows what the leader writes."""
+        self._save(model, trial)
+        state = self._trainer.state
+        self._saved.append(state.global_step)
+        if state.best_global_step in self._saved:
+            state.best_model_checkpoint = os.path.dirname(self._file(state.best_global_step))
+
+    def load_best(self) -> None:
+        """Takes the place of `trainer._load_best_model`. Raises TimeoutError for one that is not there."""
+        file = os.path.join(self._trainer.state.best_model_checkpoint, TRAINER_STATE_NAME)
+        if file == self._file(self._trainer.state.global_step):
+            return  # the model is that one; the leader may still write it
+        end = time.monotonic() + session.current().group.timeout_s
+        while not os.path.exists(file):
+            if time.monotonic() > end:
+                raise TimeoutError(f"fit: load_best_model_at_end: {file} is not there: output_dir must be shared")
+            time.sleep(0.05)
+        self._load_best()
+
+    def _file(self, step: int) -> str:
+        """Returns what is written last of Trainer's checkpoint after so many steps."""
+        return os.path.join(self._trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}", TRAINER_STATE_NAME)
+
     def after_train(self) -> None:
         self.output = self._trainer._finalize_training(None, self._samples, self._began)
 
@@ -114,6 +151,7 @@ class Callbacks(BasePolicy):
             "callbacks": [each.state()["attributes"] for each in self._exportable],
             "losses": [trainer._tr_loss.item(), trainer._total_loss_scalar, trainer._globalstep_last_logged],
             "of_step": self._of_step,
+            "saved": self._saved,
         }
 
     def load_state_dict(self, state: Any) -> None:
@@ -123,7 +161,7 @@ class Callbacks(BasePolicy):
             vars(each).update(attributes)
         loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = state["losses"]
         trainer._tr_loss.fill_(loss)
-        self._of_step = list(state["of_step"])
+        self._of_step, self._saved = list(state["of_step"]), list(state["saved"])
 
     @property
     def _exportable(self) -> list[ExportableState]:

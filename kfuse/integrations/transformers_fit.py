@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer
+from transformers.integrations.liger import apply_liger_kernel
+from transformers.integrations.neftune import activate_neftune
 from transformers.trainer_utils import align_special_tokens
 
 from kfuse import session
@@ -76,11 +78,10 @@ def fit(
     if policy is not None and not isinstance(policy, BasePolicy):
         raise TypeError(f"fit takes a kf.BasePolicy, not {type(policy).__name__}")
     refuse(trainer, settings)
-    args, model, micro = trainer.args, trainer.model, trainer._train_batch_size
+    args, micro = trainer.args, trainer._train_batch_size
     trainer.is_in_train = True
     trainer._memory_tracker.start()
-    if isinstance(trainer.processing_class, PreTrainedTokenizerBase | ProcessorMixin) and hasattr(model, "config"):
-        align_special_tokens(model, trainer.processing_class)
+    _change_model(trainer)
     trainer.accelerator.free_memory()
     loader = trainer.get_train_dataloader()
     data = _Samples(loader)
@@ -116,6 +117,21 @@ def fit(
             **own,
         )
     return callbacks.output
+
+
+def _change_model(trainer: Trainer) -> None:
+    """Does to the model what `trainer.train()` does to it before it is prepared."""
+    args, model = trainer.args, trainer.model
+    if args.use_liger_kernel:
+        apply_liger_kernel(model, args.liger_kernel_config)
+    if args.activation_checkpointing:
+        given = dict(args.activation_checkpointing_kwargs or {})
+        own = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=given or None, **own)
+    if isinstance(trainer.processing_class, PreTrainedTokenizerBase | ProcessorMixin) and hasattr(model, "config"):
+        align_special_tokens(model, trainer.processing_class)
+    if trainer.neftune_noise_alpha is not None:
+        trainer.neftune_hook_handle = activate_neftune(model, trainer.neftune_noise_alpha, trainer.accelerator)
 
 
 class _Samples(MapData):
@@ -161,6 +177,7 @@ def _instead_of_trainers(trainer: Trainer, opt: DistributedOptimizer, callbacks:
     trainer.accelerator.backward = lambda loss, **_: losses.append(loss)
     # A step's random numbers are keyed by (seed, step, micro-batch): the generators' states tell nothing.
     trainer._save_rng_state = lambda folder: None
+    trainer._save_checkpoint, trainer._load_best_model = callbacks.save, callbacks.load_best
 
     def log_noise_scale(logs: dict[str, float], *given: Any, **named: Any) -> None:
         log({**logs, **figures(opt)} if "loss" in logs else logs, *given, **named)
@@ -168,13 +185,13 @@ def _instead_of_trainers(trainer: Trainer, opt: DistributedOptimizer, callbacks:
     trainer.log = log_noise_scale
     trainer.current_gradient_accumulation_steps = 1  # kfuse itself takes the mean over the step's micro-batches
     hooks = [
-        opt.register_step_pre_hook(lambda *_: callbacks.call("on_pre_optimizer_step")),
+        opt.register_step_pre_hook(lambda *_: callbacks.before_update()),
         opt.register_step_post_hook(lambda *_: callbacks.call("on_optimizer_step")),
     ]
     try:
         yield losses
     finally:
-        del trainer._save_rng_state
+        del trainer._save_rng_state, trainer._save_checkpoint, trainer._load_best_model
         trainer.accelerator.backward, trainer.log = backward, log
         for hook in hooks:
             hook.remove()

@@ -24,16 +24,7 @@ _OF_ARGUMENTS = {
     "num_workers": "dataloader_num_workers",
     "data_prefetch": "dataloader_prefetch_factor",
 }
-_LEFT_OUT = (
-    "activation_checkpointing",
-    "auto_find_batch_size",
-    "dataloader_drop_last",
-    "fp16",
-    "load_best_model_at_end",
-    "push_to_hub",
-    "torch_compile",
-    "use_liger_kernel",
-)
+_LEFT_OUT = ("auto_find_batch_size", "dataloader_drop_last", "fp16", "push_to_hub")
 _OWN_LOOPS = ("train", "_inner_training_loop", "_run_epoch", "get_batch_samples", "_get_num_items_in_batch")
 
 
@@ -61,7 +52,6 @@ def refuse(trainer: Trainer, settings: Mapping[str, Any]) -> None:
         **{f"{name}={getattr(args, name)}": getattr(args, name) for name in _LEFT_OUT},
         "trainer.train() before": getattr(trainer.optimizer, "_is_accelerate_prepared", False),
         "model_init": trainer.model_init is not None,
-        "neftune_noise_alpha": trainer.neftune_noise_alpha is not None,
         "include_num_input_tokens_seen": args.include_num_input_tokens_seen != "no",
         "attach": getattr(getattr(trainer.training_step, "__self__", None), "is_attached", False),
         "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),

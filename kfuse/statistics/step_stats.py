@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -63,6 +64,8 @@ class _Record:
     figures: int  # How many of its last numbers are a step function's figures
     local: bool = False
     bf16_sums: bool = True
+    of_sums: Callable[[list[float]], list[float]] | None = None
+    """Makes the record of the numbers that were copied."""
     variance: float | None = None
     grad_sq: float | None = None
 
@@ -71,7 +74,7 @@ class _Record:
         if self.copied is not None:
             self.copied.synchronize()
         values: list[float] = self.host.tolist()
-        return values
+        return values if self.of_sums is None else self.of_sums(values)
 
     def split(self) -> tuple[list[float], list[float]]:
         """The record without the figures, and these."""
@@ -102,13 +105,22 @@ class Statistics:
         self._latest: StepStats | None = None
         self._unread: list[StepStats] = []
 
-    def push(self, step: int, unit: str, record: Tensor, local: bool = False, figures: int = 0) -> None:
+    def push(
+        self,
+        step: int,
+        unit: str,
+        record: Tensor,
+        local: bool = False,
+        figures: int = 0,
+        of_sums: Callable[[list[float]], list[float]] | None = None,
+    ) -> None:
         """Starts copying a step's record to the host, and takes in those of earlier steps that have arrived.
 
         The host waits for a GPU only with `at_fixed_lag`, or where it is too many steps ahead.
         record: float64 [RECORD_SLOTS + workers + figures] on the device, from `Measurement.record`.
         unit: "samples" or "micro-batches". local: the gradients were this worker's own, so their norm is unknown.
         figures: how many of its last numbers are a step function's.
+        of_sums: makes the record, on the host, of the numbers that `record` then has in its place.
         """
         host, copied = record, None
         if (device := devices.of(record.device)).asynchronous:
@@ -116,7 +128,7 @@ class Statistics:
             host.copy_(record, non_blocking=True)
             copied = device.event()
             copied.record()
-        self._in_flight.append(_Record(step, unit, host, copied, figures, local, self.bf16_sums))
+        self._in_flight.append(_Record(step, unit, host, copied, figures, local, self.bf16_sums, of_sums))
         self.arrived = []
         while len(self._in_flight) > 1 and self._is_due(self._in_flight[0]):
             self._receive(len(self._in_flight) - 1)

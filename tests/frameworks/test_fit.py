@@ -75,9 +75,16 @@ def trainer_of(folder: Path, model: nn.Module, callbacks: list[Any], **arguments
     )  # fmt: skip
 
 
+# fmt: off
 CASES: dict[str, tuple[type[nn.Module] | Any, int | None, dict[str, Any]]] = {
     "tokens": (llama, None, {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 6}),
     "bf16, part of an epoch": (llama, None, {"bf16": True, "num_train_epochs": 1.4, "eval_strategy": "epoch"}),
+    "best": (llama, None, {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 6,
+                           "load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True,
+                           "activation_checkpointing": True}),
+    "compiled": (llama, None, {"torch_compile": True, "torch_compile_backend": "eager", "label_smoothing_factor": 0.1,
+                               "activation_checkpointing": True,
+                               "activation_checkpointing_kwargs": {"use_reentrant": True}}),
     "means": (Classifier, None, {"max_steps": 11, "train_sampling_strategy": "sequential", "eval_on_start": True}),
     "stopped": (
         llama,
@@ -90,6 +97,7 @@ CASES: dict[str, tuple[type[nn.Module] | Any, int | None, dict[str, Any]]] = {
         },
     ),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -116,14 +124,17 @@ def test_losses_and_calls_are_trainers(case: str, tmp_path: Path) -> None:
 
 
 class Killed(TrainerCallback):  # type: ignore[misc]
-    """Worker 0 is killed within step 4, and step 8 waits for the worker that comes in its place."""
+    """Worker 0 is killed within step 4, and worker 1 as it writes a checkpoint after step 12.
+
+    Steps 8 and 14 wait for the worker that comes in its place.
+    """
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if state.global_step == 4 and current().worker == 0 and current().elastic:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        while current().elastic and state.global_step == 8 and not current().proposed_generation():
+        while current().elastic and state.global_step in (8, 14) and not current().proposed_generation():
             time.sleep(0.01)
 
 
@@ -135,11 +146,17 @@ def script(folder: Path) -> None:
         assert "LOCAL_RANK" not in os.environ
         assert os.environ["CUDA_VISIBLE_DEVICES"] == {"0": "97", "1": "98"}[given]
     recorder = Recorder()
-    arguments = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 5}
+    arguments = {**CASES["best"][2], "activation_checkpointing": False, "save_steps": 3, "num_train_epochs": 3}
     trainer = trainer_of(folder / "out", llama(), [Killed(), recorder], **arguments)
-    stopping = EarlyStoppingCallback(100)
-    trainer.args.metric_for_best_model = "loss"
-    trainer.add_callback(stopping)
+    trainer.add_callback(stopping := EarlyStoppingCallback(100))
+    save_optimizer = trainer._save_optimizer_and_scheduler
+
+    def save_or_die(directory: str) -> None:
+        if directory.endswith("-12") and current().worker == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save_optimizer(directory)
+
+    trainer._save_optimizer_and_scheduler = save_or_die
     output = fit(trainer, tokens=True)
     assert output is not None
     steps = [step for name, step, *_ in recorder.seen if name == "on_step_end"]
@@ -151,6 +168,7 @@ def script(folder: Path) -> None:
         "steps": steps,
         "leads": trainer.state.is_world_process_zero,
         "best": [trainer.state.best_metric, stopping.early_stopping_patience_counter],
+        "best at": os.path.basename(trainer.state.best_model_checkpoint),
     }
     (folder / f"{current().worker}.json").write_text(json.dumps(found))
 
@@ -165,18 +183,21 @@ def test_bits_are_the_same_on_workers_that_are_lost_and_join(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     script(alone)
-    files = alone / "0.json", several / "1.json", several / "2.json"
+    files = alone / "0.json", several / "2.json", several / "3.json"
     reference, *workers = (json.loads(file.read_text()) for file in files)
-    assert workers[0]["steps"] == reference["steps"] == list(range(1, 17))
-    assert workers[1]["steps"][0] in (9, 10, 11), workers[1]["steps"]
+    assert reference["steps"] == list(range(1, 25)) and reference["best at"] == "checkpoint-3"
+    assert [each["steps"][0] in begin for each, begin in zip(workers, ((9, 10, 11), (15, 16, 17)), strict=True)]
+    assert all(each["steps"][-1] == 24 for each in workers)
     assert sorted(each["leads"] for each in workers) == [False, True]
-    for name, other in itertools.product(("parameters", "losses", "loss", "best"), workers):
+    for name, other in itertools.product(("parameters", "losses", "loss", "best", "best at"), workers):
         assert other[name] == reference[name], name
     events = map(json.loads, (several / "run" / "events.jsonl").read_text().splitlines())
     evaluations = [[event["step"] + 1, event["loss"]] for event in events if event["kind"] == "evaluation"]
     assert evaluations == reference["evaluations"] != [], "Trainer's, in the run's records, each once"
     names = [sorted(str(path.relative_to(each)) for path in each.rglob("checkpoint-*/*")) for each in (alone, several)]
     assert names[0] == names[1] and len(names[0]) > 12
+    weights = [(each / "out" / "checkpoint-12" / "model.safetensors").read_bytes() for each in (alone, several)]
+    assert weights[0] == weights[1]
 
 
 class Grows(kf.BasePolicy):
