@@ -102,7 +102,7 @@ $(FRAMEWORKS_VENV)/.installed: pyproject.toml $(CONSTRAINTS) | python
 	$(PYTHON) -m venv --clear $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) setuptools
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation '.[transformers,lightning,slurm,wandb,mlflow,trackio]' \
-		peft kubernetes-validate pytest pytest-timeout pytest-xdist hypothesis
+		peft trl liger-kernel kubernetes-validate pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
 # No constraints. torch's metadata ask for an older Triton than pip brings where torch is there already: hence the last.

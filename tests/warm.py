@@ -31,6 +31,7 @@ CONTEXT.set_forkserver_preload(
         "datasets",
         "transformers.models.llama.modeling_llama",
         "transformers.models.auto.tokenization_auto",
+        "trl.trainer.sft_trainer",
         "torch.distributed.fsdp",
         "torch._dynamo",  # torch's own optimizers import it, which takes longer than torch itself
     ]

@@ -25,6 +25,7 @@ def attach(
     model: nn.Module,
     *,
     weighted: bool = False,
+    name: str = "",
     growth: Growth | None = None,
     scheduler_interval: Literal["step", "epoch"] = "step",
 ) -> Monitor:
@@ -38,6 +39,9 @@ def attach(
     `monitor.samples` and `monitor.accumulate` before each `accelerator.backward` (see `Monitor`), and the noise scale
     is in these samples.
 
+    name: of this model where several are measured, as in a GAN; `accelerator.log` then sends noise_scale_NAME. Each
+    needs an optimizer of its own, and a backward that is not its loss's must leave its parameters without gradients.
+
     growth: chooses the batch size, by `accelerator.gradient_accumulation_steps`, and multiplies the learning rate. It
     needs one prepared optimizer, prepared schedulers, and `with accelerator.accumulate(model):` around each
     micro-batch. It is saved by `accelerator.save_state`. The loop's own end is the loop's; `growth.updates` counts the
@@ -48,20 +52,25 @@ def attach(
 
     Raises ValueError for another interval, for a model that was not prepared, or where growth has not one optimizer,
     TypeError for a model that no monitor measures, RuntimeError where one of the accelerator's models is measured
-    already, and where sequences are sharded (context parallelism).
+    already under this name, and where sequences are sharded (context parallelism).
     """
     refuse_shards_of_sequences(accelerator)
     if not getattr(model, "_is_accelerate_prepared", False):
         raise ValueError("attach: the model must be what accelerator.prepare has returned")
-    if isinstance(getattr(accelerator.backward, "__self__", None), _Attached):
-        raise RuntimeError("attach: this accelerator measures a model already: close its monitor first")
+    earlier = getattr(accelerator.backward, "__self__", None)
+    while isinstance(earlier, _Attached):
+        if earlier.open and name == earlier.name:
+            raise RuntimeError(
+                "attach: this accelerator measures a model already: close its monitor first, or give this one a name="
+            )
+        earlier = getattr(earlier.next_backward, "__self__", None)
     if scheduler_interval not in ("step", "epoch"):
         raise ValueError(f"attach: scheduler_interval={scheduler_interval!r}: must be step or epoch")
     if growth is not None:
         growth.refuse_second_training()
         if len(accelerator._optimizers) != 1:
             raise ValueError(f"attach: growth needs one prepared optimizer, not {len(accelerator._optimizers)}")
-    attached = _Attached(accelerator, model, weighted)
+    attached = _Attached(accelerator, model, weighted, name)
     if growth is not None:
         attached.grows = _Grows(accelerator, attached.monitor, growth, scheduler_interval)
     return attached.monitor
@@ -72,19 +81,22 @@ class _Attached:
 
     grows: _Grows | None = None
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, weighted: bool) -> None:
-        self._accelerator, self._weighted = accelerator, weighted
+    def __init__(self, accelerator: Accelerator, model: nn.Module, weighted: bool, name: str) -> None:
+        self._accelerator, self._weighted, self.name, self.open = accelerator, weighted, name, True
         self.monitor = monitor_of("attach", model, accelerator.scaler)
+        self.monitor.name = name or self.monitor.name
         self._samples: int | None = None  # of the newest micro-batch
         self._hook = model.register_forward_pre_hook(OfOneModel(self._before_forward), with_kwargs=True)
-        self._backward, self._log = accelerator.backward, accelerator.log
+        self.next_backward, self._log = accelerator.backward, accelerator.log
         accelerator.backward, accelerator.log = self.backward, self.log
         self.monitor.handles.append(self)
 
     def remove(self) -> None:
         """As of the monitor's hooks."""
         self._hook.remove()
-        self._accelerator.backward, self._accelerator.log = self._backward, self._log
+        self.open, self.grows = False, None
+        while isinstance(last := getattr(self._accelerator.backward, "__self__", None), _Attached) and not last.open:
+            self._accelerator.backward, self._accelerator.log = last.next_backward, last._log
 
     def _before_forward(self, module: nn.Module, arguments: Any, named: Any) -> None:
         if torch.is_grad_enabled():
@@ -97,10 +109,10 @@ class _Attached:
             self.monitor.last = self._accelerator.sync_gradients
         if self.grows is not None:
             self.grows.before_backward(self._samples or 1)
-        self._backward(loss, **named)
+        self.next_backward(loss, **named)
 
     def log(self, values: dict[str, Any], *given: Any, **named: Any) -> None:
-        more = figures(self.monitor)
+        more = figures(self.monitor, f"_{self.name}" if self.name else "") if self.open else {}
         if self.grows is not None:
             more["batch_size"] = self.grows.growth.batch_size
         self._log({**values, **more}, *given, **named)

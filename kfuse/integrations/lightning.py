@@ -27,28 +27,37 @@ class NoiseScale(Callback):  # type: ignore[misc]
     `log_every_n_steps` batches, in samples, NaN where they are unknown. Without `Trainer(accumulate_grad_batches=...)`
     of 2 or more, or several processes, they are: a step of one micro-batch has nothing to compare.
 
+    With manual optimization, of one optimizer on one device, a step ends when the optimizer steps, and each
+    training_step makes one backward, by `manual_backward`; a step with more has no figures.
+
+    accumulate: what manual optimization divides each loss by, the number of a step's batches for instance.
+
     growth: chooses the batch size, by `trainer.accumulate_grad_batches`, and multiplies the learning rate. The training
     still ends where max_steps of the first batch size, or max_epochs, would have ended it. Schedulers of the interval
     "step" are stepped as with the first batch size, but for those by a metric.
 
     Training raises RuntimeError for a growth that a training has used, ValueError for a checkpoint that was written
     without it, for min_steps or min_epochs beside max_steps, for a scheduler of another frequency than 1, TypeError for
-    a strategy that no monitor measures (must be one device or DDP), for manual optimization and for LBFGS.
+    a strategy that no monitor measures (must be one device or DDP), for LBFGS, and for manual optimization with
+    several optimizers or processes, or with a growth.
     """
 
     monitor: Monitor | None = None
     """Of the newest fit; None before it."""
 
-    def __init__(self, growth: Growth | None = None) -> None:
-        self._growth = growth
+    def __init__(self, growth: Growth | None = None, *, accumulate: float | None = None) -> None:
+        self._growth, self._accumulate = growth, accumulate
+        self._told = False  # of the newest batch's forward
         self._first = self._updates = 0  # micro-batches of a first step, and updates that the growth has seen
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        has_lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
-        if has_lbfgs or not pl_module.automatic_optimization:
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+            raise TypeError("NoiseScale: with LBFGS a backward is no micro-batch: must be another optimizer")
+        simple = len(trainer.optimizers) == 1 == trainer.world_size and self._growth is None
+        if not pl_module.automatic_optimization and not simple:
             raise TypeError(
-                "NoiseScale: with manual optimization or LBFGS a backward is no micro-batch: must be automatic "
-                "optimization with an optimizer of one backward for a micro-batch"
+                "NoiseScale: manual optimization with several optimizers or processes, or with growth: must be one "
+                "optimizer in one process, without growth, or automatic optimization"
             )
         if self.monitor is not None:
             self.monitor.close()
@@ -74,7 +83,8 @@ class NoiseScale(Callback):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         assert self.monitor is not None
         self.monitor.samples = _length_of(batch)
-        self.monitor.accumulate = trainer.accumulate_grad_batches
+        self.monitor.accumulate = self._accumulate or trainer.accumulate_grad_batches
+        self._told = False
         if (growth := self._growth) is None:
             return
         if not growth.batch_size:
@@ -93,7 +103,9 @@ class NoiseScale(Callback):  # type: ignore[misc]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         assert self.monitor is not None
-        self.monitor.forward_was_made()  # on one device training_step need not call the module
+        if not self._told:
+            self.monitor.forward_was_made()  # on one device training_step need not call the module
+        self._told = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

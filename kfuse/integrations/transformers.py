@@ -33,7 +33,8 @@ def attach(trainer: Trainer, *, tokens: bool | None = None, growth: Growth | Non
 
     tokens: the model, or `compute_loss`, divides the sum of a micro-batch's losses by the number of tokens that the
     trainer counts in the whole step (`num_items_in_batch`). The noise scale is then in tokens, and its names end in
-    _tokens; else it is in samples. Needed where the trainer counts them.
+    _tokens; else it is in samples, of TRL's DPOTrainer and RewardTrainer in pairs. Needed where the trainer counts
+    them.
 
     growth: chooses the batch size, by gradient_accumulation_steps, and multiplies the learning rate. The training still
     ends where max_steps of the first batch size, or num_train_epochs, would have ended it.
@@ -58,6 +59,7 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._tokens = trainer, tokens
         self._growth = None if growth is None else _Grows(trainer, growth)
         self._measured: nn.Module | None = None
+        self._rows = 1  # that the model is given of a sample: TRL makes two of a pair
         self._training_step, self._log = trainer.training_step, trainer.log
         trainer.training_step, trainer.log = self.training_step, self.log
         trainer.add_callback(self)
@@ -83,6 +85,10 @@ class Attached(TrainerCallback):  # type: ignore[misc]
             self._growth.growth.micro_batch()
         self._unit = "_tokens" if self._tokens and num_items_in_batch is not None else ""
         _weigh(self.monitor, self._trainer, inputs, num_items_in_batch, bool(self._tokens))
+        loaded = getattr(self._trainer.callback_handler.train_dataloader, "batch_sampler", None)
+        if not self._unit and self.monitor.samples and (full := getattr(loaded, "batch_size", None)):
+            self._rows = max(self._rows, int(self.monitor.samples) // full)
+            self.monitor.samples /= self._rows
         loss: Tensor = self._training_step(model, inputs, num_items_in_batch)
         return loss
 
