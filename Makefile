@@ -98,11 +98,14 @@ $(TEST_VENV)/.installed: pyproject.toml $(CONSTRAINTS) | python
 	$(TEST_VENV)/bin/python $(PIP) --no-build-isolation '.[test]'
 	touch $@
 
+# mosaicml-streaming 0.13 asks for older packages than these, and for clouds' own: its reader needs none of them.
 $(FRAMEWORKS_VENV)/.installed: pyproject.toml $(CONSTRAINTS) | python
 	$(PYTHON) -m venv --clear $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) setuptools
 	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-build-isolation '.[transformers,lightning,slurm,wandb,mlflow,trackio]' \
-		peft trl liger-kernel kubernetes-validate pytest pytest-timeout pytest-xdist hypothesis
+		peft trl liger-kernel webdataset kubernetes-validate pytest pytest-timeout pytest-xdist hypothesis
+	$(FRAMEWORKS_VENV)/bin/python $(PIP) brotli catalogue matplotlib python-snappy tqdm xxhash zstd
+	$(FRAMEWORKS_VENV)/bin/python $(PIP) --no-deps mosaicml-streaming
 	touch $@
 
 # No constraints. torch's metadata ask for an older Triton than pip brings where torch is there already: hence the last.

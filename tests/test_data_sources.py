@@ -29,22 +29,28 @@ from torch.utils.data import (
 
 import kfuse as kf
 from kfuse.data import DataError, MapData, Source, StreamSampler, TensorData, place
+from kfuse.data.epochs import Epochs
 from kfuse.data.fetching import Fetcher, Task
 from kfuse.data.sources import IterableStream, SourceStream, as_stream, training_data
 from kfuse.train.evaluation import params_sha256
 
 
 class Shards(Source):
-    """Shards of the given lengths; the sample at (shard, position) is (shard, position). Counts what it is asked."""
+    """Shards of these sizes; the sample at (shard, position) is (shard, position). Counts what it is asked.
 
-    def __init__(self, *lengths: int, block: int | None = None) -> None:
-        self.lengths, self.shards, self.opened = lengths, len(lengths), 0
+    known: whether it says its lengths.
+    """
+
+    def __init__(self, *sizes: int, block: int | None = None, known: bool = False) -> None:
+        self.sizes, self.shards, self.opened = sizes, len(sizes), 0
+        if known:
+            self.lengths = sizes
         if block is not None:
             self.block = block
 
     def open(self, shard: int, position: int) -> Iterator[tuple[int, int]]:
         self.opened += 1
-        return ((shard, p) for p in range(position, self.lengths[shard]))
+        return ((shard, p) for p in range(position, self.sizes[shard]))
 
 
 class Letters(IterableDataset):
@@ -81,6 +87,42 @@ def test_a_number_means_the_same_sample_in_any_order_of_reading(lengths: list[in
     assert fetched(SourceStream(Shards(*lengths, block=block)), numbers) == expected
     order = rng.sample(numbers, len(numbers))
     assert fetched(SourceStream(Shards(*lengths, block=block)), order) == [expected[n] for n in order]
+
+
+def an_epoch(lengths: list[int], block: int) -> list[tuple[int, int]]:
+    """By hand: in turn each shard gives a block, until none has a sample left."""
+    left, places = [[(s, p) for p in range(n)] for s, n in enumerate(lengths)], []
+    while any(left):
+        for shard in left:
+            places += shard[:block]
+            del shard[:block]
+    return places
+
+
+LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(any)
+
+
+@given(LENGTHS, st.integers(1, 9), st.integers(0, 10**12), st.randoms(use_true_random=False))
+def test_with_known_lengths_each_sample_comes_once_an_epoch(lengths: list[int], block: int, far: int, rng: Any) -> None:
+    expected, epochs = an_epoch(lengths, block), Epochs(lengths, block)
+    numbers = [*range(len(expected) * 2), *range(far, far + 50)]
+    for order in (numbers, rng.sample(numbers, len(numbers))):
+        assert [epochs.place(n) for n in order] == [expected[n % len(expected)] for n in order]
+    stream = SourceStream(source := Shards(*lengths, block=block, known=True))
+    before = source.opened
+    assert fetched(stream, range(2 * len(expected))) == 2 * expected
+    assert source.opened - before <= 2 * len(lengths)
+
+
+@given(st.lists(st.integers(0, 10**11), min_size=1, max_size=9).filter(any), st.integers(1, 5000), st.data())
+def test_places_of_long_shards_have_one_number_each(lengths: list[int], block: int, data: Any) -> None:
+    epochs = Epochs(np.array(lengths), block)  # type: ignore[arg-type]
+    number = data.draw(st.integers(0, sum(lengths) - 1))
+    shard, position = epochs.place(np.int64(number))  # type: ignore[arg-type]
+    assert 0 <= position < lengths[shard]
+    start = position - position % block  # by hand: the rounds before, the turns before in this one, then the block
+    taken = [min(n, start) + min(max(n - start, 0), block) * (s < shard) for s, n in enumerate(lengths)]
+    assert sum(taken) + position % block == number
 
 
 def test_a_worker_reads_on_and_finds_a_shards_end_without_reading_it() -> None:
@@ -166,7 +208,16 @@ def test_what_has_no_samples_is_refused_and_what_is_no_stream_left_alone() -> No
         asked.append(position)
         return iter(range(position, 3)) if len(asked) < 3 else iter(())
 
+    def saying(*lengths: int) -> Source:
+        source = Other(lambda shard, position: iter(range(position, 3)))
+        source.lengths = lengths
+        return source
+
     for source, said in [
+        (saying(3, 3), "Other: lengths of 2 shards: must be one for each of 1 shards, from 0, and not all 0"),
+        (saying(-1), "Other: lengths of 1 shards: must be"),
+        (saying(0), "Other: lengths of 1 shards: must be"),
+        (saying(4), "Other: shard 0 has no sample 3: fewer than its length says"),
         (Shards(9, 0, block=4), "Shards: shard 1 gave no sample"),
         (Other(made=changing), "Other: shard 0 gave no sample"),
         (Letters(0), "Letters: an iteration gave no sample, after 0 of those before"),
@@ -232,7 +283,7 @@ class Noisy(Shards):
         def draw(p: int) -> Any:
             return shard, p, float(torch.rand(())) + np.random.rand() + random.random()
 
-        return map(draw, range(position, self.lengths[shard]))
+        return map(draw, range(position, self.sizes[shard]))
 
 
 class Shuffled(IterableDataset):
@@ -275,7 +326,7 @@ class Regression(Shards):
         self.seen: list[tuple[int, int]] = []
 
     def open(self, shard: int, position: int) -> Iterator[Any]:
-        for p in range(position, self.lengths[shard]):
+        for p in range(position, self.sizes[shard]):
             self.seen.append((shard, p))
             x = torch.tensor([1.0, shard, math.sin(p)])
             yield x, x @ torch.tensor([0.3, -0.2, 0.5])

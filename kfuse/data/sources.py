@@ -10,8 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ class Source(ABC):
     """A stream that can be read from any place: some shards (files, say), each a fixed sequence of samples.
 
     Number i of the run is the sample at `place(i, shards, block)`: blocks of `block` samples are taken from the shards
-    in turn. A shard that ends starts over. Nothing is shuffled.
+    in turn. A shard that ends starts over; with `lengths` it is left out until all samples have come once
+    (`Epochs.place`). Nothing is shuffled.
 
     A worker reads on, and seldom seeks, where `block` is the micro-batch's size and `shards` is a multiple of the
     micro-batches in a step.
@@ -44,14 +46,15 @@ class Source(ABC):
 
     shards: int  # at least 1; the same during the whole run
     block: int = 16
+    lengths: Sequence[int] | None = None  # samples of each shard, where they are known; some may be 0
 
     @abstractmethod
     def open(self, shard: int, position: int) -> Iterator[Any]:
         """Returns an iterator over the samples of `shard` from number `position` (from 0) to the shard's end.
 
-        Nothing at all where the shard has no such sample: its length is found in this way. The same arguments must
-        give the same samples in every process, at any time. Random transforms may draw from the global generators of
-        torch, numpy and random, which are seeded for each sample by its number. Opening a shard must not draw.
+        Nothing at all where the shard has no such sample: unknown lengths are found in this way. The same arguments
+        must give the same samples in every process, at any time. Random transforms may draw from the global generators
+        of torch, numpy and random, which are seeded for each sample by its number. Opening a shard must not draw.
         """
 
 
@@ -94,25 +97,35 @@ class SourceStream(Stream):
     """The samples of a `Source`. It can be read in any process, from any number on."""
 
     def __init__(self, source: Source, collate_fn: Collate | None = None) -> None:
-        """Reads the first sample. Raises DataError for an empty source, and for shards or blocks below 1."""
+        """Reads the first sample. Raises DataError for an empty source, shards or blocks below 1, and wrong lengths."""
         super().__init__(source, collate_fn)
-        self._shards, self._block = source.shards, source.block
-        if min(self._shards, self._block) < 1:
-            raise DataError(f"{self._name}: shards={self._shards}, block={self._block}: must be at least 1")
+        self._shards, block, lengths = source.shards, source.block, source.lengths
+        if min(self._shards, block) < 1:
+            raise DataError(f"{self._name}: shards={self._shards}, block={block}: must be at least 1")
+        self._place: Callable[[int], tuple[int, int]] = partial(place, shards=self._shards, block=block)
+        if lengths is not None:
+            if len(lengths) != self._shards or min(lengths) < 0 or max(lengths) == 0:
+                allowed = f"must be one for each of {self._shards} shards, from 0, and not all 0"
+                raise DataError(f"{self._name}: lengths of {len(lengths)} shards: {allowed}")
+            from kfuse.data.epochs import Epochs  # few streams know them
+
+            self._place = Epochs(lengths, block).place
         self._readers: OrderedDict[int, _Reader] = OrderedDict()  # by shard; the one used last at the end
         self._lengths: dict[int, int] = {}  # by shard, of those whose end was seen
-        if not self._has(0, 0):
-            raise self._without_samples(0)
+        if not self._has(*(first := self._place(0))):
+            raise self._without_samples(first[0])
 
     def sample(self, number: int, before_sample: BeforeSample) -> Any:
         """Reads on in the sample's shard, or opens it at the place."""
-        shard, position = place(number, self._shards, self._block)
+        shard, position = self._place(number)
         position %= self._lengths.get(shard, position + 1)
         reader = self._readers.pop(shard, None)
         if reader is None or reader.position != position:
             reader = _Reader(self.dataset.open(shard, position), position, position)
         before_sample(number)
         sample = next(reader.iterator, _END)
+        if sample is _END and self.dataset.lengths is not None:
+            raise DataError(f"{self._name}: shard {shard} has no sample {position}: fewer than its length says")
         if sample is _END:  # the shard starts over
             self._lengths[shard] = self._find_length(shard, reader)
             return self.sample(number, before_sample)
