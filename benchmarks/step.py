@@ -4,6 +4,7 @@
     python benchmarks/step.py --workers 1                   an optimizer and statistics beside torch's
     python benchmarks/step.py --hooks --json benchmarks/results/hooks.json
     python benchmarks/step.py --variants fsdp,fsdp-kf-monitor
+    python benchmarks/step.py --workers 1 --micro-batches 2 --samples 1 --block 32 --variants local,local-kf-monitor
 
 `--hooks`: what the gradient noise scale costs those who keep plain DDP and torch's fused AdamW.
 
@@ -36,9 +37,10 @@ def main() -> None:
     found.add_argument("--hooks", action="store_true", help="by default compare DDP's hooks")
     found.add_argument("--workers", type=int, default=2)
     found.add_argument("--micro-batches", type=int, default=1, help="a worker's micro-batches a step")
+    found.add_argument("--block", type=int, default=64, help="tokens of a sequence")
     found.add_argument("--steps", type=int, default=4, help="timed steps of a variant a round")
     args = parse(found, always)
-    given = {name: vars(args)[name] for name in ("workers", "samples", "micro_batches", "bucket_mb", "seed")}
+    given = {name: vars(args)[name] for name in ("workers", "samples", "micro_batches", "block", "bucket_mb", "seed")}
     settings = s = Settings(**given)
     warn_if_busy()
     outcome = run(settings, Schedule(args.variants, args.rounds, args.steps))

@@ -155,6 +155,19 @@ class KfuseHook(DDP):
         kf.log_to(lambda record: None)
 
 
+class KfuseMonitor(Local):
+    """`kf.monitor`, told which micro-batch is a step's last, as the integrations tell it."""
+
+    def build(self) -> None:
+        super().build()
+        s = self.settings
+        self.monitor = kf.monitor(self.model, samples=s.samples, accumulate=s.micro_batches)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        self.monitor.last = last
+        return super().micro_batch(last)
+
+
 class KfuseFSDP(FSDP):
     """`kf.fsdp_monitor`."""
 
@@ -170,6 +183,7 @@ VARIANTS: dict[str, type[Variant]] = {
     "local-masters-bf16": Masters,
     "local-compiled": type("Compiled", (Local,), {"compiled": "default"}),
     "local-graphs": LocalGraphs,
+    "local-kf-monitor": KfuseMonitor,
     "model": Model,
     "kfuse-alone": kfuse_variant(alone=True),
     "kfuse-alone-no-stats": kfuse_variant(alone=True, statistics=False),

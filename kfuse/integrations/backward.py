@@ -107,14 +107,13 @@ class BackwardWatch(ABC):
             return
         self._began, self.norms, self._small = True, [], []
         at_the_end_of_backward(self._end)
-        gradients = self.gradients()
-        self.before = self.marks() if gradients else [None] * len(self.params)
-        self.kept = bool(gradients)
+        self.before = self.marks()
+        self.kept = any(self.before)
         if not self.monitor.micro_batches:
-            if gradients:
-                earlier = total_square(gradients)
+            if self.kept:
+                earlier = total_square(self.gradients())
                 self._conditions.append(earlier == 0)  # else it had a gradient before the step's first backward
-        elif not gradients and not self.waits():  # dropped, by zero_grad without a step
+        elif not self.kept and not self.waits():  # dropped, by zero_grad without a step
             self.monitor.drop()
             self.begin_step()
             self._forwards = 1
@@ -179,12 +178,11 @@ class BackwardWatch(ABC):
 
     def gradients(self) -> list[Tensor]:
         """Returns what this worker has in the parameters' `.grad`."""
-        return [param.grad for param in self.params if param.grad is not None]
+        return [grad for param in self.params if (grad := param.grad) is not None]
 
     def marks(self) -> list[tuple[int, int] | None]:
         """Returns for each parameter what changes as its `.grad` is changed or replaced; None without one."""
-        grads = [param.grad for param in self.params]
-        return [None if grad is None else (id(grad), grad._version) for grad in grads]
+        return [None if (grad := param.grad) is None else (id(grad), grad._version) for param in self.params]
 
     def waits(self) -> bool:
         """Whether an earlier backward left gradients elsewhere than in `.grad`."""
