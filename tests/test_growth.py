@@ -28,6 +28,28 @@ def test_a_loop_that_does_not_follow_is_told() -> None:
     monitor.close()
 
 
+def test_an_update_that_the_scaler_skips_is_no_step() -> None:
+    torch.manual_seed(0)
+    net, policy = nn.Linear(4, 1), Doubles()
+    opt, scaler = torch.optim.AdamW(net.parameters(), 0.01), torch.amp.GradScaler("cpu", init_scale=1e38)
+    monitor = kf.monitor(net, samples=2, accumulate=2, scaler=scaler)
+    growth = kf.growth(monitor, policy, opt, batch_max=64)
+    skipped = 0
+    for _ in range(20):
+        for _ in range(growth.accumulate):
+            scaler.scale(100 * net(torch.randn(2, 4)).square().mean() / growth.accumulate).backward()
+        scaler.step(opt)
+        before = scaler.get_scale()
+        scaler.update()
+        skipped += scaler.get_scale() < before
+        opt.zero_grad()
+        growth.step()
+    monitor.close()
+    assert 2 <= skipped <= 14
+    changes = 5 + (5 + skipped) % 2  # where the micro-batches so far, also of skipped updates, divide by 4
+    assert policy.seen == [(n, 4 if n < changes else 8) for n in range(20 - skipped - 3)]
+
+
 class Doubles(kf.BasePolicy):
     """Doubles the batch at step 1, and keeps what it has seen."""
 

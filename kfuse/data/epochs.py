@@ -23,7 +23,7 @@ class Epochs:
         self._starts, self._shards, self._position = [0], [0], 0  # of the round that was asked for last
 
     def place(self, number: int) -> tuple[int, int]:
-        """Returns (shard, position) of sample `number` of a run. Quick within a round; another one is laid out anew."""
+        """Returns (shard, position) of sample `number` of a run. A new round takes O(shards)."""
         number = int(number) % self.samples
         if not self._starts[0] <= number < self._starts[-1]:
             rounds = range(-(-self._sorted[-1] // self._block))

@@ -39,7 +39,7 @@ class _Files(Source):
         """transform: of a sample; it may draw from the global generators."""
         real = [*map(os.path.realpath, files)]
         if len({*real}) < len(real):
-            raise DataError(f"{max(real, key=real.count)}: is given twice: each file must be another one")
+            raise DataError(f"{max(real, key=real.count)}: is given twice: files must differ")
         if not any(lengths):
             raise DataError(f"{len(files)} files without a sample: must have at least one: {', '.join(files[:3])}")
         self.files, self.lengths, self.shards, self.transform = files, lengths, len(files), transform
@@ -69,8 +69,8 @@ def _paths(given: Files, ending: str) -> list[str]:
 class ParquetSource(_Files):
     """Rows of parquet files, each a dictionary by column. Needs pyarrow.
 
-    A number is a numpy scalar and a list of numbers an array `[N]`, of the column's type. Anything else is what pyarrow
-    makes of it in Python; null is None.
+    A number is a numpy scalar and a list of numbers, without nulls in it, an array `[N]` of the column's type. Anything
+    else is what pyarrow makes of it in Python; null is None.
     """
 
     def __init__(self, files: Files, columns: Sequence[str] | None = None, transform: Transform | None = None) -> None:
@@ -128,7 +128,7 @@ class _Table:
         return self._batch.slice(position - self._start, count)
 
 
-# Opening it again reads on where it was. mtime_ns: a file that was written anew is another one.
+# Opening it again reads on where it was: one stream of a process reads a file. mtime_ns: of a file written anew.
 _table = lru_cache(_MOST_OPEN)(lambda file, columns, mtime_ns: _Table(file, columns))
 
 
@@ -143,7 +143,7 @@ def _values(column: Any) -> list[Any]:
         return list(column.to_pylist())
     if listed:
         inner = (item.values for item in column)
-        return [None if part is None else np.array(part.to_numpy(zero_copy_only=False)) for part in inner]
+        return [part and (part.to_pylist() if part.null_count else np.array(part.to_numpy(False))) for part in inner]
     make = number.to_pandas_dtype()
     return [None if value is None else make(value) for value in column.to_pylist()]
 

@@ -105,8 +105,8 @@ class SourceStream(Stream):
         self._place: Callable[[int], tuple[int, int]] = partial(place, shards=self._shards, block=block)
         if lengths is not None:
             if len(lengths) != self._shards or min(lengths) < 0 or max(lengths) == 0:
-                allowed = f"must be one for each of {self._shards} shards, from 0, and not all 0"
-                raise DataError(f"{self._name}: lengths of {len(lengths)} shards: {allowed}")
+                allowed = f"must be {self._shards} numbers, one for each shard, from 0, and not all 0"
+                raise DataError(f"{self._name}: lengths={list(lengths)[:9]}: {allowed}")
             from kfuse.data.epochs import Epochs  # few streams know them
 
             self._place = Epochs(lengths, block).place

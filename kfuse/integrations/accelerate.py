@@ -57,65 +57,85 @@ def attach(
     refuse_shards_of_sequences(accelerator)
     if not getattr(model, "_is_accelerate_prepared", False):
         raise ValueError("attach: the model must be what accelerator.prepare has returned")
-    earlier = getattr(accelerator.backward, "__self__", None)
-    while isinstance(earlier, _Attached):
-        if earlier.open and name == earlier.name:
-            raise RuntimeError(
-                "attach: this accelerator measures a model already: close its monitor first, or give this one a name="
-            )
-        earlier = getattr(earlier.next_backward, "__self__", None)
     if scheduler_interval not in ("step", "epoch"):
         raise ValueError(f"attach: scheduler_interval={scheduler_interval!r}: must be step or epoch")
     if growth is not None:
         growth.refuse_second_training()
         if len(accelerator._optimizers) != 1:
             raise ValueError(f"attach: growth needs one prepared optimizer, not {len(accelerator._optimizers)}")
-    attached = _Attached(accelerator, model, weighted, name)
+    earlier = getattr(accelerator.backward, "__self__", None)
+    attached = earlier if isinstance(earlier, _Attached) else _Attached(accelerator)
+    if name in attached.models:
+        raise RuntimeError(
+            "attach: this accelerator measures a model already: close its monitor first, or give this one a name="
+        )
+    measured = _Measured(attached, model, name, weighted)
     if growth is not None:
-        attached.grows = _Grows(accelerator, attached.monitor, growth, scheduler_interval)
-    return attached.monitor
+        measured.grows = _Grows(accelerator, measured.monitor, growth, scheduler_interval)
+    return measured.monitor
 
 
 class _Attached:
-    """Takes the place of an accelerator's `backward` and `log`."""
+    """Takes the place of an accelerator's `backward` and `log` while some of its models are measured."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator, self.models = accelerator, dict[str, _Measured]()
+        self._backward, self._log = accelerator.backward, accelerator.log
+
+    def begin(self) -> None:
+        self.accelerator.backward, self.accelerator.log = self.backward, self.log
+
+    def end(self) -> None:
+        self.accelerator.backward, self.accelerator.log = self._backward, self._log
+
+    def backward(self, loss: Any, **named: Any) -> None:
+        for measured in self.models.values():
+            measured.before_backward()
+        self._backward(loss, **named)
+
+    def log(self, values: dict[str, Any], *given: Any, **named: Any) -> None:
+        more = {name: value for measured in self.models.values() for name, value in measured.figures().items()}
+        self._log({**values, **more}, *given, **named)
+
+
+class _Measured:
+    """One of an accelerator's models."""
 
     grows: _Grows | None = None
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, weighted: bool, name: str) -> None:
-        self._accelerator, self._weighted, self.name, self.open = accelerator, weighted, name, True
-        self.monitor = monitor_of("attach", model, accelerator.scaler)
+    def __init__(self, attached: _Attached, model: nn.Module, name: str, weighted: bool) -> None:
+        self._attached, self._name, self._weighted = attached, name, weighted
+        self.monitor = monitor_of("attach", model, attached.accelerator.scaler)
         self.monitor.name = name or self.monitor.name
         self._samples: int | None = None  # of the newest micro-batch
         self._hook = model.register_forward_pre_hook(OfOneModel(self._before_forward), with_kwargs=True)
-        self.next_backward, self._log = accelerator.backward, accelerator.log
-        accelerator.backward, accelerator.log = self.backward, self.log
         self.monitor.handles.append(self)
+        attached.models[name] = self
+        attached.begin()
 
     def remove(self) -> None:
         """As of the monitor's hooks."""
         self._hook.remove()
-        self.open, self.grows = False, None
-        while isinstance(last := getattr(self._accelerator.backward, "__self__", None), _Attached) and not last.open:
-            self._accelerator.backward, self._accelerator.log = last.next_backward, last._log
+        del self._attached.models[self._name]
+        if not self._attached.models:
+            self._attached.end()
 
     def _before_forward(self, module: nn.Module, arguments: Any, named: Any) -> None:
         if torch.is_grad_enabled():
             self._samples = length_of(arguments) or length_of(named)
 
-    def backward(self, loss: Any, **named: Any) -> None:
+    def before_backward(self) -> None:
+        accelerator = self._attached.accelerator
         if not self._weighted:
             self.monitor.samples = self._samples
-            self.monitor.accumulate = self._accelerator.gradient_accumulation_steps
-            self.monitor.last = self._accelerator.sync_gradients
+            self.monitor.accumulate = accelerator.gradient_accumulation_steps
+            self.monitor.last = accelerator.sync_gradients
         if self.grows is not None:
             self.grows.before_backward(self._samples or 1)
-        self.next_backward(loss, **named)
 
-    def log(self, values: dict[str, Any], *given: Any, **named: Any) -> None:
-        more = figures(self.monitor, f"_{self.name}" if self.name else "") if self.open else {}
-        if self.grows is not None:
-            more["batch_size"] = self.grows.growth.batch_size
-        self._log({**values, **more}, *given, **named)
+    def figures(self) -> dict[str, float]:
+        found = figures(self.monitor, f"_{self._name}" if self._name else "")
+        return found if self.grows is None else {**found, "batch_size": self.grows.growth.batch_size}
 
 
 class _Grows:

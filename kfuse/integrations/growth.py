@@ -43,18 +43,22 @@ def growth(
 
     monitor: of `kf.ddp_hook`, `kf.fsdp_monitor` or `kf.monitor`, made with `samples=` and with `accumulate=`, the
         micro-batches of a first step on each rank.
+    optimizers: all that update the model; the first one's rate is what the policy sees.
     schedulers: those that the loop steps with each update. They are stepped as often more as a larger batch has more
         samples. A loop that sets rates itself multiplies them by `Growth.lr_factor`.
     policy, batch_max, lr_scaling: as of `Growth`.
 
-    Raises what `Growth` does, ValueError where the monitor has not these two numbers, or where the first batch is above
-    batch_max.
+    Raises what `Growth` and `Growth.begin` do, and ValueError where the monitor has not these two numbers, or the
+    schedule's phases are by epoch.
     """
     size, accumulate = monitor.samples, monitor.accumulate
     for name, value in (("samples", size), ("accumulate", accumulate)):
         if not isinstance(value, int | float) or value != int(value):
             raise ValueError(f"kf.growth: the monitor's {name} is {value}: must be a whole number, set as it is made")
     grows = Growth(policy, batch_max, lr_scaling)
+    grows._own_loop = True
+    if any(isinstance(each, SchedulePolicy) and each.unit == "epoch" for each in policy.with_parts()):
+        raise ValueError("kf.growth: the schedule's phases are by epoch: must be by step or by samples")
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     grows.begin(monitor, int(accumulate), int(size), optimizers, schedulers, schedulers)  # type: ignore[arg-type]
     return grows
@@ -80,8 +84,12 @@ class Growth:
     def __init__(self, policy: BasePolicy, batch_max: int | None = None, lr_scaling: str = "sqrt") -> None:
         plans = [each for each in policy.with_parts() if isinstance(each, SchedulePolicy)]
         self._planned = [size for plan in plans for size in plan.batch_sizes]
-        self.batch_max: int = max(self._planned, default=0) if batch_max is None else batch_max
+        if batch_max is None and not self._planned:
+            raise ValueError("batch_max: must be given: only a schedule has a largest batch of its own")
+        self.batch_max: int = max(self._planned) if batch_max is None else batch_max
         check_whole("batch_max", self.batch_max, 1)
+        if others := [name for plan in plans for name in plan.owned_fields if name != "batch_size"]:
+            raise ValueError(f"Growth: the schedule sets {others[0]}: must set the batch size alone")
         accepted = policy.lr_settings.get("scaling", _SCALINGS)
         if lr_scaling not in _SCALINGS or lr_scaling not in accepted:
             allowed = ", ".join(name for name in _SCALINGS if name in accepted)
@@ -94,7 +102,7 @@ class Growth:
         self.policy, self.lr_scaling = policy, lr_scaling
         self.accumulate = self._first = self._wanted = 0
         self._size = 0  # samples of a micro-batch
-        self._whole = False  # each step has `accumulate` micro-batches, also the last one of an epoch
+        self._own_loop = False  # each step has `accumulate` micro-batches, also the last one of an epoch
         self._done, self._window = 0, 0  # micro-batches of this process in the epoch's ended steps, and in this step
         self._updates_before = 0  # as of `updates`, in the epochs before
         self._epoch = self._samples = 0
@@ -136,7 +144,6 @@ class Growth:
 
         Raises RuntimeError where a step has had another number of micro-batches than `accumulate`; a few steps later.
         """
-        self._whole = True
         self._window = self.accumulate
         self.end_step()
         self._monitor.accumulate = self.accumulate
@@ -158,7 +165,8 @@ class Growth:
         accumulate: micro-batches of a first step on each process. micro_batch: samples of one, on rank 0. optimizers,
         schedulers: as of torch. stepped: those schedulers that are stepped with each update.
 
-        Raises ValueError where the first batch is above batch_max, TypeError for a scheduler that overwrites the rate,
+        Raises ValueError where the first batch is above batch_max, or is not the policy's first one, or where a
+        schedule has another size than it times a power of two; TypeError for a scheduler that overwrites the rate;
         RuntimeError where a training has used it already.
         """
         self.refuse_second_training()
@@ -175,11 +183,15 @@ class Growth:
         first = self.batch_size
         if first > self.batch_max:
             raise ValueError(f"batch_max={self.batch_max}: must be at least the first batch, {first} samples")
+        begins = getattr(self.policy.initial(), "batch_size", None) or first
+        if begins != first:
+            raise ValueError(f"Growth: the policy begins with {begins} samples: must be the first batch, {first}")
         if wrong := [size for size in self._planned if size % first or (size // first).bit_count() != 1]:
             raise ValueError(
                 f"Growth: the schedule's batch size {wrong[0]}: must be the first one, {first} samples, times a power "
                 "of two"
             )
+        self._ended = monitor.ended
         monitor.observers.append(self._unread.append)
         if self._loaded is not None:
             self._go_on(self._loaded)
@@ -218,7 +230,9 @@ class Growth:
         for scheduler in self._stepped:
             for _ in range(0 if skipped else self.updates - before - 1):
                 scheduler.step()
-        self._accumulates.append((self.accumulate, float(self._optimizers[0].param_groups[0]["lr"])))
+        if self._monitor.ended > self._ended:  # else kf.monitor has left out an update that the scaler skipped
+            self._accumulates.append((self.accumulate, float(self._optimizers[0].param_groups[0]["lr"])))
+        self._ended = self._monitor.ended
         while self._unread and self._unread[0].step <= self._monitor.ended - DECISION_LAG:
             self._decide(self._unread.popleft())
         self._change()
@@ -264,6 +278,9 @@ class Growth:
             setattr(self, name, value)
         self.policy.load_state_dict(state["policy"])
         self._monitor.load_state_dict(state["monitor"])
+        self._ended = self._monitor.ended
+        if self._own_loop:
+            self._monitor.accumulate = self.accumulate
         self._unread.extend(StepStats.of_plain(each) for each in state["unread"])
         self._accumulates = deque((accumulate, lr) for accumulate, lr in state["accumulates"])
         self._loaded = None
@@ -272,7 +289,7 @@ class Growth:
         """Asks the policy about a finished step; the same on every process."""
         accumulate, lr = self._accumulates.popleft()
         workers, size = self._monitor.workers, self._size
-        if self._whole and stats.micro_batches != accumulate * workers:
+        if self._own_loop and stats.micro_batches != accumulate * workers:
             raise RuntimeError(
                 f"kf.growth: step {stats.step} had {stats.micro_batches} micro-batches on {workers} ranks: must be "
                 f"growth.accumulate on each, {accumulate}"

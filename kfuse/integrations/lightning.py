@@ -16,6 +16,7 @@ from torch import Tensor
 from kfuse.integrations.attached import LOGGED, figures, monitor_of
 from kfuse.integrations.growth import Growth
 from kfuse.integrations.measure import Monitor
+from kfuse.policies.signals import check_number
 
 __all__ = ["Growth", "NoiseScale"]
 
@@ -38,22 +39,26 @@ class NoiseScale(Callback):  # type: ignore[misc]
 
     Training raises RuntimeError for a growth that a training has used, ValueError for a checkpoint that was written
     without it, for min_steps or min_epochs beside max_steps, for a scheduler of another frequency than 1, TypeError for
-    a strategy that no monitor measures (must be one device or DDP), for LBFGS, and for manual optimization with
-    several optimizers or processes, or with a growth.
+    a strategy that no monitor measures (must be one device or DDP), for LBFGS, for manual optimization with several
+    optimizers or processes or with a growth, and for `accumulate` with automatic optimization.
     """
 
     monitor: Monitor | None = None
     """Of the newest fit; None before it."""
 
     def __init__(self, growth: Growth | None = None, *, accumulate: float | None = None) -> None:
+        if accumulate is not None:
+            check_number("accumulate", accumulate)
         self._growth, self._accumulate = growth, accumulate
-        self._told = False  # of the newest batch's forward
+        self._forward_told = False  # to the monitor, of the newest batch
         self._first = self._updates = 0  # micro-batches of a first step, and updates that the growth has seen
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
             raise TypeError("NoiseScale: with LBFGS a backward is no micro-batch: must be another optimizer")
         simple = len(trainer.optimizers) == 1 == trainer.world_size and self._growth is None
+        if pl_module.automatic_optimization and self._accumulate is not None:
+            raise TypeError("NoiseScale: accumulate= is for manual optimization: must be left out")
         if not pl_module.automatic_optimization and not simple:
             raise TypeError(
                 "NoiseScale: manual optimization with several optimizers or processes, or with growth: must be one "
@@ -84,7 +89,7 @@ class NoiseScale(Callback):  # type: ignore[misc]
         assert self.monitor is not None
         self.monitor.samples = _length_of(batch)
         self.monitor.accumulate = self._accumulate or trainer.accumulate_grad_batches
-        self._told = False
+        self._forward_told = False
         if (growth := self._growth) is None:
             return
         if not growth.batch_size:
@@ -103,9 +108,9 @@ class NoiseScale(Callback):  # type: ignore[misc]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         assert self.monitor is not None
-        if not self._told:
+        if not self._forward_told:
             self.monitor.forward_was_made()  # on one device training_step need not call the module
-        self._told = True
+        self._forward_told = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -33,8 +33,8 @@ def attach(trainer: Trainer, *, tokens: bool | None = None, growth: Growth | Non
 
     tokens: the model, or `compute_loss`, divides the sum of a micro-batch's losses by the number of tokens that the
     trainer counts in the whole step (`num_items_in_batch`). The noise scale is then in tokens, and its names end in
-    _tokens; else it is in samples, of TRL's DPOTrainer and RewardTrainer in pairs. Needed where the trainer counts
-    them.
+    _tokens; else it is in samples, which are pairs with TRL's DPOTrainer and RewardTrainer. Needed where the trainer
+    counts tokens.
 
     growth: chooses the batch size, by gradient_accumulation_steps, and multiplies the learning rate. The training still
     ends where max_steps of the first batch size, or num_train_epochs, would have ended it.

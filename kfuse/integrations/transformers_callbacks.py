@@ -111,7 +111,7 @@ class Callbacks(BasePolicy):
             raise RuntimeError("fit: a callback has set should_epoch_stop: must not: an epoch uses each sample once")
 
     def before_update(self) -> None:
-        """Also of a step that comes again. A leader that was lost may have written a part of its last checkpoint."""
+        """Calls on_pre_optimizer_step. Writes the newest checkpoint again where a lost leader left it incomplete."""
         self.call("on_pre_optimizer_step")
         trainer, step = self._trainer, self._trainer.state.global_step
         if self._saved[-1:] == [step] and trainer.args.should_save and not os.path.exists(self._file(step)):
@@ -119,11 +119,12 @@ class Callbacks(BasePolicy):
 
     def save(self, model: nn.Module, trial: None) -> None:
         """Takes the place of `trainer._save_checkpoint`: each worker knows what the leader writes."""
-        self._save(model, trial)
         state = self._trainer.state
+        best = state.best_model_checkpoint
+        self._save(model, trial)
         self._saved.append(state.global_step)
-        if state.best_global_step in self._saved:
-            state.best_model_checkpoint = os.path.dirname(self._file(state.best_global_step))
+        is_saved = state.best_global_step in self._saved
+        state.best_model_checkpoint = os.path.dirname(self._file(state.best_global_step)) if is_saved else best
 
     def load_best(self) -> None:
         """Takes the place of `trainer._load_best_model`. Raises TimeoutError for one that is not there."""

@@ -81,7 +81,7 @@ def fit(
     args, micro = trainer.args, trainer._train_batch_size
     trainer.is_in_train = True
     trainer._memory_tracker.start()
-    _change_model(trainer)
+    _prepare_model(trainer)
     trainer.accelerator.free_memory()
     loader = trainer.get_train_dataloader()
     data = _Samples(loader)
@@ -119,7 +119,7 @@ def fit(
     return callbacks.output
 
 
-def _change_model(trainer: Trainer) -> None:
+def _prepare_model(trainer: Trainer) -> None:
     """Does to the model what `trainer.train()` does to it before it is prepared."""
     args, model = trainer.args, trainer.model
     if args.use_liger_kernel:

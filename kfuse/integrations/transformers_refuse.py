@@ -50,7 +50,7 @@ def refuse(trainer: Trainer, settings: Mapping[str, Any]) -> None:
             raise ValueError(f"fit: {name}: must be left out: kfuse's workers have the whole model on one device each")
     unsupported = {
         **{f"{name}={getattr(args, name)}": getattr(args, name) for name in _LEFT_OUT},
-        "trainer.train() before": getattr(trainer.optimizer, "_is_accelerate_prepared", False),
+        "a trainer that has trained": getattr(trainer.optimizer, "_is_accelerate_prepared", False),
         "model_init": trainer.model_init is not None,
         "include_num_input_tokens_seen": args.include_num_input_tokens_seen != "no",
         "attach": getattr(getattr(trainer.training_step, "__self__", None), "is_attached", False),

@@ -62,12 +62,12 @@ class SchedulePolicy(BasePolicy):
         units = {unit for phase in given if isinstance(phase, Mapping) for unit in phase.keys() & set(_UNITS)}
         if len(units) > 1:
             raise ValueError(f"policy.phases: must have {_ALL_UNITS} in all phases, the same one")
-        self._unit = units.pop() if units else "step"
+        self.unit = units.pop() if units else "step"
         # The step, epoch or number of samples at which each phase starts, and what it sets.
-        self._phases = [_parse(index, phase, self._unit) for index, phase in enumerate(given)]
+        self._phases = [_parse(index, phase, self.unit) for index, phase in enumerate(given)]
         starts = [start for start, _ in self._phases]
         if any(later <= earlier for earlier, later in pairwise(starts)):
-            raise ValueError(f"policy.phases: {self._unit}={starts}: must increase")
+            raise ValueError(f"policy.phases: {self.unit}={starts}: must increase")
         self.batch_sizes = [asked.batch_size for _, asked in self._phases if asked.batch_size is not None]
         last = self._asked(max(starts, default=0))
         self.owned_fields = tuple(name for name in sorted(_SETTINGS) if getattr(last, name) is not None)
@@ -95,7 +95,7 @@ class SchedulePolicy(BasePolicy):
         The last one is that of the step to which a decision on these signals applies.
         """
         steps = range(signals.step + 1, signals.in_force_at + 1)
-        if self._unit == "step":
+        if self.unit == "step":
             return list(steps)
         known = self._is_of_phases(signals)
         out: list[int] = []
@@ -104,7 +104,7 @@ class SchedulePolicy(BasePolicy):
         for step in steps:
             if left == 0 and length is not None:
                 epoch, left = epoch + 1, length
-            out.append(epoch if self._unit == "epoch" else samples)
+            out.append(epoch if self.unit == "epoch" else samples)
             count = self._batch_size(signals, step, out[-1]) if known else signals.batch_size
             count = int(min(count, left))
             samples, left = samples + count, left - count
@@ -112,7 +112,7 @@ class SchedulePolicy(BasePolicy):
 
     def _is_of_phases(self, signals: Signals) -> bool:
         """Whether the step's batch size is that of the phases. An epoch's last step is short: it may begin later."""
-        if self._unit == "epoch":
+        if self.unit == "epoch":
             return self._batch_size(signals, signals.step, signals.epoch) == signals.batch_size
         earliest = signals.samples - signals.batch_size
         begins = [earliest, *(start for start, _ in self._phases if earliest < start < signals.samples)]

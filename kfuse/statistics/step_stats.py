@@ -65,7 +65,7 @@ class _Record:
     local: bool = False
     bf16_sums: bool = True
     of_sums: Callable[[list[float]], list[float]] | None = None
-    """Makes the record of the numbers that were copied."""
+    """Computes the record of the numbers that were copied."""
     variance: float | None = None
     grad_sq: float | None = None
 
@@ -120,7 +120,7 @@ class Statistics:
         record: float64 [RECORD_SLOTS + workers + figures] on the device, from `Measurement.record`.
         unit: "samples" or "micro-batches". local: the gradients were this worker's own, so their norm is unknown.
         figures: how many of its last numbers are a step function's.
-        of_sums: makes the record, on the host, of the numbers that `record` then has in its place.
+        of_sums: computes the record on the host, of the copied numbers; `record` then has these numbers.
         """
         host, copied = record, None
         if (device := devices.of(record.device)).asynchronous:

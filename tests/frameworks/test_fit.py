@@ -186,7 +186,8 @@ def test_bits_are_the_same_on_workers_that_are_lost_and_join(tmp_path: Path) -> 
     files = alone / "0.json", several / "2.json", several / "3.json"
     reference, *workers = (json.loads(file.read_text()) for file in files)
     assert reference["steps"] == list(range(1, 25)) and reference["best at"] == "checkpoint-3"
-    assert [each["steps"][0] in begin for each, begin in zip(workers, ((9, 10, 11), (15, 16, 17)), strict=True)]
+    begun = zip(workers, ((9, 10, 11), (15, 16, 17)), strict=True)
+    assert all(each["steps"][0] in steps for each, steps in begun), [each["steps"][0] for each in workers]
     assert all(each["steps"][-1] == 24 for each in workers)
     assert sorted(each["leads"] for each in workers) == [False, True]
     for name, other in itertools.product(("parameters", "losses", "loss", "best", "best at"), workers):
