@@ -163,7 +163,11 @@ def test_samples_are_what_default_collate_takes(kind: str, tmp_path: Path) -> No
 def test_columns_keep_their_types(tmp_path: Path) -> None:
     columns = {"a": pa.array([1, None, 3], pa.int8()), "b": pa.array([1.5, 2, 3], pa.float32())}
     columns |= {"c": [True, False, True]}
-    columns |= {"d": pa.array([[1, 2], None, [3, None]], pa.list_(pa.int16())), "e": ["x", None, "y"], "f": [[["z"]], [], []]}
+    columns |= {
+        "d": pa.array([[1, 2], None, [3, None]], pa.list_(pa.int16())),
+        "e": ["x", None, "y"],
+        "f": [[["z"]], [], []],
+    }
     pq.write_table(pa.table(columns), tmp_path / "one.parquet")
     rows = [*ParquetSource(str(tmp_path / "*.parquet"), ["b", "a", "c", "d", "e", "f"]).open(0, 0)]
     assert [*rows[0]] == [*"bacdef"] and rows[1] == {"b": 2, "a": None, "c": False, "d": None, "e": None, "f": []}
