@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
+from torch.optim.swa_utils import SWALR
 
 from kfuse.integrations.measure import Monitor
 from kfuse.optim.betas import change_betas
@@ -31,7 +32,7 @@ def growth(
     monitor: Monitor,
     policy: BasePolicy,
     optimizers: Optimizer | Sequence[Optimizer],
-    schedulers: Sequence[LRScheduler] = (),
+    schedulers: LRScheduler | Sequence[LRScheduler] = (),
     *,
     batch_max: int | None = None,
     lr_scaling: str = "sqrt",
@@ -44,8 +45,8 @@ def growth(
     monitor: of `kf.ddp_hook`, `kf.fsdp_monitor` or `kf.monitor`, made with `samples=` and with `accumulate=`, the
         micro-batches of a first step on each rank.
     optimizers: all that update the model; the first one's rate is what the policy sees.
-    schedulers: those that the loop steps with each update. They are stepped as often more as a larger batch has more
-        samples. A loop that sets rates itself multiplies them by `Growth.lr_factor`.
+    schedulers: those that the loop steps with each update, not by a metric. They are stepped as often more as a larger
+        batch has more samples. A loop that sets rates itself multiplies them by `Growth.lr_factor`.
     policy, batch_max, lr_scaling: as of `Growth`.
 
     Raises what `Growth` and `Growth.begin` do, and ValueError where the monitor has not these two numbers, or the
@@ -60,6 +61,7 @@ def growth(
     if any(isinstance(each, SchedulePolicy) and each.unit == "epoch" for each in policy.with_parts()):
         raise ValueError("kf.growth: the schedule's phases are by epoch: must be by step or by samples")
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    schedulers = [schedulers] if isinstance(schedulers, LRScheduler) else schedulers
     grows.begin(monitor, int(accumulate), int(size), optimizers, schedulers, schedulers)  # type: ignore[arg-type]
     return grows
 
@@ -170,8 +172,8 @@ class Growth:
         RuntimeError where a training has used it already.
         """
         self.refuse_second_training()
-        for scheduler in schedulers:
-            if isinstance(scheduler, OneCycleLR | CyclicLR):
+        for scheduler in _with_parts(schedulers):
+            if isinstance(scheduler, OneCycleLR | CyclicLR | SWALR):
                 raise TypeError(
                     f"Growth: {type(scheduler).__name__} sets the learning rate to numbers of its own: must be a "
                     "scheduler that multiplies the optimizer's rate, such as LambdaLR or CosineAnnealingLR"
@@ -193,6 +195,8 @@ class Growth:
             )
         self._ended = monitor.ended
         monitor.observers.append(self._unread.append)
+        opt = getattr(optimizers[0], "optimizer", optimizers[0])  # Accelerate's is around torch's
+        monitor.handles.append(opt.register_step_pre_hook(self._before_update))
         if self._loaded is not None:
             self._go_on(self._loaded)
 
@@ -231,11 +235,14 @@ class Growth:
             for _ in range(0 if skipped else self.updates - before - 1):
                 scheduler.step()
         if self._monitor.ended > self._ended:  # else kf.monitor has left out an update that the scaler skipped
-            self._accumulates.append((self.accumulate, float(self._optimizers[0].param_groups[0]["lr"])))
+            self._accumulates.append((self.accumulate, self._lr))
         self._ended = self._monitor.ended
         while self._unread and self._unread[0].step <= self._monitor.ended - DECISION_LAG:
             self._decide(self._unread.popleft())
         self._change()
+
+    def _before_update(self, optimizer: Optimizer, *given: Any) -> None:
+        self._lr = float(optimizer.param_groups[0]["lr"])
 
     def _change(self) -> None:
         if self._wanted != self.accumulate and self._done % self._wanted == 0:
@@ -344,6 +351,11 @@ def _of_rank_0(number: int) -> int:
     return numbers[0]
 
 
+def _with_parts(schedulers: Sequence[Any]) -> list[Any]:
+    """Returns these, and those of a SequentialLR or ChainedScheduler."""
+    return [part for each in schedulers for part in (each, *_with_parts(getattr(each, "_schedulers", [])))]
+
+
 def _scale_rates(optimizers: Sequence[Any], schedulers: Sequence[Any], factor: float) -> None:
     """Multiplies the learning rates, and what schedulers compute them from."""
     tensors = dict[int, Tensor]()  # several groups may have the same one
@@ -356,8 +368,7 @@ def _scale_rates(optimizers: Sequence[Any], schedulers: Sequence[Any], factor: f
                     group[name] *= factor
     for tensor in tensors.values():
         tensor.mul_(factor)
-    for scheduler in schedulers:
-        _scale_rates([], getattr(scheduler, "_schedulers", []), factor)  # of SequentialLR and ChainedScheduler
+    for scheduler in _with_parts(schedulers):
         for name in ("base_lrs", "_last_lr"):
             if hasattr(scheduler, name):
                 setattr(scheduler, name, [lr * factor for lr in getattr(scheduler, name)])

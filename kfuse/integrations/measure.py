@@ -292,7 +292,7 @@ class Monitor:
         record = [0.0] * (t.RECORD_SLOTS + self.workers)
         record[t.MICRO_BATCHES], record[t.LOSS], record[t.GRAD_SQ] = micro_batches, math.nan, math.nan
         if weights:
-            k, samples = squared_weights / weights**2, weights**2 / by_samples
+            k, samples = squared_weights / weights**2, round(weights**2 / by_samples, 9)
             of_mean = seen * (self.workers / weights) ** 2
             # `moments` computes (SUM_SQUARES - B |gbar|^2) / (M - 1), which shall be B V.
             more = (micro_batches - 1) * (squares / weights**2 - k * of_mean) / (1 - k) if micro_batches > 1 else 0.0

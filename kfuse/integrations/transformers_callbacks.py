@@ -53,12 +53,17 @@ class Callbacks(BasePolicy):
 
     def call(self, event: str) -> None:
         """Calls an event of all callbacks. This worker's place may have changed since the one before."""
+        trainer = self._trainer
+        self._take_place()
+        trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
+
+    def _take_place(self) -> None:
+        """Tells the trainer whether this worker leads now."""
         trainer, now, place = self._trainer, session.current(), self._trainer.args.distributed_state
         now.ensure_joined()  # before the first step
         place.process_index, place.local_process_index = now.group.rank, now.local_rank
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()
-        trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
 
     def before_train(self) -> None:
         self.call("on_train_begin")
@@ -76,11 +81,11 @@ class Callbacks(BasePolicy):
 
     def after_step(self) -> None:
         trainer, at, stats = self._trainer, self._training.progress, self._opt.stats
-        assert stats is not None and stats.loss is not None
-        if trainer.args.logging_nan_inf_filter and not math.isfinite(stats.loss):
+        assert stats is not None
+        if stats.loss is None and trainer.args.logging_nan_inf_filter:  # it was not finite
             trainer._tr_loss += trainer._tr_loss / (1 + at.step - trainer._globalstep_last_logged)
         else:
-            trainer._tr_loss += stats.loss
+            trainer._tr_loss += math.nan if stats.loss is None else stats.loss
         self._of_step = [stats.grad_norm, at.contexts[at.step].lr]
         length = self._training.samples_an_epoch
         assert length is not None
@@ -111,8 +116,12 @@ class Callbacks(BasePolicy):
             raise RuntimeError("fit: a callback has set should_epoch_stop: must not: an epoch uses each sample once")
 
     def before_update(self) -> None:
-        """Calls on_pre_optimizer_step. Writes the newest checkpoint again where a lost leader left it incomplete."""
+        """Calls on_pre_optimizer_step."""
         self.call("on_pre_optimizer_step")
+        self._save_again()
+
+    def _save_again(self) -> None:
+        """Writes the newest checkpoint again, before the model changes, where a lost leader left it incomplete."""
         trainer, step = self._trainer, self._trainer.state.global_step
         if self._saved[-1:] == [step] and trainer.args.should_save and not os.path.exists(self._file(step)):
             self._save(trainer.model_wrapped, None)
@@ -143,6 +152,8 @@ class Callbacks(BasePolicy):
         return os.path.join(self._trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}", TRAINER_STATE_NAME)
 
     def after_train(self) -> None:
+        self._take_place()
+        self._save_again()
         self.output = self._trainer._finalize_training(None, self._samples, self._began)
 
     def state_dict(self) -> dict[str, Any]:

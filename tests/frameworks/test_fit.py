@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -124,7 +124,7 @@ def test_losses_and_calls_are_trainers(case: str, tmp_path: Path) -> None:
 
 
 class Killed(TrainerCallback):  # type: ignore[misc]
-    """Worker 0 is killed within step 4, and worker 1 as it writes a checkpoint after step 12.
+    """Worker 0 is killed within step 4, worker 1 as it writes a checkpoint after step 12, worker 2 in the last update.
 
     Steps 8 and 14 wait for the worker that comes in its place.
     """
@@ -136,6 +136,10 @@ class Killed(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         while current().elastic and state.global_step in (8, 14) and not current().proposed_generation():
             time.sleep(0.01)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 23 and current().worker == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def script(folder: Path) -> None:
@@ -183,15 +187,11 @@ def test_bits_are_the_same_on_workers_that_are_lost_and_join(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     script(alone)
-    files = alone / "0.json", several / "2.json", several / "3.json"
-    reference, *workers = (json.loads(file.read_text()) for file in files)
+    reference, last = (json.loads(file.read_text()) for file in (alone / "0.json", several / "3.json"))
     assert reference["steps"] == list(range(1, 25)) and reference["best at"] == "checkpoint-3"
-    begun = zip(workers, ((9, 10, 11), (15, 16, 17)), strict=True)
-    assert all(each["steps"][0] in steps for each, steps in begun), [each["steps"][0] for each in workers]
-    assert all(each["steps"][-1] == 24 for each in workers)
-    assert sorted(each["leads"] for each in workers) == [False, True]
-    for name, other in itertools.product(("parameters", "losses", "loss", "best", "best at"), workers):
-        assert other[name] == reference[name], name
+    assert last["steps"][0] in (15, 16, 17) and last["steps"][-1] == 24 and last["leads"]
+    for name in ("parameters", "losses", "loss", "best", "best at"):
+        assert last[name] == reference[name], name
     events = map(json.loads, (several / "run" / "events.jsonl").read_text().splitlines())
     evaluations = [[event["step"] + 1, event["loss"]] for event in events if event["kind"] == "evaluation"]
     assert evaluations == reference["evaluations"] != [], "Trainer's, in the run's records, each once"
@@ -199,6 +199,19 @@ def test_bits_are_the_same_on_workers_that_are_lost_and_join(tmp_path: Path) -> 
     assert names[0] == names[1] and len(names[0]) > 12
     weights = [(each / "out" / "checkpoint-12" / "model.safetensors").read_bytes() for each in (alone, several)]
     assert weights[0] == weights[1]
+
+
+class NotFinite(Classifier):
+    calls = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        return {"loss": super().forward(input_ids, labels)["loss"] * (math.nan if self.calls == 8 else 1.0)}
+
+
+def test_training_goes_on_after_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    output = fit(trainer_of(tmp_path, NotFinite(), []), tokens=False)
+    assert output is not None and output.global_step == 16 and math.isfinite(output.training_loss)
 
 
 class Grows(kf.BasePolicy):
