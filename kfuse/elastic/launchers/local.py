@@ -49,7 +49,7 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
 
     def process_exited(self) -> None:
         """Kills its process group, once: the number may later be another group's."""
-        self._kill_group()
+        self.kill()
         self._watching.cancel()
         self._exited.set()
         super().process_exited()
@@ -86,7 +86,8 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
 
     def kill(self) -> None:
         if not self.ended:
-            self._kill_group()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.get_pid(), signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
         """Sends it to the process alone, unless that has ended."""
@@ -98,10 +99,6 @@ class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
         self.kill()
         await self.wait()
         self._process.close()
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.get_pid(), signal.SIGKILL)
 
 
 class LocalLauncher:
