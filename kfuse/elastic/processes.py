@@ -108,14 +108,6 @@ class LaunchError(JobFailed):
         super().__init__(f"the launcher cannot start workers: {' '.join(str(error).split()) or type(error).__name__}")
 
 
-def _import_store() -> None:
-    """Imports what a view of several workers needs of torch in this process, while they import theirs.
-
-    It takes seconds, on a busy machine many. The end of a job that is stopped meanwhile does not wait for it.
-    """
-    importlib.import_module("torch.distributed")
-
-
 class Processes:
     """All workers that a job has started, by number."""
 
@@ -127,7 +119,7 @@ class Processes:
         self.environment: dict[str, str] = {}  # of workers: the supervisor's address and the job's token
         # How many GPUs the machine of all workers has. 0: none, or the launcher gives each worker its own.
         self.gpus: int = getattr(launcher, "gpus", 0)
-        self._importing: threading.Thread | None = None  # see `_import_store`
+        self._importing: threading.Thread | None = None  # torch, for a view of several workers
         self._tasks: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[int]] = set()  # of processes: one may come late, or never, from a cut-off host
 
@@ -174,7 +166,10 @@ class Processes:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if len(self.present) > 1 and self._importing is None:
-            self._importing = threading.Thread(target=_import_store, name=IMPORT_THREAD, daemon=True)
+            # While the workers import theirs, as it takes seconds, on a busy machine many. The end of a job that is
+            # stopped meanwhile does not wait for it.
+            load, name = importlib.import_module, ["torch.distributed"]
+            self._importing = threading.Thread(target=load, args=name, name=IMPORT_THREAD, daemon=True)
             self._importing.start()
 
     async def _watch(self, worker: Worker) -> None:
