@@ -6,6 +6,7 @@ any other shard. The cuts follow from the layout and the number of workers alone
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from kfuse.comm.buckets import BucketLayout
@@ -32,14 +33,10 @@ def owned_parts(layouts: Sequence[BucketLayout], size: int) -> dict[int, list[sl
 
 def _least_largest(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
     """Returns how many of the costs, in their order, each rank takes, so that the largest load becomes the least."""
-    low, high = max(loads), max(loads) + sum(costs)
-    while low < high:
-        limit = (low + high) // 2
-        if sum(_filled(costs, loads, limit)) == len(costs):
-            high = limit
-        else:
-            low = limit + 1
-    return _filled(costs, loads, low)
+    least = max(loads)
+    limits = range(least, least + sum(costs))  # at the one after them the first rank takes all
+    enough = bisect_left(limits, len(costs), key=lambda limit: sum(_filled(costs, loads, limit)))
+    return _filled(costs, loads, least + enough)
 
 
 def _filled(costs: Sequence[int], loads: Sequence[int], limit: int) -> list[int]:
