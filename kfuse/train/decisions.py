@@ -142,12 +142,10 @@ class Decisions:
         for step, number in self._opt.statistics.decisions(lag):
             context = self.progress.contexts.get(step)  # None: its update was interrupted, and the step comes again
             if context is not None and step not in self._under_way:
-                self._under_way[step] = self._fetch(context.members[0], number)
+                fetch = partial(self._fetch, context.members[0], number)
+                self._under_way[step] = self.session.together(fetch, f"decision {number}")
 
     def _fetch(self, leader: int, number: int) -> dict[str, Any]:
-        return self.session.together(partial(self._fetched, leader, number), f"decision {number}")
-
-    def _fetched(self, leader: int, number: int) -> dict[str, Any]:
         try:
             return self.session.link.fetch(leader, number, self.session.group.timeout_s)
         except (RuntimeError, TimeoutError) as error:
