@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def _lines(title: str, series: Sequence[Series], x: str, y: str, x_label: str, y
     """A line a run; None where no run has a number of it."""
     plot = _figure(title, x_label, y_label)
     texts, items = list[str](), list[LegendItem]()
-    for (name, columns, rows), colour in zip(series, _colours(series), strict=True):
+    for (name, columns, rows), colour in zip(series, cycle(COLOURS), strict=False):
         known = np.isfinite(columns[y])
         if not known.any():
             continue
@@ -80,7 +81,7 @@ def _noise(series: Sequence[Series]) -> Chart:
     plot = _figure("Batch size and noise scale", "samples", "samples", y_axis_type="log")
     texts, items = list[str](), list[LegendItem]()
     shown = ("step", "samples", "batch_size", "noise_scale", "noise_scale_low", "noise_scale_high")
-    for (name, columns, rows), colour in zip(series, _colours(series), strict=True):
+    for (name, columns, rows), colour in zip(series, cycle(COLOURS), strict=False):
         source = ColumnDataSource({each: columns[each][rows] for each in shown})
         band = plot.patches(*_bands(columns, rows), color=colour, alpha=0.2)
         noise = plot.line("samples", "noise_scale", source=source, color=colour, line_width=1.5)
@@ -117,7 +118,7 @@ def _workers(runs: Sequence[Recorded]) -> Chart:
     """The worker count, and on it what happened."""
     plot = _figure("Workers and events over time", "seconds of training", "workers")
     texts, items = list[str](), list[LegendItem]()
-    for run, colour in zip(runs, _colours(runs), strict=True):
+    for run, colour in zip(runs, cycle(COLOURS), strict=False):
         source = ColumnDataSource({name: run.steps[name][run.drawn] for name in ("step", "seconds", "workers")})
         line = plot.step("seconds", "workers", source=source, color=colour, line_width=2.5, mode="after")
         items.append(LegendItem(label=run.name, renderers=[line]))
@@ -185,10 +186,6 @@ def _speed(columns: dict[str, Column]) -> Column:
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
-
-
-def _colours(items: Sequence[Any]) -> list[str]:
-    return [COLOURS[index % len(COLOURS)] for index in range(len(items))]
 
 
 def _figure(title: str, x_label: str, y_label: str, **given: Any) -> Any:
