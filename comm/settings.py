@@ -101,10 +101,6 @@ class CommOptions:
         return max(1, int(self.bucket_mb * 2**20 / 4))
 
     @property
-    def has_outer_step(self) -> bool:
-        return (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
-
-    @property
     def leaves_choice(self) -> bool:
         """Whether measured messages choose the schedule: where that does not change what was promised."""
         fixed = self.reproducible or self.sharded or self.dtype != "fp32" or self.synchronisation.mode == "pair"

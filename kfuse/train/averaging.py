@@ -23,8 +23,9 @@ class LocalSGD(SyncMethod):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._comm = self._session.comm
-        self._outer = OuterMomentum(self._opt.updates.weights()) if self._comm.has_outer_step else None
+        self._comm = comm = self._session.comm
+        steps_outside = (comm.outer_lr, comm.outer_momentum) != (1.0, 0.0)
+        self._outer = OuterMomentum(self._opt.updates.weights()) if steps_outside else None
         self.keeps_weights = self._outer is not None
         self._round_began = self._progress.step  # the step at which the round began, where there is an outer step
 
