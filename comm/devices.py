@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.cpu import Stream as Stream  # the host's: it orders nothing
 
 from kfuse.kernels.private_names import need
 
@@ -53,13 +54,6 @@ class Event:
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds from this event to `end`, both made with `timing` and both past."""
         return 1000 * float(end._at - self._at)
-
-
-class Stream:
-    """A queue of work on the device: of torch.cuda.Stream's methods, those that are used. This class: the host's."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Later work on this stream begins after what is enqueued on `stream` so far. The host does not wait."""
 
 
 _HOST_STREAM, _NO_CONTEXT = Stream(), contextlib.nullcontext()
