@@ -18,18 +18,16 @@ if TYPE_CHECKING:
     from kfuse.policies.phases import SyncSwitchPolicy as SyncSwitchPolicy
     from kfuse.policies.rates import SeesawPolicy as SeesawPolicy
 
-_MODULES = {
-    "AutoscalePolicy": "autoscale",
-    "ComposePolicy": "compose",
-    "CriticalBatchPolicy": "noise",
-    "GNSPolicy": "noise",
-    "GoodputPolicy": "goodput",
-    "NoisePolicy": "noise_interval",
-    "NormTestPolicy": "noise",
-    "SchedulePolicy": "phases",
-    "SeesawPolicy": "rates",
-    "SyncSwitchPolicy": "phases",
+_OF_MODULES = {
+    "autoscale": "AutoscalePolicy",
+    "compose": "ComposePolicy",
+    "goodput": "GoodputPolicy",
+    "noise": "CriticalBatchPolicy GNSPolicy NormTestPolicy",
+    "noise_interval": "NoisePolicy",
+    "phases": "SchedulePolicy SyncSwitchPolicy",
+    "rates": "SeesawPolicy",
 }
+_MODULES = {name: module for module, names in _OF_MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
