@@ -7,11 +7,9 @@ import sys
 from collections.abc import Callable
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def set_up_logging(level: str, process: str, write: Callable[[str], None] = _to_stderr) -> None:
+def set_up_logging(
+    level: str, process: str, write: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+) -> None:
     """Writes each record of the logger "kfuse" from `level` on as one line: time, level, process, text.
 
     level: of observe.log_level. process: how the lines name this process, for example "worker 0". write: takes a line
