@@ -70,15 +70,10 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
     gpus = len(devices["gpus"]) if devices else 0
     yield from gpu_lines(devices, problem)
     yield shared_memory(config["data"]["num_workers"])
-    yield _transport(options)
+    by_measure = "allreduce; on CPUs perhaps all_to_all, as the job measures"
+    chosen = by_measure if options.leaves_choice else options.transport()
+    yield Line("transport", "ok", f"{chosen}, gradients in {options.dtype}")
     yield from _self_test(options, gpus)
-
-
-def _transport(options: CommOptions) -> Line:
-    chosen = options.transport()
-    if options.leaves_choice:
-        chosen = "allreduce; on CPUs perhaps all_to_all, as the job measures"
-    return Line("transport", "ok", f"{chosen}, gradients in {options.dtype}")
 
 
 def _self_test(options: CommOptions, gpus: int) -> Iterator[Line]:
