@@ -29,13 +29,6 @@ _CONNECTING_S = 1.0  # that `end_training` waits for a thread that connects
 _MOST_LANES = 8  # only optimizers that take part in the same backward need different lanes
 
 
-def _call(listeners: list[weakref.WeakMethod[Callable[..., None]]], *arguments: Any) -> None:
-    """Calls these methods, in the order of registration, but for those of deleted objects."""
-    for listener in listeners:
-        if (method := listener()) is not None:
-            method(*arguments)
-
-
 def _retire(early: tuple[int, Future[Group]] | None) -> None:
     """Drops a group that is not needed, if it is made already."""
     if early is not None and early[1].done() and early[1].exception() is None:
@@ -57,8 +50,7 @@ class Session:
         self.link = link or Link(group.rank, group.store if group.size > 1 else None)
         self.worker, self.elastic = self.link.worker, self.link.elastic
         self.view: View | None = None
-        self._listeners: list[weakref.WeakMethod[Callable[..., None]]] = []
-        self._leave_takers: list[weakref.WeakMethod[Callable[..., None]]] = []
+        self._followers: list[tuple[weakref.WeakMethod[Callable[..., None]], ...]] = []  # pairs: see `follow`
         # How many of the group's lanes (`Group.lane`) this worker's optimizers use.
         self.lanes_used = self._optimizers_made = 0
         self.lost = False  # training has failed because a worker or the supervisor was lost: exit waits for nothing
@@ -87,16 +79,13 @@ class Session:
         """Whether another worker repeats a worker's updates of sharded state, in case that one is lost."""
         return self.elastic and self.comm.redundancy == "mirror"
 
-    def on_group_change(self, listener: Callable[[Group], None]) -> None:
-        """Calls `listener`, a bound method, with each new group, until its object is deleted."""
-        self._listeners.append(weakref.WeakMethod(listener))
+    def follow(self, leave: Callable[[Sequence[int]], None], change: Callable[[Group], None]) -> None:
+        """Calls these bound methods, each until its object is deleted.
 
-    def on_planned_change(self, listener: Callable[[Sequence[int]], None]) -> None:
-        """Calls `listener`, a bound method, before a planned change of the view, while the group still has all workers.
-
-        Its argument: the ranks of the group that leave.
+        leave: before a planned change of the view, while the group still has all workers, with the ranks that leave it.
+        change: with each new group.
         """
-        self._leave_takers.append(weakref.WeakMethod(listener))
+        self._followers.append((weakref.WeakMethod(leave), weakref.WeakMethod(change)))
 
     def new_lane(self) -> int:
         """The lane of a new optimizer; the same on every rank, if all make the same optimizers in the same order.
@@ -226,8 +215,10 @@ class Session:
             old.abort()
         else:
             if self.view is not None:  # what leaving workers have alone goes to those that stay
-                members = enumerate(self.view.members)
-                _call(self._leave_takers, [rank for rank, each in members if view.rank_of(each.worker) is None])
+                leavers = [at for at, each in enumerate(self.view.members) if view.rank_of(each.worker) is None]
+                for leave, _ in self._followers:
+                    if (act := leave()) is not None:
+                        act(leavers)
             old.finish()
         if rank is None:
             return False
@@ -250,7 +241,9 @@ class Session:
         self.group = group
         old.retire()
         self.view, self.apart = view, False
-        _call(self._listeners, group)
+        for _, change in self._followers:
+            if (act := change()) is not None:
+                act(group)
         return True
 
     def log_view(self) -> None:

@@ -188,22 +188,22 @@ class Optimizer(Mock):
     def hand_over(self, leavers: Any) -> None:
         self.group.hand_over(leavers)
 
+    def set_group(self, group: Any) -> None: ...
+
 
 @pytest.mark.parametrize("recovers", [False, True])
 @pytest.mark.parametrize("stays", [True, False])
 def test_only_before_a_planned_view_the_group_has_messages(recovers: bool, stays: bool) -> None:
     """A view that recovers may come in place of the planned one: a worker of the group is lost."""
-    next_view = View(3, (Member(1 if stays else 2, 1, "here"),), ("127.0.0.1", 1), "shrink", recovers)
     client, group = Mock(worker=1), Mock(device=Group().device, timeout_s=1.0)
-    client.await_view.return_value = next_view
+    client.await_view.return_value = View(3, (Member(2 - stays, 1, "here"),), ("127.0.0.1", 1), "shrink", recovers)
     session = Session(group, CommOptions(), client)
     session.view = View(1, (Member(0, 1, "here"), Member(1, 1, "here")), ("127.0.0.1", 1), "start")
     optimizer = Optimizer(group=group)
-    session.on_planned_change(optimizer.hand_over)
+    session.follow(optimizer.hand_over, optimizer.set_group)
     assert session.switch(2) == stays and session.left == (not stays)
-    planned = [call.hand_over([0] if stays else [0, 1]), call.finish()]
     told = [each for each in group.mock_calls if each != call.retire()]
-    assert told == ([call.abort()] if recovers else planned)
+    assert told == ([call.abort()] if recovers else [call.hand_over([0] if stays else [0, 1]), call.finish()])
     assert [each.args for each in client.send.mock_calls] == [("joined",) if stays else ("left",)]
 
 

@@ -76,8 +76,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.pair: Pair | None = None  # averages the weights with another worker's before each update
         self.updates = updates  # makes the updates, and has the state for them
         self.engine = self.reducer = Reducer(session, updates)
-        session.on_group_change(self.engine.set_group)
-        session.on_planned_change(updates.hand_over)
+        session.follow(updates.hand_over, self.engine.set_group)
         self.make_latest()
         if not session.elastic:  # in an elastic job the training loop shares all of the state
             share_from_first(session.group, [p for group in self.param_groups for p in group["params"]])
