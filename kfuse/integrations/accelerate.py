@@ -25,7 +25,6 @@ def attach(
     model: nn.Module,
     *,
     weighted: bool = False,
-    name: str = "",
     growth: Growth | None = None,
     scheduler_interval: Literal["step", "epoch"] = "step",
 ) -> Monitor:
@@ -39,9 +38,6 @@ def attach(
     `monitor.samples` and `monitor.accumulate` before each `accelerator.backward` (see `Monitor`), and the noise scale
     is in these samples.
 
-    name: of this model where several are measured, as in a GAN; `accelerator.log` then sends noise_scale_NAME. Each
-    needs an optimizer of its own, and a backward that is not its loss's must leave its parameters without gradients.
-
     growth: chooses the batch size, by `accelerator.gradient_accumulation_steps`, and multiplies the learning rate. It
     needs one prepared optimizer, prepared schedulers, and `with accelerator.accumulate(model):` around each
     micro-batch. It is saved by `accelerator.save_state`. The loop's own end is the loop's; `growth.updates` counts the
@@ -52,90 +48,62 @@ def attach(
 
     Raises ValueError for another interval, for a model that was not prepared, or where growth has not one optimizer,
     TypeError for a model that no monitor measures, RuntimeError where one of the accelerator's models is measured
-    already under this name, and where sequences are sharded (context parallelism).
+    already, and where sequences are sharded (context parallelism).
     """
     refuse_shards_of_sequences(accelerator)
     if not getattr(model, "_is_accelerate_prepared", False):
         raise ValueError("attach: the model must be what accelerator.prepare has returned")
+    if isinstance(getattr(accelerator.backward, "__self__", None), _Attached):
+        raise RuntimeError("attach: this accelerator measures a model already: close its monitor first")
     if scheduler_interval not in ("step", "epoch"):
         raise ValueError(f"attach: scheduler_interval={scheduler_interval!r}: must be step or epoch")
     if growth is not None:
         growth.refuse_second_training()
         if len(accelerator._optimizers) != 1:
             raise ValueError(f"attach: growth needs one prepared optimizer, not {len(accelerator._optimizers)}")
-    earlier = getattr(accelerator.backward, "__self__", None)
-    attached = earlier if isinstance(earlier, _Attached) else _Attached(accelerator)
-    if name in attached.models:
-        raise RuntimeError(
-            "attach: this accelerator measures a model already: close its monitor first, or give this one a name="
-        )
-    measured = _Measured(attached, model, name, weighted)
+    attached = _Attached(accelerator, model, weighted)
     if growth is not None:
-        measured.grows = _Grows(accelerator, measured.monitor, growth, scheduler_interval)
-    return measured.monitor
+        attached.grows = _Grows(accelerator, attached.monitor, growth, scheduler_interval)
+    return attached.monitor
 
 
 class _Attached:
-    """Takes the place of an accelerator's `backward` and `log` while some of its models are measured."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator, self.models = accelerator, dict[str, _Measured]()
-        self._backward, self._log = accelerator.backward, accelerator.log
-
-    def begin(self) -> None:
-        self.accelerator.backward, self.accelerator.log = self.backward, self.log
-
-    def end(self) -> None:
-        self.accelerator.backward, self.accelerator.log = self._backward, self._log
-
-    def backward(self, loss: Any, **named: Any) -> None:
-        for measured in self.models.values():
-            measured.before_backward()
-        self._backward(loss, **named)
-
-    def log(self, values: dict[str, Any], *given: Any, **named: Any) -> None:
-        more = {name: value for measured in self.models.values() for name, value in measured.figures().items()}
-        self._log({**values, **more}, *given, **named)
-
-
-class _Measured:
-    """One of an accelerator's models."""
+    """Takes the place of an accelerator's `backward` and `log`."""
 
     grows: _Grows | None = None
 
-    def __init__(self, attached: _Attached, model: nn.Module, name: str, weighted: bool) -> None:
-        self._attached, self._name, self._weighted = attached, name, weighted
-        self.monitor = monitor_of("attach", model, attached.accelerator.scaler)
-        self.monitor.name = name or self.monitor.name
+    def __init__(self, accelerator: Accelerator, model: nn.Module, weighted: bool) -> None:
+        self._accelerator, self._weighted = accelerator, weighted
+        self.monitor = monitor_of("attach", model, accelerator.scaler)
         self._samples: int | None = None  # of the newest micro-batch
         self._hook = model.register_forward_pre_hook(OfOneModel(self._before_forward), with_kwargs=True)
+        self._backward, self._log = accelerator.backward, accelerator.log
+        accelerator.backward, accelerator.log = self.backward, self.log
         self.monitor.handles.append(self)
-        attached.models[name] = self
-        attached.begin()
 
     def remove(self) -> None:
         """As of the monitor's hooks."""
         self._hook.remove()
-        del self._attached.models[self._name]
-        if not self._attached.models:
-            self._attached.end()
+        self._accelerator.backward, self._accelerator.log = self._backward, self._log
 
     def _before_forward(self, module: nn.Module, arguments: Any, named: Any) -> None:
         if torch.is_grad_enabled():
             self._samples = length_of(arguments) or length_of(named)
 
-    def before_backward(self) -> None:
-        accelerator = self._attached.accelerator
+    def backward(self, loss: Any, **named: Any) -> None:
         if not self._weighted:
             self.monitor.samples = self._samples
-            self.monitor.accumulate = accelerator.gradient_accumulation_steps
-            self.monitor.last = accelerator.sync_gradients
+            self.monitor.accumulate = self._accelerator.gradient_accumulation_steps
+            self.monitor.last = self._accelerator.sync_gradients
         if self.grows is not None:
             self.grows.before_backward(self._samples or 1)
+        self._backward(loss, **named)
 
-    def figures(self) -> dict[str, float]:
-        found = figures(self.monitor, f"_{self._name}" if self._name else "")
-        return found if self.grows is None else {**found, "batch_size": self.grows.growth.batch_size}
+    def log(self, values: dict[str, Any], *given: Any, **named: Any) -> None:
+        more = figures(self.monitor)
+        if self.grows is not None:
+            more["batch_size"] = self.grows.growth.batch_size
+        self._log({**values, **more}, *given, **named)
 
 
 class _Grows:
