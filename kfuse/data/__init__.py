@@ -3,39 +3,29 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kfuse.data.dataset import DataError, Dataset, DataSplit, MapData, TensorData, as_dataset
-from kfuse.data.fetching import EpochSampler, StreamSampler, worker_range
-from kfuse.data.sources import Source, Stream, place
+from kfuse.data.dataset import DataError as DataError
+from kfuse.data.dataset import Dataset as Dataset
+from kfuse.data.dataset import DataSplit as DataSplit
+from kfuse.data.dataset import MapData as MapData
+from kfuse.data.dataset import TensorData as TensorData
+from kfuse.data.dataset import as_dataset as as_dataset
+from kfuse.data.fetching import EpochSampler as EpochSampler
+from kfuse.data.fetching import StreamSampler as StreamSampler
+from kfuse.data.fetching import worker_range as worker_range
+from kfuse.data.sources import Source as Source
+from kfuse.data.sources import Stream as Stream
+from kfuse.data.sources import place as place
 
 if TYPE_CHECKING:
-    from kfuse.data.builtin import load_cifar10, load_digits, load_image_folder, load_text
-    from kfuse.data.files import MDSSource, ParquetSource, WebDatasetSource
-    from kfuse.data.hugging_face import load_hf
-    from kfuse.data.table import load_csv
-
-__all__ = [
-    "DataError",
-    "DataSplit",
-    "Dataset",
-    "EpochSampler",
-    "MDSSource",
-    "MapData",
-    "ParquetSource",
-    "Source",
-    "Stream",
-    "StreamSampler",
-    "TensorData",
-    "WebDatasetSource",
-    "as_dataset",
-    "load_cifar10",
-    "load_csv",
-    "load_digits",
-    "load_hf",
-    "load_image_folder",
-    "load_text",
-    "place",
-    "worker_range",
-]
+    from kfuse.data.builtin import load_cifar10 as load_cifar10
+    from kfuse.data.builtin import load_digits as load_digits
+    from kfuse.data.builtin import load_image_folder as load_image_folder
+    from kfuse.data.builtin import load_text as load_text
+    from kfuse.data.files import MDSSource as MDSSource
+    from kfuse.data.files import ParquetSource as ParquetSource
+    from kfuse.data.files import WebDatasetSource as WebDatasetSource
+    from kfuse.data.hugging_face import load_hf as load_hf
+    from kfuse.data.table import load_csv as load_csv
 
 
 _MODULES = {"load_hf": "hugging_face", "load_csv": "table"}

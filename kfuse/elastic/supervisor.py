@@ -14,14 +14,13 @@ from typing import Any
 
 from kfuse.elastic import protocol
 from kfuse.elastic.failures import Failures
-from kfuse.elastic.job import Job, JobFailed, Recorder, Records
+from kfuse.elastic.job import Job, Recorder, Records
+from kfuse.elastic.job import JobFailed as JobFailed
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker, send_to_all
 from kfuse.elastic.roster import Roster
 from kfuse.elastic.server import Server
 from kfuse.settings.tree import JobSettings
-
-__all__ = ["JobFailed", "Supervisor"]
 
 _log = logging.getLogger("kfuse")
 

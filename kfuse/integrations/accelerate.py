@@ -11,13 +11,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kfuse.integrations.attached import figures, monitor_of
 from kfuse.integrations.backward import OfOneModel
-from kfuse.integrations.growth import Growth
+from kfuse.integrations.growth import Growth as Growth
 from kfuse.integrations.measure import Monitor
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-__all__ = ["Growth", "attach"]
 
 
 def attach(

@@ -18,15 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from kfuse.comm.gradients import at_the_end_of_backward
-from kfuse.integrations.measure import (
-    Monitor,
-    Options,
-    block_norms,
-    is_small,
-    one_device,
-    sum_squares,
-    total_square,
-)
+from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
 
 _OUTLIVED: list[RemovableHandle] = []  # hooks of watches that are gone
 
@@ -64,7 +56,6 @@ class BackwardWatch(ABC):
         self._measures = False  # the gradient of the backward under way is measured by the parameters' hooks
         self.kept = False  # some parameter had a gradient when it began
         self.norms: list[Tensor] = []  # of its gradient, in blocks
-        self._small: list[Tensor] = []  # parts of its gradient that are no larger than a block
         self.before = self.after = self.marks()  # as it began, and when the latest one was over
         self.begin_step()
         monitor.handles.append(model.register_forward_pre_hook(OfOneModel(self.before_forward)))
@@ -96,16 +87,13 @@ class BackwardWatch(ABC):
         if not self._began:
             self.reached()
         if self._measures:
-            if is_small(grad):
-                self._small.append(grad)
-            else:
-                self.norms += block_norms(grad)
+            self.norms += block_norms(grad)
 
     def reached(self) -> None:
         """Called from a backward, again and again: the first time it begins."""
         if self._began:
             return
-        self._began, self.norms, self._small = True, [], []
+        self._began, self.norms = True, []
         at_the_end_of_backward(self._end)
         self.before = self.marks()
         self.kept = any(self.before)
@@ -130,10 +118,9 @@ class BackwardWatch(ABC):
         self._backwards += 1
         if self._backwards > self._forwards:
             self.unknown = True
-        if self.unknown or not (self.norms or self._small):
+        if self.unknown or not self.norms:
             return math.nan
-        square = sum_squares(self.norms, self._small)
-        self._small = []
+        square = sum_squares(self.norms)
         for condition in self._conditions:
             square = torch.where(condition.to(square.device), square, math.nan)
         return square

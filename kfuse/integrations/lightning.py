@@ -14,11 +14,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from kfuse.integrations.attached import LOGGED, figures, monitor_of
-from kfuse.integrations.growth import Growth
+from kfuse.integrations.growth import Growth as Growth
 from kfuse.integrations.measure import Monitor
 from kfuse.policies.signals import check_number
-
-__all__ = ["Growth", "NoiseScale"]
 
 
 class NoiseScale(Callback):  # type: ignore[misc]

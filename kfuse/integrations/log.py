@@ -9,25 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from kfuse.statistics.figures import METRICS
+
 if TYPE_CHECKING:
     from kfuse.observe.sinks import Sinks
 
 _LOG = logging.getLogger("kfuse")
 
-# A record's figures, in order: those of `kfuse.statistics.figures.METRICS` that a monitor knows.
-FIGURES = (
-    "step",
-    "samples",
-    "batch_size",
-    "micro_batches",
-    "workers",
-    "noise_scale",
-    "noise_scale_low",
-    "noise_scale_high",
-    "grad_variance",
-    "grad_sq",
-    "grad_norm",
-)
+# A record's figures, in order: those that a monitor knows.
+FIGURES = [name for name in METRICS[: METRICS.index("grad_norm") + 1] if name not in ("epoch", "loss", "lr")]
 
 Target = Callable[[dict[str, Any]], object]
 TARGETS: list[Target] = []  # Those of the latest `log_to`

@@ -82,28 +82,14 @@ def block_norms(values: Tensor) -> list[Tensor]:
     return [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in parts or [flat.view(-1, BLOCK)]]
 
 
-def sum_squares(norms: Sequence[Tensor], small: Sequence[Tensor] = ()) -> Tensor:
-    """Returns the sum of squares of all `norms` (tensors [k]) and `small`, at least one: float64 scalar on the device.
-
-    small: of any shape, of a block at most. They are joined first, which saves a call for each.
-    """
-    joined = block_norms(torch.cat([values.reshape(-1) for values in small])) if small else []
-    return torch.cat([*norms, *joined]).double().square().sum()
+def sum_squares(norms: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of squares of all `norms` (tensors [k], at least one): float64 scalar on their device."""
+    return torch.cat(list(norms)).double().square().sum()
 
 
 def total_square(tensors: Iterable[Tensor]) -> Tensor:
     """Returns the sum of squares of all `tensors`, at least one: float64 scalar on their device, without a wait."""
-    norms, small = list[Tensor](), list[Tensor]()
-    for values in tensors:
-        if is_small(values):
-            small.append(values)
-        else:
-            norms += block_norms(values)
-    return sum_squares(norms, small)
-
-
-def is_small(values: Tensor) -> bool:
-    return values.numel() <= BLOCK and not values.is_sparse
+    return sum_squares([norms for values in tensors for norms in block_norms(values)])
 
 
 @dataclass(frozen=True)

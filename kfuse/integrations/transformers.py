@@ -13,14 +13,13 @@ from transformers.optimization import GreedyLR
 
 from kfuse.integrations.accelerate import length_of, refuse_shards_of_sequences
 from kfuse.integrations.attached import TOKENS, figures, monitor_of
-from kfuse.integrations.growth import Growth
+from kfuse.integrations.growth import Growth as Growth
 from kfuse.integrations.measure import Monitor
-from kfuse.integrations.transformers_fit import fit, init
+from kfuse.integrations.transformers_fit import fit as fit
+from kfuse.integrations.transformers_fit import init as init
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
-
-__all__ = ["Attached", "Growth", "attach", "fit", "init"]
 
 _FILE = "kfuse_growth.pt"  # in a checkpoint
 

@@ -174,10 +174,6 @@ def test_columns_keep_their_types(tmp_path: Path) -> None:
     assert [type(rows[0][name]) for name in "abc"] == [np.int8, np.float32, np.bool_] and rows[0]["f"] == [["z"]]
     assert rows[2]["d"] == [3, None]
     assert rows[0]["d"].dtype == np.int16 and rows[0]["d"].flags.writeable
-    many = [tmp_path / f"many{k}" for k in range(129)]
-    for file in many:
-        pq.write_table(pa.table({"a": [1]}), file)
-    assert [ParquetSource(many[:count]).block for count in (128, 129)] == [16, 256]
     assert torch.utils.data.default_collate([rows[0]["b"], rows[1]["b"]]).dtype == torch.float32
 
 
@@ -195,18 +191,17 @@ def test_wrong_files_are_refused_in_one_line(tmp_path: Path) -> None:
             tar.addfile(tarfile.TarInfo(name), io.BytesIO())
     with tarfile.open(tmp_path / "none.tar", "w:gz") as tar:
         tar.add(tmp_path / "text")
-    (mds / "1/shard.00000.mds").write_bytes(b"")
+    (mds / "1/shard.00000.mds").unlink()
     wrong: list[tuple[Any, Any, str]] = [
         (ParquetSource, tmp_path / "empty", r"empty: no such file: must be a list of files, a folder of \*.parquet"),
         (ParquetSource, [parquet / "0.parquet", parquet / "9.parquet"], "9.parquet: no such file"),
         (ParquetSource, [], "no such file"),
         (ParquetSource, tmp_path / "text", "text: must be a parquet file"),
-        (ParquetSource, [parquet / "0.parquet"] * 2, "0.parquet: is given twice"),
         (ParquetSource, [parquet / "0.parquet", tmp_path / "other.parquet"], "other.parquet: has no column key: must"),
         (MDSSource, tmp_path / "empty", "empty: must be a folder with MDS shards and their index.json: File"),
         (MDSSource, tmp_path / "pickles", "unsafe type: pkl"),
         (MDSSource, tmp_path / "version", "version: 1"),
-        (MDSSource, mds, "1/shard.00000.mds: must be there, uncompressed, with"),
+        (MDSSource, mds, "1/shard.00000.mds: no such file: shards must be there, uncompressed"),
         (WebDatasetSource, str(tars / "{0..3}.tar"), "3.tar: no such file"),
         (WebDatasetSource, tmp_path / "text", "text: must be an uncompressed tar of WebDataset samples"),
         (WebDatasetSource, tmp_path / "none.tar", "none.tar: must be an uncompressed tar"),

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
-from kfuse.elastic.launchers.hosts import HostsLauncher
-from kfuse.elastic.launchers.local import LocalLauncher
-from kfuse.elastic.launchers.ray import RayLauncher
-from kfuse.elastic.launchers.torchrun import TorchrunLauncher
-
-__all__ = ["HostsLauncher", "Launcher", "LocalLauncher", "RayLauncher", "TorchrunLauncher", "WorkerProcess"]
+from kfuse.elastic.launchers.hosts import HostsLauncher as HostsLauncher
+from kfuse.elastic.launchers.local import LocalLauncher as LocalLauncher
+from kfuse.elastic.launchers.ray import RayLauncher as RayLauncher
+from kfuse.elastic.launchers.torchrun import TorchrunLauncher as TorchrunLauncher
 
 
 class WorkerProcess(Protocol):

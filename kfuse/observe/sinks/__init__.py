@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 # The packages that each needs beside kfuse's own. mlflow's others are those of its databases.
 PACKAGES: dict[str, tuple[str, ...]] = {
@@ -19,7 +19,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 Groups = Mapping[str, Mapping[str, Any]]
 
 
-class Sink(Protocol):
+class Sink:
     """A place for figures. `write`, `rewind` and `close` raise OSError or SinkError where it takes no more."""
 
     name: str  # for messages
@@ -91,8 +91,5 @@ def flat(groups: Groups) -> dict[str, float]:
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Returns a record's finite numbers, but the step."""
-    found = {}
-    for key, value in record.items():
-        if (type(value) is int or (isinstance(value, float) and math.isfinite(value))) and key != "step":
-            found[key] = value
-    return found
+    kept = {key: value for key, value in record.items() if type(value) is int or isinstance(value, float)}
+    return {key: value for key, value in kept.items() if math.isfinite(value) and key != "step"}

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kfuse.observe.sinks import Groups, numbers
+from kfuse.observe.sinks import Groups, Sink, numbers
 
 
-class Board:
+class Board(Sink):
     """An event file. TensorBoard is imported when it is made.
 
     Not through TensorBoard's own writer: its thread takes twice the CPU time, and blocks who adds more than ten events.

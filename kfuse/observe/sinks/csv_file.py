@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kfuse.observe import write_whole
-from kfuse.observe.sinks import Groups, flat
+from kfuse.observe.sinks import Groups, Sink, flat
 
 
-class CsvFile:
+class CsvFile(Sink):
     """A column for the step and one for each figure. An evaluation has a row of its own, which `rewind` keeps."""
 
     def __init__(self, path: Path) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 
-from kfuse.observe.sinks import Groups, flat
+from kfuse.observe.sinks import Groups, Sink, flat
 
 _EVERY_S = 1.0  # between two writes of the file
 
 
-class TextFile:
+class TextFile(Sink):
     """Gauges `kfuse_train_loss`, `kfuse_heldout_accuracy`, ..., with the run's directory as the label `run`.
 
     kfuse_step is the number of steps completed, kfuse_written the moment (Unix time, s) at which the file was written.
@@ -42,9 +42,6 @@ class TextFile:
             self._set(name, value)
         self._logged |= found.keys()
         self._changed = True
-
-    def rewind(self, step: int) -> None:
-        pass
 
     def write(self) -> None:
         now = time.monotonic()

@@ -17,7 +17,7 @@ from typing import Any
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.observe import first_line, flattened, write_whole
 from kfuse.observe.origin import versions
-from kfuse.observe.sinks import Groups, SinkError, flat, numbers
+from kfuse.observe.sinks import Groups, Sink, SinkError, flat, numbers
 
 _MOST_WAITING = 100_000  # rows
 _CLOSES_WITHIN_S = 60.0
@@ -58,7 +58,7 @@ class About:
         return {**self.settings, "versions": versions()}
 
 
-class Sender:
+class Sender(Sink):
     """A sink that passes figures on to a service, from a thread of its own: the service delays nothing.
 
     No service takes back what it was sent. So a step's figures are sent once: those that come again after a rewind are
@@ -85,9 +85,6 @@ class Sender:
         if step > self._sent.get(kind, -1):
             self._sent[kind] = step
             self._rows.append((step, flat(groups)))
-
-    def rewind(self, step: int) -> None:
-        pass
 
     def write(self) -> None:
         if self._error is not None:
