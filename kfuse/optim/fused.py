@@ -51,6 +51,7 @@ class FusedLAMB(DistributedOptimizer):
     """
 
     shards_state = True
+    check_arguments = staticmethod(refuse_options)  # it needs no parameters and no workers
 
     def __init__(
         self,
@@ -69,13 +70,6 @@ class FusedLAMB(DistributedOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         torch.optim.Optimizer.__init__(self, params, defaults)
         self._attach(FlatUpdates(self, LambRule()), clip_norm, skip_nonfinite)
-
-    @staticmethod
-    def check_arguments(
-        lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 1e-2, **_: object
-    ) -> None:
-        """Raises ValueError as the constructor does, which calls it; it needs no parameters and no workers."""
-        refuse_options(lr, betas, eps, weight_decay)
 
 
 class FusedSGD(DistributedOptimizer, torch.optim.SGD):

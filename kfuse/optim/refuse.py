@@ -88,7 +88,9 @@ def refuse_partial_state(model: nn.Module) -> None:
             raise ValueError(f"buffer {name} is expanded, so nothing can be loaded into it: register a clone() of it")
 
 
-def refuse_options(lr: float, betas: Sequence[float], eps: float, weight_decay: float) -> None:
+def refuse_options(
+    lr: float, betas: Sequence[float] = (), eps: float = 0.0, weight_decay: float = 0.0, **_: object
+) -> None:
     """Raises ValueError for a negative lr, eps or weight_decay, or a beta outside [0, 1)."""
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not value >= 0:
