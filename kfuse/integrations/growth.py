@@ -195,8 +195,9 @@ class Growth:
             )
         self._ended = monitor.ended
         monitor.observers.append(self._unread.append)
-        opt = getattr(optimizers[0], "optimizer", optimizers[0])  # Accelerate's is around torch's
-        monitor.handles.append(opt.register_step_pre_hook(self._before_update))
+        self._torchs = [getattr(each, "optimizer", each) for each in optimizers]  # Accelerate's are around torch's
+        self._before_update(self._torchs[0])
+        monitor.handles.append(self._torchs[0].register_step_pre_hook(self._before_update))
         if self._loaded is not None:
             self._go_on(self._loaded)
 
@@ -247,8 +248,7 @@ class Growth:
     def _change(self) -> None:
         if self._wanted != self.accumulate and self._done % self._wanted == 0:
             change = self.lr_scaling, self._wanted, self.accumulate
-            own = [getattr(each, "optimizer", each) for each in self._optimizers]  # Accelerate's are around torch's
-            change_betas(own, betas_gain(*change))
+            change_betas(self._torchs, betas_gain(*change))
             _scale_rates(self._optimizers, self._schedulers, gain(*change))
             self.accumulate = self._wanted
 
