@@ -189,10 +189,7 @@ class Growth:
         if begins != first:
             raise ValueError(f"Growth: the policy begins with {begins} samples: must be the first batch, {first}")
         if wrong := [size for size in self._planned if size % first or (size // first).bit_count() != 1]:
-            raise ValueError(
-                f"Growth: the schedule's batch size {wrong[0]}: must be the first one, {first} samples, times a power "
-                "of two"
-            )
+            raise ValueError(f"Growth: the schedule's batch size {wrong[0]}: must be {first} times a power of two")
         self._ended = monitor.ended
         monitor.observers.append(self._unread.append)
         self._torchs = [getattr(each, "optimizer", each) for each in optimizers]  # Accelerate's are around torch's

@@ -136,7 +136,7 @@ def test_what_growth_cannot_do_is_refused() -> None:
         Growth(kf.SchedulePolicy([{"step": 4, "lr_scale": 0.5}]), 64)
     net = torch.nn.Linear(2, 1)
     opt, plan = torch.optim.SGD(net.parameters(), lr=0.1), kf.SchedulePolicy("0:4 100:12")
-    with pytest.raises(ValueError, match="the schedule's batch size 12: must be the first one, 4 samples, times a pow"):
+    with pytest.raises(ValueError, match="the schedule's batch size 12: must be 4 times a power of two"):
         kf.growth(kf.monitor(net, samples=2, accumulate=2), plan, opt)
     by_epoch = kf.SchedulePolicy([{"epoch": 1, "batch_size": 8}])
     for policy, said in ((kf.SchedulePolicy("0:8 9:16"), "begins with 8 samples: must be"), (by_epoch, "are by epoch")):

@@ -91,5 +91,8 @@ def flat(groups: Groups) -> dict[str, float]:
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Returns a record's finite numbers, but the step."""
-    kept = {key: value for key, value in record.items() if type(value) is int or isinstance(value, float)}
-    return {key: value for key, value in kept.items() if math.isfinite(value) and key != "step"}
+    found = {}
+    for key, value in record.items():
+        if (type(value) is int or (isinstance(value, float) and math.isfinite(value))) and key != "step":
+            found[key] = value
+    return found
