@@ -214,9 +214,9 @@ def test_what_has_no_samples_is_refused_and_what_is_no_stream_left_alone() -> No
         return source
 
     for source, said in [
-        (saying(3, 3), "Other: lengths of 2 shards: must be one for each of 1 shards, from 0, and not all 0"),
-        (saying(-1), "Other: lengths of 1 shards: must be"),
-        (saying(0), "Other: lengths of 1 shards: must be"),
+        (saying(3, 3), r"Other: lengths=\[3, 3\]: must be 1 numbers, one for each shard, from 0, and not all 0"),
+        (saying(-1), r"Other: lengths=\[-1\]: must be"),
+        (saying(0), r"Other: lengths=\[0\]: must be"),
         (saying(4), "Other: shard 0 has no sample 3: fewer than its length says"),
         (Shards(9, 0, block=4), "Shards: shard 1 gave no sample"),
         (Other(made=changing), "Other: shard 0 gave no sample"),
