@@ -23,9 +23,10 @@ from omegaconf import OmegaConf
 from warm import WarmLauncher, WarmProcess
 
 from kfuse.cli.check import prepare, validate
+from kfuse.elastic.job import JobFailed
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.launchers.replica import ReplicaLauncher
-from kfuse.elastic.supervisor import JobFailed, Supervisor
+from kfuse.elastic.supervisor import Supervisor
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.settings.tree import flat
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from kfuse.elastic import protocol
 from kfuse.elastic.failures import Failures
-from kfuse.elastic.job import Job, Recorder, Records
-from kfuse.elastic.job import JobFailed as JobFailed
+from kfuse.elastic.job import Job, JobFailed, Recorder, Records
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker, send_to_all
 from kfuse.elastic.roster import Roster

@@ -78,8 +78,11 @@ def block_norms(values: Tensor) -> list[Tensor]:
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     flat = (values.detach().coalesce().values() if values.is_sparse else values.detach()).reshape(-1)
     rest = flat.numel() % BLOCK
-    parts = [flat[: flat.numel() - rest].view(-1, BLOCK), flat[flat.numel() - rest :].view(1, -1)] if rest else []
-    return [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in parts or [flat.view(-1, BLOCK)]]
+    if flat.numel() < BLOCK or not rest:
+        parts = [flat.view(max(1, flat.numel() // BLOCK), -1)]
+    else:
+        parts = [flat[:-rest].view(-1, BLOCK), flat[-rest:].view(1, -1)]
+    return [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in parts]
 
 
 def sum_squares(norms: Sequence[Tensor]) -> Tensor:

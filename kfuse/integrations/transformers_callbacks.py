@@ -116,7 +116,6 @@ class Callbacks(BasePolicy):
             raise RuntimeError("fit: a callback has set should_epoch_stop: must not: an epoch uses each sample once")
 
     def before_update(self) -> None:
-        """Calls on_pre_optimizer_step."""
         self.call("on_pre_optimizer_step")
         self._save_again()
 

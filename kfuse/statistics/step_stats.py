@@ -64,8 +64,7 @@ class _Record:
     figures: int  # How many of its last numbers are a step function's figures
     local: bool = False
     bf16_sums: bool = True
-    of_sums: Callable[[list[float]], list[float]] | None = None
-    """Computes the record of the numbers that were copied."""
+    of_sums: Callable[[list[float]], list[float]] | None = None  # see `Statistics.push`
     variance: float | None = None
     grad_sq: float | None = None
 
