@@ -1,4 +1,4 @@
-"""The order of a stream whose shards have known lengths: all samples come once before any comes again."""
+"""The order of a stream whose shards have known lengths: all samples once, in the same order in each epoch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import numpy as np
 
 
 class Epochs:
-    """The places of a stream whose shards have known lengths: all samples once, in the same order in each epoch.
-
-    In round r of an epoch each shard that is longer than r * block gives the next `block` samples, or what is left.
-    """
+    """In round r each shard that is longer than r * block gives the next `block` samples, or what is left of it."""
 
     def __init__(self, lengths: Sequence[int], block: int) -> None:
         self._lengths, self._block = np.array(lengths, np.int64), block

@@ -84,8 +84,7 @@ class BackwardWatch(ABC):
 
     def on_gradient(self, index: int, grad: Tensor) -> None:
         """Takes in what a backward has computed for parameter `index`."""
-        if not self._began:
-            self.reached()
+        self.reached()
         if self._measures:
             self.norms += block_norms(grad)
 

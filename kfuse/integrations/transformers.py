@@ -83,13 +83,18 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         if self._growth is not None:
             self._growth.growth.micro_batch()
         self._unit = "_tokens" if self._tokens and num_items_in_batch is not None else ""
-        _weigh(self.monitor, self._trainer, inputs, num_items_in_batch, bool(self._tokens))
-        loaded = getattr(self._trainer.callback_handler.train_dataloader, "batch_sampler", None)
-        if not self._unit and self.monitor.samples and (full := getattr(loaded, "batch_size", None)):
-            self._rows = max(self._rows, int(self.monitor.samples) // full)
-            self.monitor.samples /= self._rows
+        mine = _tokens(self._trainer, inputs) if self._unit else self._samples(inputs)
+        _weigh(self.monitor, self._trainer, mine, num_items_in_batch, by_tokens=bool(self._unit))
         loss: Tensor = self._training_step(model, inputs, num_items_in_batch)
         return loss
+
+    def _samples(self, inputs: Any) -> float | None:
+        """Returns this micro-batch's samples, of each of which the model may be given several rows."""
+        rows = length_of(inputs)
+        loaded = getattr(self._trainer.callback_handler.train_dataloader, "batch_sampler", None)
+        if rows and (full := getattr(loaded, "batch_size", None)):
+            self._rows = max(self._rows, rows // full)
+        return rows and rows / self._rows
 
     def log(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
         if self.monitor is not None and "loss" in logs:
@@ -166,9 +171,10 @@ class _Grows(TrainerCallback):  # type: ignore[misc]
         args.gradient_accumulation_steps = self._first
 
 
-def _weigh(monitor: Monitor, trainer: Trainer, inputs: Any, items: Any, tokens: bool) -> None:
+def _weigh(monitor: Monitor, trainer: Trainer, mine: Any, items: Any, by_tokens: bool) -> None:
     """Tells the monitor what the coming backward's loss is: a mean over samples or tokens, divided by a number.
 
+    mine: how many of them the micro-batch has on this process; None: unknown.
     items: the number of the step's tokens that the trainer gives to the model; None where it counts none.
     """
     monitor.last = trainer.accelerator.sync_gradients
@@ -178,11 +184,8 @@ def _weigh(monitor: Monitor, trainer: Trainer, inputs: Any, items: Any, tokens: 
     if scaled is None:
         scaled = counts or trainer.compute_loss_func is not None
     divisor = (1 if scaled else trainer.current_gradient_accumulation_steps) / factor
-    if tokens and items is not None:
-        mine = _tokens(trainer, inputs)
-        monitor.samples, monitor.accumulate = mine, torch.as_tensor(items).double() * divisor / mine
-    else:
-        monitor.samples, monitor.accumulate = length_of(inputs), divisor
+    monitor.samples = mine
+    monitor.accumulate = torch.as_tensor(items).double() * divisor / mine if by_tokens else divisor
 
 
 def _tokens(trainer: Trainer, inputs: Any) -> Tensor:
