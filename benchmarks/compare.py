@@ -37,6 +37,8 @@ BLOCK_S, MOST_STEPS = 0.25, 30
 MOST = ("allreduce", "all_to_all")
 """What `auto` chooses from."""
 PAIRS = (
+    ("int8", "bf16"),
+    ("sharded-int8", "sharded-bf16"),
     ("allreduce", "ddp-adascale"),
     ("allreduce", "ddp-noise-scale"),
     ("allreduce", "local-noise-scale"),

@@ -206,6 +206,10 @@ _PROGRAMS: dict[str, dict[str, Any]] = {
     "auto": {"schedule": "auto"},
     "sharded": {"state": "sharded"},
     "sharded-reproducible": {"state": "sharded", "reproducible": True},
+    "bf16": {"dtype": "bf16"},
+    "int8": {"dtype": "int8"},
+    "sharded-bf16": {"state": "sharded", "dtype": "bf16"},
+    "sharded-int8": {"state": "sharded", "dtype": "int8"},
 }
 for _name, _options in _PROGRAMS.items():
     VARIANTS[_name] = kfuse_variant(**_options)

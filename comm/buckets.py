@@ -134,6 +134,10 @@ class Bucket:
     views: Sequence[Tensor | None]
     sumsq: Tensor  # fp32: sums of squares of one micro-batch's own gradient, which `pack` writes. Measurement sets it
     stored: Tensor | None  # fp32: the same of the slot after `pack`. None: the reduced sum is measured instead
+    # int8: the slot as a message of eight bits (`kfuse.kernels.wire`), which the step's last `pack` writes. fp32: what
+    # rounding adds to the sum of its squares. None: messages are of other types.
+    wire: Tensor | None = None
+    added: Tensor | None = None
     places: list[Tensor]  # of each parameter in `mean`, laid out as its gradients are
     grads: list[Tensor | None]  # of the micro-batch; none once they are packed
     missing: int  # how many of these have not come
@@ -175,7 +179,11 @@ class Bucket:
         """
         numel = self.body + (self.tail if tail is None else tail)
         self._new_slot = new_slot or partial(flat_zeros, numel, device=self.device, dtype=self.kind, room=self.room)
-        self.slots, self.tails, self._packings = list[Tensor](), list[Place](), dict[tuple[int, bool], PackArguments]()
+        self.slots, self.tails, self._packings = (
+            list[Tensor](),
+            list[Place](),
+            dict[tuple[int, bool, bool], PackArguments](),
+        )
         self.mean = self.slot(0)[: self.body]
         self.assign(self.part, self.mirrored)
         self.places = [self.laid_out(k, view) for k, view in enumerate(self.view(self.mean))]
@@ -221,13 +229,23 @@ class Bucket:
             self.tails.append(quick(self.slots[-1][self.body :]))
         return self.slots[k]
 
-    def packing(self, k: int, accumulate: bool) -> PackArguments:
-        """The arguments of `pack` into slot k, kept: they are given a micro-batch's gradients and scale."""
-        if (k, accumulate) not in self._packings:
-            none = [None] * len(self.shapes)
-            given = PackArguments(none, self.slot(k), self.table, 1.0, accumulate, self.sumsq)
-            self._packings[k, accumulate] = given
-        return self._packings[k, accumulate]
+    def send_in(self, wire: Tensor | None) -> None:
+        """Sets the memory of messages of eight bits, zeros; None: there are none. Between steps."""
+        if wire is not None or self.wire is not None:
+            self.wire, self._packings = wire, {}
+            self.added = None if wire is None else torch.zeros_like(self.sumsq)
+
+    def packing(self, k: int, accumulate: bool, sends: bool) -> PackArguments:
+        """The arguments of `pack` into slot k, kept: they are given a micro-batch's gradients and scale.
+
+        sends: it writes the bucket's message, where that is of eight bits.
+        """
+        key = k, accumulate, sends and self.wire is not None
+        if key not in self._packings:
+            none, message = [None] * len(self.shapes), (self.wire, self.added) if key[-1] else (None, None)
+            given = PackArguments(none, self.slot(k), self.table, 1.0, accumulate, self.sumsq, None, *message)
+            self._packings[key] = given
+        return self._packings[key]
 
     def place(self, flat: Tensor, k: int) -> Tensor:
         """The k-th parameter's elements in a flat buffer of this layout, 1-D."""

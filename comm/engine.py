@@ -224,7 +224,8 @@ class Engine(EngineParts):
         if now.alone and not bucket.missing and not torch.is_grad_enabled():
             torch._foreach_copy_(bucket.places, bucket.grads)  # type: ignore[arg-type]
         else:
-            given = bucket.packing(current.leaf.slot, current.leaf.accumulate)
+            sends = current.last and not now.is_local
+            given = bucket.packing(current.leaf.slot, current.leaf.accumulate, sends)
             given.grads, given.scale, given.stored = bucket.grads, current.scale, bucket.stored
             try:
                 pack.run(given)
@@ -326,7 +327,9 @@ class Engine(EngineParts):
         self.now.phase, self.now.unused = Phase.CLOSED, set(range(len(self.params)))
         if not self.options.reproducible:
             for bucket in self.buckets:
-                bucket.slot(0).zero_()
+                for empty in (bucket.slot(0), bucket.wire, bucket.added):
+                    if empty is not None:
+                        empty.zero_()
         launched = self.gradient_buckets if self._tail_waits else self.buckets
         self.executor.launch(launched, self.step, self.now.is_local)
 

@@ -28,7 +28,8 @@ from kfuse.comm.schedule import FACTOR, GRADIENT, SHARD, Op, Program
 from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import RangePlan, plan_merges, plan_range
 from kfuse.comm.transports import BringsContributions
-from kfuse.kernels import BLOCK, block_sumsq, num_blocks
+from kfuse.kernels import BLOCK, block_sumsq, num_blocks, reduce
+from kfuse.kernels.wire import WIRE, in_wire, wire_numel
 
 AT_ONCE = 2  # buckets whose contributions may be under way over gloo: they take memory until they are added up
 
@@ -79,20 +80,25 @@ class Executor:
         tree: str | Sequence[int],
         norms: Sequence[Tensor],
     ) -> None:
-        """programs: of each bucket. dtype: of gradients in messages, fp32 or bf16; the last bucket, with the tail, is
-        always sent in fp32, and those of float64 in float64. tree: see `transports.make`. norms: of each bucket of
-        gradients, receives the sums of squares of its blocks, where a worker measures its shards. Raises CommError.
+        """programs: of each bucket. dtype: of gradients in messages, fp32, bf16 or int8; the last bucket, with the
+        tail, is always sent in fp32, and those of float64 in float64. tree: see `transports.make`. norms: of each
+        bucket of gradients, receives the sums of squares of its blocks, where a worker measures its shards. Raises
+        CommError.
         """
         self._group, self._device = group, devices.of(group.device)
         # What the length of a shard is a multiple of: where shards are measured they are of whole blocks.
         unit = BLOCK if any(program.measures_shards for program in programs) else ALIGN
 
         def cuts(key: int, numel: int) -> Sequence[slice]:
-            """Each rank's shard of a bucket's message of so many elements: of its gradients, or of these and the tail.
+            """Each rank's shard of a bucket's message of so many elements: of its gradients, of these and the tail, or
+            of eight bits.
 
             Not a method: the executor, and the messages' memory, go as soon as the group has changed.
             """
-            return buckets[key].shards if numel == buckets[key].body else group.shards(numel, unit)
+            bucket = buckets[key]
+            if bucket.wire is not None and numel == bucket.wire.numel():
+                return [in_wire(shard) for shard in bucket.shards]
+            return bucket.shards if numel == bucket.body else group.shards(numel, unit)
 
         made = {name: transports.make(name, group, tree, cuts) for name in {p.transport: None for p in programs}}
         self._transports, self._cuts = list(made.values()), cuts
@@ -117,13 +123,18 @@ class Executor:
                 first = shard.start // BLOCK
                 sumsq = norms[bucket.index][first : first + num_blocks(shard.stop - shard.start)]
             is_rounded = dtype != "fp32" and bucket is not buckets[-1] and bucket.kind is torch.float32
-            wire = torch.empty(0) if is_rounded else None
+            wire = torch.empty(0) if is_rounded and dtype == "bf16" else None
+            bucket.send_in(self._new_message(bucket) if is_rounded and dtype == "int8" and group.size > 1 else None)
             brings = cast(BringsContributions, made[program.transport])
             self._runs.append(_Run(bucket, program, brings, sumsq, wire))
         for transport in self._transports:
             if (hold := getattr(transport, "hold", None)) is not None:
                 hold([run.bucket for run in self._runs if run.transport is transport])
         self.reset()
+
+    def _new_message(self, bucket: Bucket) -> Tensor:
+        room = WIRE * self._group.size if self._device.asynchronous else 0
+        return flat_zeros(wire_numel(bucket.body), 0, bucket.device, torch.int8, room)
 
     @property
     def program(self) -> Program:
@@ -185,7 +196,8 @@ class Executor:
             case "reduce":
                 run.transport.reduce(bucket.index, run.sum)
             case "reduce+measure":
-                run.transport.reduce(bucket.index, run.sum, run.sumsq)
+                shared = None if run.program.sharded else bucket.wire
+                run.transport.reduce(bucket.index, run.sum, run.sumsq, shared)
                 run.measured = True
             case "measure" if op.place == SHARD:  # of a sum that the library has added up
                 self._device.keep([run.sum, run.sumsq], self._device.current_stream())
@@ -198,7 +210,7 @@ class Executor:
             case "share":
                 flat = run.flat
                 assert flat is not None
-                if op.what == GRADIENT and flat is not run.sum:
+                if op.what == GRADIENT and flat is run.wire:
                     self._device.keep([flat], self._device.current_stream())  # the sum is kept by `reduce`
                     flat[bucket.part].copy_(run.sum[bucket.part])
                 cuts = bucket.owned if op.what == FACTOR else self._cuts(bucket.index, flat.numel())
@@ -219,13 +231,15 @@ class Executor:
             if run.wire.shape != run.sum.shape:
                 run.wire = flat_zeros(run.sum.numel(), 0, bucket.device, torch.bfloat16, bucket.room)
             slots = [run.wire.copy_(slots[0])]
+        elif bucket.wire is not None:
+            slots = [bucket.wire]
         stream = self._device.current_stream()
         if run.next.place == SHARD:
             self._side.wait_stream(stream)
             stream = self._side
         with self._device.on(stream):
             run.transport.launch(bucket.index, slots, self._name(bucket))
-        run.flat = run.sum if run.wire is None else run.wire
+        run.flat = run.sum if slots[0].dtype == run.sum.dtype else slots[0]
 
     def _name(self, bucket: Bucket) -> str:
         return f"step {self._step}, {bucket.name}"
@@ -309,7 +323,10 @@ class Executor:
             self._run(run, run.program.index("barrier"))
             self._pass(run, "barrier")
             if run.flat is not None and run.flat is not run.sum and not run.program.sharded:
-                run.sum.copy_(run.flat)
+                if run.flat is run.bucket.wire:
+                    reduce([run.flat], (), run.sum)
+                else:
+                    run.sum.copy_(run.flat)
         self._device.current_stream().wait_stream(self._side)
         if not (self.program.sharded or self.measured):  # else `share_sums` follows
             self._group.settle()
@@ -386,4 +403,6 @@ class Executor:
             for run in self._runs:
                 run.wire = None if run.wire is None else torch.empty(0)
                 run.bucket.renew()
+                if run.bucket.wire is not None:
+                    run.bucket.send_in(self._new_message(run.bucket))
         return True

@@ -168,6 +168,11 @@ class Measurement:
                 block_sumsq.run(kept)
         if scaled and share is not None:
             torch._foreach_mul_(scaled, share * share)
+        for bucket, norms in zip(self._buckets, self.norms_of, strict=True):
+            if bucket.added is not None and bucket.index in measured:
+                # A rounding error is nearly uncorrelated with the other workers' messages: so the mean's squares have
+                # come to more by as much as each message's have.
+                norms[:1].sub_(bucket.added.sum() * (1.0 if share is None else share * share))
 
     def record(self, tail: Place, now: Step) -> Tensor:
         """The step's record from the reduced tail, once `norms` has the sums of squares of all shards.
@@ -179,6 +184,8 @@ class Measurement:
         the step's samples, w_j becomes w_j B / W. S is then unbiased where a micro-batch's variance goes as 1 / w_j.
         """
         sum_partials.run(self._norm)
+        if self._buckets and self._buckets[0].added is not None:
+            self._totals.clamp_(min=0.0)  # what rounding added was taken off
         slots, of_ranks = self._params, self._params + TAIL_SLOTS
         parts: Any = (tail[slots:of_ranks], self._quick_totals, tail[of_ranks:])
         if isinstance(tail, Tensor):

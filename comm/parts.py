@@ -209,9 +209,10 @@ class EngineParts:
         return self.topology or self.options.transport(self.choice.schedule if self.choice else None)
 
     @property
-    def bf16_sums(self) -> bool:
-        """Whether bf16 messages are added up in bf16, by the library or the transport."""
-        return self.options.dtype == "bf16" and not self.executor.program.has("reduce")
+    def wire(self) -> str:
+        """The type of gradients in messages; "bf16 sums": bf16, added up in bf16, by the library or the transport."""
+        in_bf16 = self.options.dtype == "bf16" and not self.executor.program.has("reduce")
+        return "bf16 sums" if in_bf16 else self.options.dtype
 
     def warn_once(self, message: str, *values: object) -> None:
         if message not in self._warned:

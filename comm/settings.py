@@ -86,12 +86,12 @@ class CommOptions:
     def transport(self, schedule: str | None = None) -> str:
         """Returns the transport's name for `schedule`, or the configured one; for `auto` that is its default.
 
-        Reproducible sums need every contribution at hand, and only all_to_all adds up bf16 messages in fp32.
+        Reproducible sums need every contribution at hand, and only all_to_all adds up rounded messages in fp32.
         """
         name = schedule or self.schedule
         if name != "auto":
             return name
-        if self.reproducible or self.dtype == "bf16":
+        if self.reproducible or self.dtype != "fp32":
             return "all_to_all"
         return "reduce_scatter" if self.sharded else "allreduce"
 

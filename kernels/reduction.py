@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kfuse.kernels.dispatch import DTYPES, Kernel, require
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
+from kfuse.kernels.wire import GROUP, in_wire, read_by_torch, round_by_torch, wire_numel
 
 Merges = tuple[tuple[int, int], ...]  # additions of rows, in order: row[destination] += row[source]
 
@@ -66,12 +67,14 @@ class ReduceArguments:
     Args:
         rows: [K, n] contributions, fp32, bf16 or fp16 (added in fp32), each row contiguous. They may be overwritten.
             On a CPU also float64, added in float64, with `out` in float64.
+            Or int8 [K, wire_numel(n)], messages as `kfuse.kernels.wire` has them, with `out` in fp32.
             Or K tensors [n] of one dtype, which stay as they are. On a GPU fp32 ones that are 16-byte aligned are read
             where they lie, be it in another GPU's memory that this device can read; others are copied first.
         merges: pairs (dst, src) of different row numbers.
         out: [n], contiguous, fp32, bf16 or fp16; may be one of the rows: of several tensors any, of [K, n] the first.
         sumsq: fp32 [num_blocks(n)]: the squares of `out` as it is stored, summed in the same pass, one sum per BLOCK.
             With fp32 rows its bits are those of `block_sumsq(out)`. None: not measured.
+        wire: int8 [wire_numel(n)], receives `out`, fp32, as a message of eight bits; may be one of the rows. Or None.
 
     Raises ValueError when a merge names no row, or adds a row to itself, or shapes, dtypes or devices differ.
     """
@@ -80,19 +83,28 @@ class ReduceArguments:
     merges: Merges
     out: Tensor
     sumsq: Tensor | None = None
+    wire: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, out = self.rows, self.out
+        length = wire_numel(out.numel()) if self.of_messages else out.numel()
         if (
             out.dim() != 1
-            or {(row.shape, row.device) for row in rows} != {(out.shape, out.device)}
+            or {(*row.shape, row.device) for row in rows} != {(length, out.device)}
             or len({row.dtype for row in rows}) > 1
+            or ((self.of_messages or self.wire is not None) and (out.dtype != torch.float32 or out.numel() % GROUP))
         ):
             shapes = [f"{row.dtype} {list(row.shape)} on {row.device}" for row in rows]
-            wanted = f"{list(out.shape)} on {out.device}"
+            wanted = f"{list(out.shape)} on {out.device}, or messages of an fp32 one"
             raise ValueError(f"reduce: rows must be K >= 1, of one dtype, like out {wanted}, got {shapes}")
         postfix(len(rows), self.merges)
         require("reduce: sumsq", self.sumsq, (num_blocks(out.numel()),), torch.float32)
+        require("reduce: wire", self.wire, (wire_numel(out.numel()),), torch.int8)
+
+    @property
+    def of_messages(self) -> bool:
+        """Whether the rows are messages of eight bits."""
+        return any(row.dtype == torch.int8 for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -139,14 +151,19 @@ class SumPartialsArguments:
 
 
 def reduce_by_torch(given: ReduceArguments) -> None:
-    rows, merges, out, sumsq = given.rows, given.merges, given.out, given.sumsq
-    if sumsq is None:
+    rows, merges, out, sumsq, wire = given.rows, given.merges, given.out, given.sumsq, given.wire
+    if sumsq is None and wire is None:
         _add_rows(list(rows), merges, out)
         return
     for at in range(0, out.numel(), REDUCE_PIECE):  # what has just been added is measured while it is in the cache
         elements = slice(at, min(at + REDUCE_PIECE, out.numel()))
-        _add_rows([row[elements] for row in rows], merges, out[elements])
-        block_sumsq(out[elements], sumsq[at // BLOCK : num_blocks(elements.stop)])
+        bytes_of = in_wire(elements)
+        read = bytes_of if given.of_messages else elements
+        _add_rows([row[read] for row in rows], merges, out[elements])
+        if sumsq is not None:
+            block_sumsq(out[elements], sumsq[at // BLOCK : num_blocks(elements.stop)])
+        if wire is not None:
+            round_by_torch(out[elements], wire[bytes_of])
 
 
 def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
@@ -164,7 +181,9 @@ def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
     one_pass = additions <= 1 and dtype == out.dtype == kind
     piece = max(1, out.numel()) if one_pass else REDUCE_PIECE
     scratch = torch.empty(depth, 0 if one_pass else min(piece, out.numel()), dtype=kind, device=out.device)
-    for target, *parts in zip(*(torch.split(row, piece) for row in (out, *rows)), strict=True):
+    widen = read_by_torch if dtype == torch.int8 else _copy
+    of_rows = wire_numel(piece) if dtype == torch.int8 else piece
+    for target, *parts in zip(torch.split(out, piece), *(torch.split(row, of_rows) for row in rows), strict=True):
         slots = list(scratch[:, : target.numel()].unbind(0))  # for the sum at each place of the stack
         stack: list[Tensor] = []
         left = additions
@@ -176,9 +195,16 @@ def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
                 stack[-1] = torch.add(stack[-1], right, out=sum_at)
             else:
                 part = parts[item]
-                stack.append(part if part.dtype == kind else slots[len(stack)].copy_(part))
+                if part.dtype != kind:
+                    widen(part, slots[len(stack)])
+                    part = slots[len(stack)]
+                stack.append(part)
         if stack[0] is not target:
             target.copy_(stack[0])
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
 
 
 def block_sumsq_by_torch(given: BlockSumsqArguments) -> None:
@@ -248,6 +274,10 @@ class PackArguments:
         sumsq: fp32 [table.num_chunks]; receives the sum of squares of each chunk of the raw, unscaled gradients.
             Its bits do not depend on `accumulate` or `scale`. None: not measured.
         stored: the same of what lies in the flat buffer afterwards, or None.
+        wire: int8 [wire_numel(flat.numel())]; receives the fp32 flat buffer as a message of eight bits (see
+            `kfuse.kernels.wire`). Offsets are multiples of GROUP then. Elements of no tensor are left as they are
+            there, and must be zeros in both. None: no message.
+        added: with `wire`, fp32 [table.num_chunks], whose sum becomes what rounding has added to the sum of squares.
 
     A step keeps the arguments, and gives them other gradients of the same shapes, scale and `accumulate`, which are not
     checked again. Raises ValueError where a shape, dtype or device does not fit.
@@ -260,6 +290,8 @@ class PackArguments:
     accumulate: bool
     sumsq: Tensor | None
     stored: Tensor | None = None
+    wire: Tensor | None = None
+    added: Tensor | None = None
 
     def __post_init__(self) -> None:
         flat, table = self.flat, self.table
@@ -277,6 +309,12 @@ class PackArguments:
         require("pack: flat", flat, (flat.numel(),), *kinds)
         require("pack: sumsq", self.sumsq, (table.num_chunks,), torch.float32)
         require("pack: stored", self.stored, (table.num_chunks,), torch.float32)
+        if self.wire is not None:
+            require("pack: flat, with wire", flat, (flat.numel() // GROUP * GROUP,), torch.float32)
+            require("pack: wire", self.wire, (wire_numel(flat.numel()),), torch.int8)
+            require("pack: added", self.added, (table.num_chunks,), torch.float32)
+            if any(offset % GROUP for offset in table.offsets):
+                raise ValueError(f"pack: with wire offsets must be multiples of {GROUP}, got {table.offsets}")
 
     @cached_property
     def segments(self) -> tuple[Tensor, ...]:
@@ -311,6 +349,8 @@ def pack_by_torch(given: PackArguments) -> None:
         for segment, norms in zip(given.segments, sums, strict=True):
             row_norms(segment.float(), CHUNK, norms)
         given.stored.square_()
+    if given.wire is not None:
+        round_by_torch(given.flat, given.wire, given.added)
 
 
 def _pack(given: PackArguments) -> None:

@@ -28,6 +28,7 @@ from kfuse.kernels.reduction import (
     postfix,
 )
 from kfuse.kernels.table import BLOCK, CHUNK, num_blocks, upload
+from kfuse.kernels.triton_wire import GROUP, in_groups, magnitude, rounded, scale_of, scale_place, value_place, views
 
 need("triton.runtime.JITFunction.run triton.runtime.driver" + ".active.get_current_stream" * torch.cuda.is_available())
 
@@ -62,10 +63,13 @@ def placed(stack, value, low, high, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def sum_of_rows(matrix, program, count, stride, index, mask, AHEAD: tl.constexpr, DEPTH: tl.constexpr):
+def sum_of_rows(
+    matrix, scales, program, count, stride, index, group, mask, AHEAD: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
     """The sum of the rows' elements at `index`, added in fp32 as the lines of `program` say (see `adding_program`).
 
-    Lines name rows of the matrix; without one they have the addresses of fp32 rows, 0 for none.
+    Lines name rows of the matrix; without one they have the addresses of fp32 rows, 0 for none. scales: None, or the
+    rows are messages of eight bits, and these are the same memory as fp32. group: the first of each group at `index`.
     """
     stack = (tl.zeros((index.shape[0],), tl.float32),) * DEPTH
     for at in range(0, count, AHEAD):
@@ -79,7 +83,13 @@ def sum_of_rows(matrix, program, count, stride, index, mask, AHEAD: tl.constexpr
                 value = tl.load(place + index, mask=tl.where(row != 0, mask, False), other=0.0)
             else:
                 readable = tl.where(row >= 0, mask, False)
-                value = tl.load(matrix + row * stride + index, mask=readable, other=0.0).to(tl.float32)
+                if scales is None:
+                    value = tl.load(matrix + row * stride + index, mask=readable, other=0.0).to(tl.float32)
+                else:
+                    start = tl.where(row >= 0, row, 0) * stride
+                    value = tl.load(matrix + start + value_place(index), mask=readable, other=0).to(tl.float32)
+                    scale = tl.load(scales + start // 4 + scale_place(group))
+                    value = tl.reshape(in_groups(value) * scale[:, None], value.shape)
             values = values + (value,)  # noqa: RUF005
         for k in tl.static_range(AHEAD):
             low = tl.load(program + (at + k) * 4 + 1).to(tl.int32)
@@ -90,7 +100,7 @@ def sum_of_rows(matrix, program, count, stride, index, mask, AHEAD: tl.constexpr
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sumsq"])
 def sum_rows_kernel(
-    matrix, out, sumsq, program,
+    matrix, scales, out, sumsq, wire, wire_scales, program,
     count, numel, stride,
     AHEAD: tl.constexpr, DEPTH: tl.constexpr, LANE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -102,11 +112,18 @@ def sum_rows_kernel(
     for at in range(0, BLOCK, TILE):
         index = block.to(tl.int64) * BLOCK + at + tl.arange(0, TILE)
         mask = index < numel
-        stored = sum_of_rows(matrix, program, count, stride, index, mask, AHEAD, DEPTH).to(out.dtype.element_ty)
+        group = block.to(tl.int64) * BLOCK + at + tl.arange(0, TILE // GROUP) * GROUP
+        total = sum_of_rows(matrix, scales, program, count, stride, index, group, mask, AHEAD, DEPTH)
+        stored = total.to(out.dtype.element_ty)
         if sumsq is not None:
             mean = stored.to(tl.float32)
             squares += lane_sums(mean * mean, LANE)
         tl.store(out + index, stored, mask=mask)
+        if wire is not None:
+            groups = in_groups(total)
+            scale, inverse = scale_of(tl.max(magnitude(groups), axis=1))
+            tl.store(wire + value_place(index), tl.reshape(rounded(groups, inverse[:, None]), total.shape), mask=mask)
+            tl.store(wire_scales + scale_place(group), scale, mask=group < numel)
     if sumsq is not None:
         tl.store(sumsq + block, tl.sum(squares, axis=0))
 
@@ -144,7 +161,7 @@ def reduce(given: ReduceArguments) -> Launches:
     Without them a program adds up one tile of a matrix, and no bits depend on the tile; else one block.
     """
     rows, (device, numel) = given.rows, (given.out.device, given.out.numel())
-    tile = tile_size(rows[0].element_size())
+    tile = tile_size(4 if given.of_messages else rows[0].element_size())
     # Other workers have other shards of the bucket: one may end between multiples of 16 elements.
     later: list[dict[str, Any]] = [{"numel": tile}, {"numel": tile - 1}]
     matrix, block = None, BLOCK
@@ -152,7 +169,9 @@ def reduce(given: ReduceArguments) -> Launches:
         places = tuple(row.data_ptr() for row in rows)
     else:
         matrix, places = rows if isinstance(rows, Tensor) else torch.stack(list(rows)), tuple(range(len(rows)))
-        if given.sumsq is None:
+        if given.of_messages:
+            matrix = matrix if matrix.data_ptr() % 16 == 0 else matrix.clone()
+        elif given.sumsq is None and given.wire is None:
             block, later = tile, [each | {"stride": each["numel"]} for each in later]
         else:
             matrix = _aligned(matrix)
@@ -162,6 +181,8 @@ def reduce(given: ReduceArguments) -> Launches:
     later += [each | {"DEPTH": other} for each in ({}, *later)]
     values = vars(given) | {"matrix": matrix, "program": program, "count": len(program), "numel": numel}
     values["stride"] = 0 if matrix is None else matrix.stride(0)
+    values["scales"] = views(matrix)[1] if given.of_messages else None
+    values["wire_scales"] = views(given.wire)[1]
     constants = {"AHEAD": AHEAD, "DEPTH": depth}
     constants |= {"LANE": tile // THREADS, "TILE": tile, "BLOCK": block}
     yield Launch(sum_rows_kernel, (triton.cdiv(numel, block),), values, constants, later=tuple(later))
@@ -252,12 +273,21 @@ def _pack_span(source, target, index, read, mask, scale, ACCUMULATE: tl.constexp
         value = (old.to(tl.float32) + value.to(tl.float32)).to(target.dtype.element_ty)
     tl.store(target + index, value, mask=read if ACCUMULATE else mask)
     stored = value.to(tl.float32)
-    return tl.sum(raw * raw, axis=0), tl.sum(stored * stored, axis=0)
+    return stored, tl.sum(raw * raw, axis=0), tl.sum(stored * stored, axis=0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["sumsq", "stored"])
+@triton.jit
+def _send_span(wire, offset, index, values, scale, inverse, mask):
+    """Writes values to the message, and returns what rounding adds to their squares."""
+    sent = rounded(values, inverse)
+    tl.store(wire + value_place(offset + index), tl.reshape(sent, index.shape), mask=mask)
+    read = sent.to(tl.float32) * scale
+    return (read - values) * (read + values)
+
+
+@triton.jit(do_not_specialize_on_alignment=["sumsq", "stored", "added"])
 def pack_kernel(
-    pointers, chunks, flat, sumsq, stored, scale,
+    pointers, chunks, flat, sumsq, stored, wire, wire_scales, added, scale,
     GRAD: tl.constexpr, OFFSET_ALIGNMENT: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Pack one chunk. The chunk table says which tensor it is of, and the pointer table where that tensor lies."""
@@ -276,15 +306,28 @@ def pack_kernel(
     whole = length // 16 * 16
     index = tl.arange(0, CHUNK)
     read = index < readable // 16 * 16
-    total, total_stored = _pack_span(source, target, index, read, index < whole, scale, ACCUMULATE)
+    values, total, total_stored = _pack_span(source, target, index, read, index < whole, scale, ACCUMULATE)
+    rest, last = whole + tl.arange(0, 16), tl.zeros((16,), tl.float32)
     if whole < length:
-        rest = whole + tl.arange(0, 16)
-        of_rest = _pack_span(source, target, rest, rest < readable, rest < length, scale, ACCUMULATE)
-        total, total_stored = total + of_rest[0], total_stored + of_rest[1]
+        last, squares, of_stored = _pack_span(source, target, rest, rest < readable, rest < length, scale, ACCUMULATE)
+        total, total_stored = total + squares, total_stored + of_stored
     if sumsq is not None:  # else nothing uses the sums, and the compiler leaves them out
         tl.store(sumsq + chunk, total)
     if stored is not None:
         tl.store(stored + chunk, total_stored)
+    if wire is not None:
+        groups, group = in_groups(values), tl.arange(0, CHUNK // GROUP)
+        is_last = group == whole // GROUP
+        most = tl.max(magnitude(groups), axis=1)
+        most = tl.where(is_last, tl.maximum(most, tl.max(magnitude(last), axis=0)), most)
+        factor, inverse = scale_of(most)
+        tl.store(wire_scales + scale_place(offset + group * GROUP), factor, mask=group * GROUP < length)
+        more = _send_span(wire, offset, index, groups, factor[:, None], inverse[:, None], index < whole)
+        total_added = tl.sum(tl.sum(more, axis=1), axis=0)
+        if whole < length:
+            of_last = scale_of(tl.max(tl.where(is_last, most, 0), axis=0))
+            total_added += tl.sum(_send_span(wire, offset, rest, last, of_last[0], of_last[1], rest < length), axis=0)
+        tl.store(added + chunk, total_added)
 
 
 def pack(given: PackArguments) -> Launches:
@@ -301,8 +344,12 @@ def pack(given: PackArguments) -> Launches:
         "CHUNK": CHUNK,
     }
     values = vars(given) | {"pointers": pointers, "chunks": table.chunks, "scale": float(given.scale)}
-    # A step of more micro-batches accumulates where the steps before it did not.
-    later = ({"ACCUMULATE": not given.accumulate},)
+    values["wire_scales"] = views(given.wire)[1]
+    # A step of more micro-batches accumulates where the steps before it did not, and its last one makes the message.
+    later: tuple[dict[str, Any], ...] = ({"ACCUMULATE": not given.accumulate},)
+    if given.wire is not None:
+        none = {"wire": None, "wire_scales": None, "added": None}
+        later += (none, none | later[0])
     yield Launch(pack_kernel, (table.num_chunks,), values, constants, later=later, varying=_varying_of_pack)
 
 

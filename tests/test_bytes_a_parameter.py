@@ -121,6 +121,7 @@ def test_buckets_share_their_receive_buffers() -> None:
         (CommOptions("allreduce", dtype="bf16"), 18),
         (CommOptions("all_to_all"), 16 + 2),  # and what is received for half of them
         (CommOptions("all_to_all", dtype="bf16"), 18 + 1),
+        (CommOptions("all_to_all", dtype="int8"), 16 + 17 / 16 * 3 / 2),
         (CommOptions(state="sharded"), 8 + 2 + 8 / 2),  # parameter, gradient, received; moments
     ],
 )

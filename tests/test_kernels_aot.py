@@ -75,7 +75,7 @@ def check(report: aot.Report, case: Case) -> None:
         # Operands, what is added, and results, which the layout of AMD's products leaves in pieces of four elements.
         assert set(report.loads) == {128} and set(report.stores) <= ({64, 128} if amd else {128}), where
     fused_by_ptxas = report.target in ("sm_100", "sm_120") and TRITON < (3, 7)  # packed operations that say .rn
-    if not fused_by_ptxas and not report.name.startswith(FUSED):
+    if not fused_by_ptxas and not report.name.startswith(FUSED) and "a message" not in report.name:
         assert report.fused_multiply_adds == 0, where
 
 
@@ -118,11 +118,12 @@ def test_bytes_are_read_off_the_code() -> None:
 
 def test_sum_of_squares_is_laid_out_alike_in_all_cases_of_pack(reports: Reports) -> None:
     """Bits of `sumsq` must not depend on scale or accumulate, and the layout decides the order of addition."""
-    layouts: dict[tuple[str, str], set[frozenset[str]]] = {}
+    layouts: dict[tuple[str, bool, str], set[frozenset[str]]] = {}
     for (name, target), report in reports.items():
         if name.startswith("pack "):
-            assert len(set(report.sums)) == 2  # the bulk and the ragged end
-            layouts.setdefault((name.split()[1], target), set()).add(frozenset(report.sums))
+            sends = "a message" in name  # it is the step's last one, and has another layout
+            assert sends or len(set(report.sums)) == 2  # the bulk and the ragged end
+            layouts.setdefault((name.split()[1], sends, target), set()).add(frozenset(report.sums))
     assert all(len(found) == 1 for found in layouts.values()), layouts
 
 
@@ -189,7 +190,7 @@ for numel in (1, 96):  # 1 is a size that Triton turns into a constant; and argu
     reduce(torch.ones(3, numel), ((1, 2), (0, 1)), torch.zeros(numel))
     reduce([torch.ones(numel), torch.ones(numel)], ((0, 1),), torch.zeros(numel))
     adamw(*torch.ones(4, numel), ADAM, step=torch.ones(()))
-assert len(compiled) == 33 and {registers for _, registers in compiled} == {128}, compiled
+assert len(compiled) == 36 and {registers for _, registers in compiled} == {128}, compiled
 later = {"sum_rows_kernel": 4, "pack_kernel": 1}  # what later launches need
 assert {name for name, _ in ahead} == set(later), ahead
 """

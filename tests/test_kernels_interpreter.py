@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton")
 TESTS = Path(__file__).parent
-GROUPS = [["updates", "pack"], ["sums", "norm", "orthogonal"]]
+GROUPS = [["updates", "pack"], ["sums", "norm", "orthogonal", "wire"]]
 
 pytestmark = [
     pytest.mark.full,

@@ -163,11 +163,11 @@ def test_rounding_error_in_shares_of_the_variance() -> None:
     grad_sq, samples = 3.0, b * micro_batches
     share = rounding_error(grad_sq, samples, micro_batches) / (noise_scale * grad_sq)
     assert share == pytest.approx((128 + 4) * 2**-24 * b / noise_scale * 4 / 3)
-    assert rounding_error(grad_sq, samples, micro_batches, 1) == rounding_error(grad_sq, samples, micro_batches)
+    assert rounding_error(grad_sq, samples, micro_batches, 1, "bf16") == rounding_error(grad_sq, samples, micro_batches)
     for workers, roundings in ((2, 5), (8, 11)):
-        bf16 = rounding_error(grad_sq, samples, micro_batches, workers) / (noise_scale * grad_sq)
+        bf16 = rounding_error(grad_sq, samples, micro_batches, workers, "bf16 sums") / (noise_scale * grad_sq)
         assert bf16 == pytest.approx(share + roundings / 512 * b / noise_scale * 4 / 3)
-        fp32_sums = rounding_error(grad_sq, samples, micro_batches, workers, bf16_sums=False) / (noise_scale * grad_sq)
+        fp32_sums = rounding_error(grad_sq, samples, micro_batches, workers, "bf16") / (noise_scale * grad_sq)
         assert fp32_sums == pytest.approx(share + 2 / 512 * b / noise_scale * 4 / 3)
 
 

@@ -109,6 +109,7 @@ REFUSED: list[dict[str, Any]] = [
     {"comm.schedule": "symmetric", "job.gpus": None},
     {"comm.reproducible": True, "comm.dtype": "bf16"},
     {"comm.schedule": "symmetric", "comm.dtype": "bf16"},
+    {"comm.schedule": "allreduce", "comm.dtype": "int8"},
     {"comm.audit_every": 5},
     {"comm.audit_on_corruption": "stop"},
     {**AUDITS, "workers.max": 3, "job": "fixed"},

@@ -375,7 +375,7 @@ def push(statistics: Statistics, step: int, seed: int) -> None:
     record[TAIL_SLOTS + 2 :] = torch.from_numpy(rng.random(3))
     if local := rng.random() < 0.3:
         record[squared_norm] = math.nan
-    statistics.bf16_sums = bool(rng.integers(2))
+    statistics.wire = ("bf16", "bf16 sums", "int8")[rng.integers(3)]
     if rng.random() < 0.1:
         record[0] = record[2] = record[squared_norm] = math.inf
         record[skipped] = 1.0

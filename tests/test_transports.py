@@ -76,6 +76,7 @@ def reduce_everything() -> list[tuple[str, str, float, str]]:
 SCHEDULES = [
     ("all_to_all", "fp32"),
     ("all_to_all", "bf16"),
+    ("all_to_all", "int8"),
     ("allreduce", "bf16"),
     ("tree", "fp32"),
     ("test_transports.OneByOne", "fp32"),

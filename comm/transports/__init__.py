@@ -41,7 +41,8 @@ class Transport(Protocol):
         """Starts the exchange of bucket `key`, without waiting.
 
         slots: this worker's contributions (the first pieces[rank] of them), 1-D, fp32 or bf16, of one length on all
-        ranks; slots[0] receives the sum. what: names the message in errors.
+        ranks; slots[0] receives the sum. For `BringsContributions` also int8, a message of `kfuse.kernels.wire`. what:
+        names the message in errors.
         """
 
     def wait(self, key: int) -> None:
@@ -57,10 +58,11 @@ class BringsContributions(Transport, Protocol):
     def arrived(self, key: int) -> bool:
         """Whether the messages of bucket `key` have ended, without waiting."""
 
-    def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None) -> None:
+    def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None, wire: Tensor | None = None) -> None:
         """After `wait`: adds up the contributions, to this rank's shard of `flat`. May wait for some. Raises CommError.
 
-        flat: fp32, of the slots' length. sumsq: fp32, receives the sum of squares of each block of the shard.
+        flat: fp32, of as many elements as the bucket. sumsq: fp32, receives the sum of squares of each block of the
+        shard. wire: int8, a message that receives the shard's sum too.
         """
 
 
@@ -73,7 +75,7 @@ def program(name: str, sharded: bool, dtype: str = "fp32") -> Program:
     shared = schedule.split(plain, name, reduces)
     if sharded:
         shared = schedule.reorder(shared)
-    elif dtype == "bf16":
+    elif dtype != "fp32":
         shared = schedule.measure_shards(shared)
     return schedule.fuse(shared) if reduces and shared.measures_shards else shared
 

@@ -22,7 +22,8 @@ from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
 from kfuse.comm.transports import Cuts
-from kfuse.kernels import num_blocks, reduce
+from kfuse.kernels import BLOCK, num_blocks, reduce
+from kfuse.kernels.wire import WIRE, of_wire
 
 
 @dataclass
@@ -75,14 +76,15 @@ class AllToAll:
         for exchange in self._messages[key].exchanges:
             exchange.wait_on_stream()
 
-    def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None) -> None:
+    def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None, wire: Tensor | None = None) -> None:
         message = self._messages.pop(key)
         # After an abort they may be dropped while the reduction still runs.
-        used = [message.received, flat, *([] if sumsq is None else [sumsq])]
+        used = [each for each in (message.received, flat, sumsq, wire) if each is not None]
         self._device.keep(used, self._device.current_stream())
         width = message.shard.stop - message.shard.start
         rows = message.received[: self._count * width].view(self._count, width)
-        reduce(rows, self._merges, flat[message.shard], sumsq=sumsq)
+        sent = None if wire is None else wire[message.shard]
+        reduce(rows, self._merges, flat[_elements(message.shard, rows, flat)], sumsq=sumsq, wire=sent)
         self._free.append(message.received)  # a later exchange writes there: `launch` is called behind this reduction
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -99,14 +101,19 @@ class AllToAll:
         return torch.empty(numel, dtype=dtype, device=self._group.device)
 
 
+def _elements(part: slice, rows: Sequence[Tensor] | Tensor, flat: Tensor) -> slice:
+    """The elements of `flat` that a part of the contributions has."""
+    return of_wire(part, flat.numel()) if rows[0].dtype == torch.int8 else part
+
+
 PART = 2**20  # elements, whole blocks of the sums of squares: 4 MiB of fp32
 
 
 @dataclass
 class _Part:
-    """A part of this worker's shard (elements of the bucket), of which the other's contributions are under way."""
+    """A part of this worker's shard, of which the other's contributions are under way."""
 
-    elements: slice
+    place: slice  # in the slots
     own: list[Tensor]
     brought: list[Tensor]
     exchanges: list[Pending]
@@ -127,8 +134,9 @@ class TwoWorkers:
         rank, parts = self._group.rank, list[_Part]()
         shards = self._cuts(key, slots[0].numel())
         mine, theirs = shards[rank], shards[1 - rank]
-        for at in range(0, max(shard.stop - shard.start for shard in shards), PART):
-            here, there = (slice(min(s.start + at, s.stop), min(s.start + at + PART, s.stop)) for s in (mine, theirs))
+        length = PART // BLOCK * WIRE if slots[0].dtype == torch.int8 else PART
+        for at in range(0, max(shard.stop - shard.start for shard in shards), length):
+            here, there = (slice(min(s.start + at, s.stop), min(s.start + at + length, s.stop)) for s in (mine, theirs))
             part = _Part(here, [slot[here] for slot in slots[: self._pieces[rank]]], [], [])
             for k in range(max(self._pieces)):
                 sent = slots[k][there] if k < self._pieces[rank] else slots[0][:0]
@@ -150,7 +158,7 @@ class TwoWorkers:
             for exchange in part.exchanges:
                 exchange.wait()
 
-    def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None) -> None:
+    def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None, wire: Tensor | None = None) -> None:
         """Adds up this rank's shard, while later parts are under way."""
         parts = self._messages.pop(key)[::-1]
         last = 0
@@ -159,9 +167,11 @@ class TwoWorkers:
             for exchange in part.exchanges:
                 exchange.wait()
             rows = [*part.own, *part.brought] if self._group.rank == 0 else [*part.brought, *part.own]
-            first, last = last, last + num_blocks(part.elements.stop - part.elements.start)
+            elements = _elements(part.place, rows, flat)
+            first, last = last, last + num_blocks(elements.stop - elements.start)
             squares = None if sumsq is None else sumsq[first:last]
-            reduce(rows, self._merges, flat[part.elements], sumsq=squares)
+            sent = None if wire is None else wire[part.place]
+            reduce(rows, self._merges, flat[elements], sumsq=squares, wire=sent)
 
 
 class Swap:

@@ -31,7 +31,7 @@ from kfuse.checkpoint import HostCopy, Snapshots
 from kfuse.observe import first_line, fsync_directory
 from kfuse.version import __version__
 
-FORMAT = 6  # version of the layout above
+FORMAT = 7  # version of the layout above
 
 _log = logging.getLogger("kfuse")
 

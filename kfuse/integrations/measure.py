@@ -291,7 +291,7 @@ class Monitor:
 
     def low_precision(self) -> None:
         """Tells that gradients travel between workers in 16 bits: S has the rounding error of bf16."""
-        self._statistics.bf16_wire = True
+        self._statistics.wire = "bf16 sums"
 
     def _unscale(self) -> Tensor | float:
         """Returns 1 / (loss scale)^2, on the device."""

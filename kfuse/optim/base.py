@@ -72,7 +72,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self.statistics = Statistics()
         self.statistics.at_fixed_lag = session.elastic
-        self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self.pair: Pair | None = None  # averages the weights with another worker's before each update
         self.updates = updates  # makes the updates, and has the state for them
         self.engine = self.reducer = Reducer(session, updates)
@@ -308,7 +307,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         step = update.step
         assert step.record is not None
         unit = "micro-batches" if step.implicit else self.reducer.unit
-        self.statistics.bf16_sums = self.engine.bf16_sums
+        self.statistics.wire = self.engine.wire
         self.statistics.push(step.number, unit, step.record, step.is_local, self.engine.figures)
         if warns:
             self._warn_of_nonfinite(step.number, update.finite)

@@ -125,8 +125,9 @@ class CommSettings(TypedDict, total=False):
         str,
         Setting(
             CommOptions.dtype,
-            "type of gradients in messages; bf16 halves the bytes",
-            choices=("fp32", "bf16"),
+            "type of gradients in messages; bf16 halves the bytes, int8 with a scale for each 64 elements halves them "
+            "again",
+            choices=("fp32", "bf16", "int8"),
         ),
     ]
     comm_bucket_mb: Annotated[

@@ -132,6 +132,7 @@ def _shown(key: str, facts: Facts, shell: bool) -> str:
 
 _GIVEN = IsNot(None)
 _SHARDING = Is("auto", "all_to_all", "reduce_scatter", "symmetric")
+_ADDED_HERE = Is("auto", "all_to_all", "reduce_scatter")
 _CANONICAL = Is("auto", "all_to_all", "symmetric")
 
 NO_SEEK = "stream without seek"
@@ -159,6 +160,7 @@ RULES = (
     Rule("comm.schedule", IsNot("symmetric"), {"job.gpus": Is(None)}, "it needs GPUs"),
     Rule("comm.dtype", Is("fp32"), {"comm.reproducible": Is(True)}, "what is rounded depends on the workers' number"),
     Rule("comm.dtype", Is("fp32"), {"comm.schedule": Is("symmetric")}, "GPUs read each other's fp32 sums"),
+    Rule("comm.schedule", _ADDED_HERE, {"comm.dtype": Is("int8")}, "others would add up the messages as they are"),
     Rule("comm.reproducible", Is(True), {"comm.audit_every": _GIVEN}, "gradients are compared bit for bit"),
     Rule("comm.audit_on_corruption", Is("report"), {"comm.audit_every": Is(None)}, "without audits nothing is found"),
     Rule("comm.audit_on_corruption", IsNot("replace"), {"job": Is("fixed")}, "it needs a supervisor: kfuse, kfuse-run"),

@@ -64,7 +64,7 @@ def moments(
 
 
 def rounding_error(
-    grad_sq_total: float, samples: float, micro_batches: int, bf16_workers: int = 0, bf16_sums: bool = True
+    grad_sq_total: float, samples: float, micro_batches: int, workers: int = 1, wire: str = "fp32"
 ) -> float:
     """A bound on the rounding error of S as `moments` computes it.
 
@@ -77,12 +77,16 @@ def rounding_error(
     bf16 on the wire between n workers: eps = 2^-9 (n + 3). n contributions that are nearly equal are each rounded
     once, and so is each of the n - 1 partial sums, in proportion to its size; a square has twice its root's error.
     With sums in fp32 the contributions' roundings alone are left: eps = 2^-9 * 2.
+    int8 on the wire (`kfuse.kernels.wire`): eps = 2 * 8 / 254. A group of 64 elements has at least the square of its
+    largest one, m, and each is off by m / 254 at most. That is where all are off in the gradient's direction; what is
+    usual is the step's own error, which is measured and taken off, and leaves about 1e-5.
 
-    bf16_workers: n, or 0 for an fp32 wire. bf16_sums: sums are formed in bf16. micro_batches: at least 2.
+    workers: n; one alone sends nothing. wire: fp32, int8, or bf16: added up in fp32, or in bf16 as "bf16 sums".
+    micro_batches: at least 2.
     """
     relative = 2**-24 * (128 + micro_batches)
-    if bf16_workers > 1:
-        relative += 2**-9 * (bf16_workers + 3 if bf16_sums else 2)
+    if workers > 1:
+        relative += {"fp32": 0.0, "int8": 16 / 254, "bf16": 2**-9 * 2, "bf16 sums": 2**-9 * (workers + 3)}[wire]
     return relative * samples * grad_sq_total / (micro_batches - 1)
 
 

@@ -63,7 +63,7 @@ class _Record:
     copied: Event | None
     figures: int  # How many of its last numbers are a step function's figures
     local: bool = False
-    bf16_sums: bool = True
+    wire: str = "fp32"
     of_sums: Callable[[list[float]], list[float]] | None = None  # see `Statistics.push`
     variance: float | None = None
     grad_sq: float | None = None
@@ -89,8 +89,7 @@ class Statistics:
 
     def __init__(self) -> None:
         self.noise_scale = NoiseScale()
-        self.bf16_wire = False  # Gradients travel between workers in bf16, so |gbar|^2 has the rounding error of bf16
-        self.bf16_sums = True  # From the next `push` on such gradients are added up in bf16 too, as by an all-reduce
+        self.wire = "fp32"  # From the next `push` on, how gradients travel between workers: see `rounding_error`
         # Steps whose records the last `push` took in, in order, and whether a gradient of theirs was not finite.
         self.arrived: list[tuple[int, bool]] = []
         # `push` waits for the record of the step before, so that all workers know it after the same step.
@@ -127,7 +126,7 @@ class Statistics:
             host.copy_(record, non_blocking=True)
             copied = device.event()
             copied.record()
-        self._in_flight.append(_Record(step, unit, host, copied, figures, local, self.bf16_sums, of_sums))
+        self._in_flight.append(_Record(step, unit, host, copied, figures, local, self.wire, of_sums))
         self.arrived = []
         while len(self._in_flight) > 1 and self._is_due(self._in_flight[0]):
             self._receive(len(self._in_flight) - 1)
@@ -183,7 +182,7 @@ class Statistics:
 
     def state_dict(self) -> dict[str, Any]:
         """The running estimate, the latest step and those not yet read, in plain values."""
-        in_flight = [(it.step, it.unit, it.values(), it.figures, it.local, it.bf16_sums) for it in self._in_flight]
+        in_flight = [(it.step, it.unit, it.values(), it.figures, it.local, it.wire) for it in self._in_flight]
         latest = self._latest
         if latest is None and self._newest is not None:
             latest = self._stats(self._newest, self.noise_scale.means_alone())
@@ -233,9 +232,7 @@ class Statistics:
             self.noise_scale.update(None, None)
         else:
             workers = len(values) - t.RECORD_SLOTS
-            rounding = rounding_error(
-                grad_total, samples, micro_batches, workers if self.bf16_wire else 0, item.bf16_sums
-            )
+            rounding = rounding_error(grad_total, samples, micro_batches, workers, item.wire)
             self.noise_scale.update(variance, grad_sq, (samples, micro_batches), rounding)
         self.arrived.append((item.step, bool(values[t.SKIPPED]) or not (item.local or math.isfinite(grad_total))))
         self._newest, self._latest = item, None

@@ -37,9 +37,11 @@ from kfuse.kernels.orthogonal import OrthogonaliseArguments
 from kfuse.kernels.reduction import BlockSumsqArguments, PackArguments, ReduceArguments, SumPartialsArguments, balanced
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable
 from kfuse.kernels.updates import AdamOptions, AdamWArguments, LAMBArguments, SGDArguments, SGDOptions
+from kfuse.kernels.wire import WIRE
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16", torch.int32: "i32", torch.int64: "i64", torch.float64: "fp64"}
+NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16", torch.float64: "fp64"}
+NAMES |= {torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -52,9 +54,10 @@ THOROUGH = "sm_90"  # the target on which every case is compiled; elsewhere one 
 AMD_SIZES = {"byte": 8, "short": 16, "dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
 
 # What each kernel reads, and writes, 128 bits at a time from end to end, by the names of its arguments; those that are
-# None do not. (`block_sumsq` stores `visible` 64 bits at a time: its tile decides the order of its sums.)
+# None do not. (`block_sumsq` stores `visible` 64 bits at a time: its tile decides the order of its sums. `sum_rows`
+# reads messages of eight bits 32 bits at a time: sixteen elements a thread would need too many registers.)
 STREAMS = {
-    "pack_kernel": ("grads flat", "flat"),
+    "pack_kernel": ("grads flat", "flat wire"),
     "sum_rows_kernel": ("rows", "out"),
     "block_sumsq_kernel": ("flat", ""),
     "adamw_kernel": ("param master grad visible exp_avg exp_avg_sq", "param master exp_avg exp_avg_sq"),
@@ -88,6 +91,8 @@ class Case:
         constants = self.launch.constants
         if constants.get("ACCUMULATE") is False or constants.get("FIRST_STEP"):
             reads = reads.replace(" flat", "").replace(" momentum_buffer", "")
+        if self.launch.given.get("scales") is not None:
+            reads = reads.replace("rows", "")
         loads, stores = ([self.launch.given[name] for name in names.split()] for names in (reads, writes))
         return _itemsizes(loads), _itemsizes(stores)
 
@@ -115,7 +120,7 @@ def cases() -> dict[str, Case]:
 
 def _launches() -> Iterator[tuple[str, bool, Iterable[Launch]]]:
     """For each case its label, whether it stands for its kernels on every target, and their launches."""
-    one, few, flat = like(), like(1), like(BLOCK)
+    one, few, flat, wire = like(), like(1), like(BLOCK), like(WIRE, dtype=torch.int8)
     table = PackTable.build([CHUNK], [0], torch.device("meta"))
     for (of_grad, of_flat), accumulate in product(((F32, F32), (BF16, F32), (BF16, BF16), (F16, F32)), (False, True)):
         label = f"{NAMES[of_grad]}->{NAMES[of_flat]}{' accumulate' * accumulate}"
@@ -123,6 +128,9 @@ def _launches() -> Iterator[tuple[str, bool, Iterable[Launch]]]:
         stored = few if of_flat == F32 else None
         pack = PackArguments(grads, to, table, scale=0.5, accumulate=accumulate, sumsq=few, stored=stored)
         yield label, accumulate and of_grad == F32, triton_reduction.pack(pack)
+        if of_flat == F32:
+            sends = replace(pack, stored=None, wire=wire, added=few)
+            yield f"{label} and a message", accumulate and of_grad == F32, triton_reduction.pack(sends)
 
     for dtype, visible in ((F32, None), (BF16, None), (F32, like(BLOCK, dtype=BF16))):
         squares = triton_reduction.block_sumsq(BlockSumsqArguments(like(BLOCK, dtype=dtype), few, visible))
@@ -144,6 +152,11 @@ def _launches() -> Iterator[tuple[str, bool, Iterable[Launch]]]:
                 everywhere,
                 triton_reduction.reduce(ReduceArguments(rows.unbind(), order, out, sumsq)),
             )
+
+    messages = like(ahead, WIRE, dtype=torch.int8)
+    for label, sumsq, sent in ((" norm and a message", few, wire), (" norm", few, None), ("", None, None)):
+        added = ReduceArguments(messages, order, flat, sumsq, sent)
+        yield f"messages->fp32{label}", True, triton_reduction.reduce(added)
 
     adam = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
     for param, grad, master in ((F32, F32, 0), (F32, BF16, 0), (BF16, BF16, 0), (BF16, BF16, 1), (BF16, F32, 1)):

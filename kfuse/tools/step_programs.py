@@ -12,11 +12,14 @@ from kfuse.comm.schedule import GRADIENT, Op
 from kfuse.comm.settings import CommOptions
 from kfuse.comm.transports import make_programs
 from kfuse.elastic.launchers import TorchrunLauncher
+from kfuse.kernels import BLOCK
+from kfuse.kernels.wire import WIRE
 from kfuse.observe.recorder import table
 from kfuse.settings import instantiate
 from kfuse.settings.tree import flat
 from kfuse.train.build import data_and_model
 
+WIRE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": WIRE / BLOCK}  # of a gradient's element
 USAGE = """\
 kfuse schedule [override ...]
 
@@ -44,7 +47,7 @@ def main(config: dict[str, Any]) -> int:
     print(f"{name}, {workers} workers: {sum(buckets) / 1e6:.3f} M parameters, buckets: {len(buckets)}")
     shown = table("operation", "place", "stream", "MB sent", texts=3)
     for op in program.ops:
-        sent = sent_bytes(op, sum(buckets), workers, 4 if options.dtype == "fp32" else 2) / 1e6
+        sent = sent_bytes(op, sum(buckets), workers, WIRE_BYTES[options.dtype]) / 1e6
         shown.add_row(f"{op.kind} {op.what}".rstrip(), op.place, op.stream, f"{sent:.3f}" if sent else "")
     Console().print(shown)
     if options.schedule == "auto" and options.leaves_choice:
@@ -52,7 +55,7 @@ def main(config: dict[str, Any]) -> int:
     return 0
 
 
-def sent_bytes(op: Op, elements: int, workers: int, wire_bytes: int) -> float:
+def sent_bytes(op: Op, elements: int, workers: int, wire_bytes: float) -> float:
     """What an operation sends through the busiest worker's link, in its busier direction.
 
     wire_bytes: of an element of a gradient. An all-reduce is a ring (Patarasuk and Yuan 2009).

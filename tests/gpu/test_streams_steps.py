@@ -31,7 +31,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
     "elastic": (False, True),
     "buckets": (TINY_BUCKETS, SMALL_BUCKETS, 25.0),
-    "dtype": ("fp32", "bf16"),  # of messages
+    "dtype": ("fp32", "bf16", "int8"),  # of messages
     "parameters": (torch.float32, torch.bfloat16),
     "layer": (None, "middle", "sometimes"),  # runs on a stream of its own
     "batch_norm": (False, True),
@@ -43,7 +43,9 @@ Case = namedtuple("Case", AXES)  # type: ignore[misc]
 def is_supported(case: Case) -> bool:
     if case.state == "sharded" and (case.transport in ("allreduce", "tree") or case.optimizer not in FUSED):
         return False
-    if case.transport == "reproducible" and case.dtype == "bf16":
+    if case.transport == "reproducible" and case.dtype != "fp32":
+        return False
+    if case.transport in ("allreduce", "tree") and case.dtype == "int8":
         return False
     if case.loop == "local" and (case.state == "sharded" or case.transport == "reproducible"):
         return False

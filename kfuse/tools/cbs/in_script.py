@@ -187,7 +187,7 @@ def _kept(model: nn.Module, opt: DistributedOptimizer) -> Iterator[Callable[[], 
             module.training = training
 
     opt.statistics = Statistics()
-    opt.statistics.bf16_wire, opt.statistics.bf16_sums = statistics.bf16_wire, statistics.bf16_sums
+    opt.statistics.wire = statistics.wire
     try:
         yield restore
     finally:

@@ -13,6 +13,7 @@ import kfuse.kernels as k
 from kfuse.kernels import dispatch, num_blocks
 from kfuse.kernels import orthogonal as o
 from kfuse.kernels.normalisation import norm_backward, norm_forward
+from kfuse.kernels.wire import wire_numel
 
 Draw = Callable[..., Tensor]  # draws a tensor of a shape and `dtype=`, fp32 by default, on the device
 # Calls a kernel on the device, with arguments that it draws; returns all results.
@@ -62,6 +63,16 @@ def pack(device: torch.device, draw: Draw, numels: Sequence[int], dtype: torch.d
         k.pack(grads, flat, table, scale=0.3, accumulate=accumulate, sumsq=sumsq)
         found += [flat, sumsq]
     return found
+
+
+def message(device: torch.device, draw: Draw, numels: Sequence[int]) -> list[Tensor]:
+    """A message of eight bits, and the sum of two, which it is made of."""
+    table, wire = table_of(numels, device), torch.zeros(2, wire_numel(_NUMEL), dtype=torch.int8, device=device)
+    flat, sumsq, added = torch.zeros(_NUMEL, device=device), *(empty(table.num_chunks, device) for _ in range(2))
+    k.pack([draw(numel) for numel in numels], flat, table, 0.3, False, sumsq, wire=wire[0], added=added)
+    k.reduce(wire[:1], (), flat, wire=wire[1])
+    k.reduce(wire, ((0, 1),), flat)
+    return [*wire, flat, added.sum()]
 
 
 def block_sumsq(device: torch.device, draw: Draw, numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -134,6 +145,7 @@ _NUMELS, _NUMEL = (1, 4096, 37, 5000), 9280
 CHECKS: dict[str, Call] = {
     "pack": partial(pack, numels=_NUMELS, dtype=torch.float32),
     "reduce": partial(reduce, count=5, numel=_NUMEL, dtype=torch.float32),
+    "message": partial(message, numels=_NUMELS),
     "block_sumsq": partial(block_sumsq, numel=_NUMEL, dtype=torch.float32),
     "reduce by address": partial(reduce_by_address, count=3, numel=_NUMEL),
     "adamw": partial(adamw, numel=_NUMEL, dtype=torch.float32),

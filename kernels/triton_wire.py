@@ -1,0 +1,62 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
+"""Triton: messages of eight bits, written and read in registers by the kernels of `triton_reduction`.
+
+The layout, and what is rounded how, are those of `kfuse.kernels.wire`, bit for bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kfuse.kernels import wire as layout
+from kfuse.kernels.table import BLOCK as BLOCK_SIZE
+
+GROUP = tl.constexpr(layout.GROUP)
+WIRE = tl.constexpr(layout.WIRE)
+BLOCK = tl.constexpr(BLOCK_SIZE)
+_TINY = tl.constexpr(layout.TINY)
+_ROUNDER = tl.constexpr(1.5 * 2.0**23)  # added to a small number it leaves the nearest integer in the last bits
+_ROUNDER_BITS = tl.constexpr(0x4B400000)
+
+
+def views(wire: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns a message as int8 and, for its scales, as fp32."""
+    return wire, None if wire is None else wire.flatten().view(torch.float32)
+
+
+@triton.jit
+def value_place(element):
+    """Where in a message the byte of an element lies."""
+    return element // BLOCK * WIRE + element % BLOCK
+
+
+@triton.jit
+def scale_place(element):
+    """Where in a message, in fp32 numbers, the scale of an element's group lies."""
+    return element // BLOCK * (WIRE // 4) + BLOCK // 4 + element % BLOCK // GROUP
+
+
+@triton.jit
+def magnitude(values):
+    """The bits of |values|, which are in the order of the magnitudes: infinity comes last, and NaN behind it."""
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(bits):
+    """(scale, 1 / scale) of groups whose largest magnitude has these bits; of tiny ones 0."""
+    most = bits.to(tl.float32, bitcast=True)
+    most = tl.where(most < _TINY, 0.0, most)
+    is_zero = most == 0.0
+    return most * (1 / 127), tl.where(is_zero, 0.0, tl.div_rn(127.0, tl.where(is_zero, 1.0, most)))
+
+
+@triton.jit
+def rounded(values, inverse):
+    """The nearest integers to values * inverse, of two the even one; int8."""
+    return ((values * inverse + _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS).to(tl.int8)
+
+
+@triton.jit
+def in_groups(values):
+    return tl.reshape(values, (values.shape[0] // GROUP, GROUP))
