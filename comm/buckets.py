@@ -141,6 +141,7 @@ class Bucket:
     places: list[Tensor]  # of each parameter in `mean`, laid out as its gradients are
     grads: list[Tensor | None]  # of the micro-batch; none once they are packed
     missing: int  # how many of these have not come
+    _packings: dict[tuple[int, bool, bool], PackArguments]  # see `packing`
 
     def __init__(
         self,
@@ -179,11 +180,7 @@ class Bucket:
         """
         numel = self.body + (self.tail if tail is None else tail)
         self._new_slot = new_slot or partial(flat_zeros, numel, device=self.device, dtype=self.kind, room=self.room)
-        self.slots, self.tails, self._packings = (
-            list[Tensor](),
-            list[Place](),
-            dict[tuple[int, bool, bool], PackArguments](),
-        )
+        self.slots, self.tails, self._packings = list[Tensor](), list[Place](), {}
         self.mean = self.slot(0)[: self.body]
         self.assign(self.part, self.mirrored)
         self.places = [self.laid_out(k, view) for k, view in enumerate(self.view(self.mean))]
@@ -240,12 +237,11 @@ class Bucket:
 
         sends: it writes the bucket's message, where that is of eight bits.
         """
-        key = k, accumulate, sends and self.wire is not None
-        if key not in self._packings:
-            none, message = [None] * len(self.shapes), (self.wire, self.added) if key[-1] else (None, None)
+        if (k, accumulate, sends) not in self._packings:
+            none, message = [None] * len(self.shapes), (self.wire, self.added) if sends else ()
             given = PackArguments(none, self.slot(k), self.table, 1.0, accumulate, self.sumsq, None, *message)
-            self._packings[key] = given
-        return self._packings[key]
+            self._packings[k, accumulate, sends] = given
+        return self._packings[k, accumulate, sends]
 
     def place(self, flat: Tensor, k: int) -> Tensor:
         """The k-th parameter's elements in a flat buffer of this layout, 1-D."""

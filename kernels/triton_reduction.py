@@ -28,7 +28,7 @@ from kfuse.kernels.reduction import (
     postfix,
 )
 from kfuse.kernels.table import BLOCK, CHUNK, num_blocks, upload
-from kfuse.kernels.triton_wire import GROUP, in_groups, magnitude, rounded, scale_of, scale_place, value_place, views
+from kfuse.kernels.triton_wire import GROUP, in_groups, magnitude, rounded, scale_of, scale_place, value_place
 
 need("triton.runtime.JITFunction.run triton.runtime.driver" + ".active.get_current_stream" * torch.cuda.is_available())
 
@@ -164,13 +164,14 @@ def reduce(given: ReduceArguments) -> Launches:
     tile = tile_size(4 if given.of_messages else rows[0].element_size())
     # Other workers have other shards of the bucket: one may end between multiples of 16 elements.
     later: list[dict[str, Any]] = [{"numel": tile}, {"numel": tile - 1}]
-    matrix, block = None, BLOCK
+    matrix, scales, block = None, None, BLOCK
     if not isinstance(rows, Tensor) and all(map(_readable, rows)):
         places = tuple(row.data_ptr() for row in rows)
     else:
         matrix, places = rows if isinstance(rows, Tensor) else torch.stack(list(rows)), tuple(range(len(rows)))
         if given.of_messages:
             matrix = matrix if matrix.data_ptr() % 16 == 0 else matrix.clone()
+            scales = matrix.view(torch.float32)
         elif given.sumsq is None and given.wire is None:
             block, later = tile, [each | {"stride": each["numel"]} for each in later]
         else:
@@ -180,9 +181,8 @@ def reduce(given: ReduceArguments) -> Launches:
     other = DEPTH if depth > DEPTH else DEEPER  # a job that grows or shrinks has more rows, or fewer
     later += [each | {"DEPTH": other} for each in ({}, *later)]
     values = vars(given) | {"matrix": matrix, "program": program, "count": len(program), "numel": numel}
-    values["stride"] = 0 if matrix is None else matrix.stride(0)
-    values["scales"] = views(matrix)[1] if given.of_messages else None
-    values["wire_scales"] = views(given.wire)[1]
+    values |= {"stride": 0 if matrix is None else matrix.stride(0), "scales": scales}
+    values["wire_scales"] = None if given.wire is None else given.wire.view(torch.float32)
     constants = {"AHEAD": AHEAD, "DEPTH": depth}
     constants |= {"LANE": tile // THREADS, "TILE": tile, "BLOCK": block}
     yield Launch(sum_rows_kernel, (triton.cdiv(numel, block),), values, constants, later=tuple(later))
@@ -344,7 +344,7 @@ def pack(given: PackArguments) -> Launches:
         "CHUNK": CHUNK,
     }
     values = vars(given) | {"pointers": pointers, "chunks": table.chunks, "scale": float(given.scale)}
-    values["wire_scales"] = views(given.wire)[1]
+    values["wire_scales"] = None if given.wire is None else given.wire.view(torch.float32)
     # A step of more micro-batches accumulates where the steps before it did not, and its last one makes the message.
     later: tuple[dict[str, Any], ...] = ({"ACCUMULATE": not given.accumulate},)
     if given.wire is not None:

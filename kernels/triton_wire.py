@@ -4,7 +4,6 @@
 The layout, and what is rounded how, are those of `kfuse.kernels.wire`, bit for bit.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -17,11 +16,6 @@ BLOCK = tl.constexpr(BLOCK_SIZE)
 _TINY = tl.constexpr(layout.TINY)
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)  # added to a small number it leaves the nearest integer in the last bits
 _ROUNDER_BITS = tl.constexpr(0x4B400000)
-
-
-def views(wire: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns a message as int8 and, for its scales, as fp32."""
-    return wire, None if wire is None else wire.flatten().view(torch.float32)
 
 
 @triton.jit

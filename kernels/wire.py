@@ -53,10 +53,8 @@ def round_by_torch(values: Tensor, wire: Tensor, added: Tensor | None = None) ->
     """
     if added is not None:
         added.zero_()
-    piece_bytes = wire_numel(_PIECE)
-    for index, (piece, sent) in enumerate(
-        zip(torch.split(values, _PIECE), torch.split(wire, piece_bytes), strict=True)
-    ):
+    pieces = zip(torch.split(values, _PIECE), torch.split(wire, wire_numel(_PIECE)), strict=True)
+    for index, (piece, sent) in enumerate(pieces):
         groups = piece.view(-1, GROUP)
         rounded = torch.zeros(num_blocks(piece.numel()) * BLOCK, dtype=torch.float32).view(-1, GROUP)
         scales = torch.zeros(len(rounded), 1, dtype=torch.float32)
