@@ -184,7 +184,7 @@ class Measurement:
         the step's samples, w_j becomes w_j B / W. S is then unbiased where a micro-batch's variance goes as 1 / w_j.
         """
         sum_partials.run(self._norm)
-        if self._buckets and self._buckets[0].added is not None:
+        if any(bucket.added is not None for bucket in self._buckets):
             self._totals.clamp_(min=0.0)  # what rounding added was taken off
         slots, of_ranks = self._params, self._params + TAIL_SLOTS
         parts: Any = (tail[slots:of_ranks], self._quick_totals, tail[of_ranks:])

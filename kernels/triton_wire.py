@@ -13,9 +13,9 @@ from kfuse.kernels.table import BLOCK as BLOCK_SIZE
 GROUP = tl.constexpr(layout.GROUP)
 WIRE = tl.constexpr(layout.WIRE)
 BLOCK = tl.constexpr(BLOCK_SIZE)
-_TINY = tl.constexpr(layout.TINY)
+_TINY, _MOST = tl.constexpr(layout.TINY), tl.constexpr(layout.MOST)
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)  # added to a small number it leaves the nearest integer in the last bits
-_ROUNDER_BITS = tl.constexpr(0x4B400000)
+_ROUNDER_BITS, _INFINITY_BITS = tl.constexpr(0x4B400000), tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -39,16 +39,19 @@ def magnitude(values):
 @triton.jit
 def scale_of(bits):
     """(scale, 1 / scale) of groups whose largest magnitude has these bits; of tiny ones 0."""
-    most = bits.to(tl.float32, bitcast=True)
+    most = tl.minimum(bits, _INFINITY_BITS).to(tl.float32, bitcast=True)
     most = tl.where(most < _TINY, 0.0, most)
     is_zero = most == 0.0
-    return most * (1 / 127), tl.where(is_zero, 0.0, tl.div_rn(127.0, tl.where(is_zero, 1.0, most)))
+    inverse = tl.where(is_zero, 0.0, tl.div_rn(127.0, tl.where(is_zero, 1.0, most)))
+    return tl.minimum(most * (1 / 127), _MOST), inverse
 
 
 @triton.jit
 def rounded(values, inverse):
-    """The nearest integers to values * inverse, of two the even one; int8."""
-    return ((values * inverse + _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS).to(tl.int8)
+    """The nearest integers to values * inverse, of two the even one, int8; 127 for what is not finite."""
+    product = values * inverse
+    product = tl.where(product == product, product, 127.0)
+    return ((product + _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS).to(tl.int8)
 
 
 @triton.jit

@@ -6,12 +6,16 @@ For a group v with the largest magnitude m
 
 so that no element is off by more than m / 254. With a scale for so few elements that is less than e4m3 loses: a half
 to a quarter of it for normal, Laplace and Student-t values, and e4m3's conversions take many times as long on a CPU.
+What is not finite is 127 with the scale MOST, which reads as infinity. The others of its group are 0 then: so is what
+lies behind the end of a parameter, which must stay 0.
 
 Each BLOCK of a flat buffer is WIRE bytes of its message: the values, then the scales. So shards, which start at blocks,
 are contiguous there too. The last block is whole, and holds zeros behind the end.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -21,6 +25,7 @@ from kfuse.kernels.table import BLOCK, num_blocks
 GROUP = 64  # elements that share a scale: parameters' places in a bucket start at multiples of it
 WIRE = BLOCK + 4 * (BLOCK // GROUP)  # bytes of a block
 TINY = 2.0**-100  # a group whose largest magnitude is below this is sent as zeros: its scale might be rounded to 0
+MOST = torch.finfo(torch.float32).max
 
 _PIECE = 16 * BLOCK  # elements that are rounded at a time: intermediate values stay in the cache
 
@@ -60,10 +65,12 @@ def round_by_torch(values: Tensor, wire: Tensor, added: Tensor | None = None) ->
         scales = torch.zeros(len(rounded), 1, dtype=torch.float32)
         mine, scale = rounded[: len(groups)], scales[: len(groups)]
         torch.amax(torch.abs(groups, out=mine), 1, keepdim=True, out=scale)
-        scale.masked_fill_(scale < TINY, 0.0)
+        scale.nan_to_num_(math.inf, math.inf).masked_fill_(scale < TINY, 0.0)
         inverse = torch.div(127.0, scale).masked_fill_(scale == 0, 0.0)
         torch.mul(groups, inverse, out=mine).round_()
-        scale.mul_(1 / 127)
+        if scale.isinf().any():
+            mine.nan_to_num_(127.0)
+        scale.mul_(1 / 127).clamp_(max=MOST)
         to_values, to_scales = _parts(sent)
         to_values.copy_(rounded.view(to_values.shape))
         to_scales.copy_(scales.view(to_scales.shape))

@@ -284,3 +284,21 @@ def test_the_summary_names_no_best_model_of_another_training(tmp_path: Path) -> 
         opt = kf.FusedSGD(net.parameters(), lr=0.01)
         summary = kf.fit(net, problem(), opt, batch_size=8, checkpoint_dir=tmp_path, heldout=heldout)
         assert summary is not None and ("best_model" in summary) == has_best
+
+
+class OverATree(kf.BasePolicy):
+    def after_step(self) -> None:
+        kf.set_topology("tree")
+
+
+def test_a_transport_that_was_decided_is_not_taken_where_other_settings_rule_it_out(tmp_path: Path) -> None:
+    """It would add up messages of eight bits as numbers."""
+    train(with_fit, OverATree(), checkpoint_dir=tmp_path, steps=8)
+    train(with_fit, OverATree(), checkpoint_dir=tmp_path, steps=10, checkpoint_resume="auto")
+    for settings in ({"comm_dtype": "int8"}, {"comm_reproducible": True}):
+        reset()
+        kf.init(**settings)
+        net = network()
+        opt = kf.FusedAdamW(net.parameters(), lr=0.05)
+        with pytest.raises(ValueError, match=r"comm_schedule=tree: must be one of auto, all_to_all.* with comm_"):
+            with_fit(net, opt, OverATree(), **ARGUMENTS, checkpoint_dir=tmp_path, steps=12, checkpoint_resume="auto")

@@ -102,13 +102,21 @@ def test_reduce_adds_what_messages_hold_and_sends_the_sum(device: str, count: in
 
 
 def test_what_is_not_finite_stays_so(device: str) -> None:
-    for value in (math.inf, -math.inf, math.nan):
-        flat = torch.ones(2 * GROUP, device=device)
-        flat[5] = value
-        wire = torch.zeros(wire_numel(len(flat)), dtype=torch.int8, device=device)
-        reduce([flat], (), torch.empty_like(flat), wire=wire)
-        reduce([wire], (), out := torch.empty_like(flat))
-        assert not out[:GROUP].isfinite().any() and torch.equal(out[GROUP:], flat[GROUP:])
+    """And leaves nothing behind where no parameter is, so that the next step is as if it had not been."""
+    table = PackTable.build([GROUP - 5, GROUP], [0, GROUP], torch.device(device))
+    nvidia = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()
+    flat, sumsq, added = torch.zeros(2 * GROUP, device=device), *(torch.zeros(2, device=device) for _ in range(2))
+    wire, total = (torch.zeros(wire_numel(len(flat)), dtype=torch.int8, device=device) for _ in range(2))
+    for value in (math.inf, -math.inf, math.nan, nvidia, 1.0):
+        grads = [torch.ones(numel, device=device) for numel in table.numels]
+        grads[0][3] = value
+        pack(grads, flat, table, scale=1.0, accumulate=False, sumsq=sumsq, wire=wire, added=added)
+        reduce(torch.stack([wire, wire]), ((0, 1),), flat, wire=total)
+        assert flat.isfinite().all() == added.isfinite().all() == (value == 1.0)
+        reduce([total], (), flat)
+        expected = torch.full_like(flat, 2.0) if value == 1.0 else torch.tensor([0.0] * 3 + [math.inf] + [0.0] * 60)
+        assert torch.equal(flat[: GROUP - 5], expected[: GROUP - 5].to(device)), value
+        assert (flat[GROUP - 5 : GROUP] == 0).all() and torch.allclose(flat[GROUP:], torch.tensor(2.0, device=device))
 
 
 def test_shards_are_contiguous_and_what_does_not_fit_is_refused(device: str) -> None:

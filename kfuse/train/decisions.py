@@ -234,6 +234,9 @@ class Decisions:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        for made in (state, state["requested"], *state["under_way"].values()):
+            if (topology := made.get("topology")) is not None:
+                self._transport(topology)  # raises where the settings are others than as it was decided
         self.topology, self.tree = state["topology"], state["tree"]
         if isinstance(self.tree, list) and len(self.tree) != len(self.session.workers):  # of a job of other workers
             self.tree = None
