@@ -16,33 +16,43 @@ TO_SHARDS = ("all_to_all", "reduce_scatter", "symmetric")  # leave each worker i
 CONTRIBUTIONS = ("all_to_all", "symmetric")  # bring all contributions, to be added up in one order: reproducible sums
 TREES = ("binary", "star", "host", "latency")  # the shapes that the transport `tree` knows by name
 MODES = ("ssgd", "sma", "pair")  # of comm.sync, those that a word names
-LOCAL = r"local:0*([1-9]\d{0,5})"  # the pattern of `local:N`
+_FORMS = r"local:0*([1-9]\d{0,5})|pair:0*([1-9]\d{0,5}),0*([1-9]\d{0,5})"  # the patterns of `local:N`, `pair:N,M`
 
 
 @dataclass(frozen=True)
 class Sync:
-    """How the workers keep together, and how many steps lie between synchronisations: with `local` N, else 1.
+    """How the workers keep together, and how many steps lie between synchronisations: with `local:N` and `pair:N,M` N,
+    else 1.
 
     ssgd       every step's gradients are reduced: all workers have one model (synchronous SGD)
     local:N    each worker updates with its own gradients; their models are averaged every N steps (local SGD)
     sma        each worker has a model of its own, which is drawn to a central one (synchronous model averaging)
     pair       each worker averages its model with that of another one, and waits for nobody
+    pair:N,M   so too: every N steps with one of its own host, every M steps with one of another host
     """
 
     mode: str = "ssgd"  # "local", or one of `MODES`
     every: int = 1
+    far: int | None = None  # M of `pair:N,M`
 
     @staticmethod
     def parse(text: object) -> Sync:
-        """Returns what a text ("ssgd", "local:8") stands for. Raises ValueError for anything else."""
-        if isinstance(text, str) and text in MODES:
-            return Sync(text)
-        if not isinstance(text, str) or (local := re.fullmatch(LOCAL, text)) is None:
-            raise ValueError(f"comm.sync={text}: must be one of {', '.join(MODES)}, local:N with N from 1 to 999999")
-        return Sync("local", int(local[1]))
+        """Returns what a text ("ssgd", "local:8", "pair:1,8") stands for. Raises ValueError for anything else."""
+        if text in MODES:
+            return Sync(str(text))
+        if found := re.fullmatch(_FORMS, str(text)):
+            local, near, far = (int(each or 0) for each in found.groups())
+            if local:
+                return Sync("local", local)
+            if near <= far:
+                return Sync("pair", near, far)
+        known = f"{', '.join(MODES)}, local:N with N from 1 to 999999, pair:N,M with N from 1 to M, M up to 999999"
+        raise ValueError(f"comm.sync={text}: must be one of {known}")
 
     def __str__(self) -> str:
         """The text that `parse` takes."""
+        if self.far is not None:
+            return f"{self.mode}:{self.every},{self.far}"
         return f"{self.mode}:{self.every}" if self.mode == "local" else self.mode
 
 

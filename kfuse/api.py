@@ -211,7 +211,8 @@ def set_sync(mode: str) -> None:
     "ssgd": every step's gradients are reduced. "local:N": local SGD (Stich 2019): each worker updates with its own
     gradients, and models are averaged every N steps. "sma": each worker has a model of its own, which is drawn to a
     central one (Koliousis et al. 2019). "pair": each averages its model with another one's, and waits for nobody (Lian
-    et al. 2018). Beside ssgd statistics of the mean gradient are unknown.
+    et al. 2018); "pair:N,M": so too, every N steps with one of its host, every M steps with one of another host. Beside
+    ssgd statistics of the mean gradient are unknown.
     """
     _in_training("kf.set_sync").decisions.request(sync=mode)
 

@@ -15,6 +15,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 
 from warm import WarmLauncher, WarmProcess, work
@@ -52,6 +53,7 @@ def network(count: int) -> Iterator[tuple[Host, list[Host]]]:
     names = [f"kfuse-{os.getpid()}-{index}" for index in range(count + 1)]
     hosts = [Host(name, f"{_NETWORK}.{index + 1}") for index, name in enumerate(names)]
     first, others = hosts[0], hosts[1:]
+    forkserver.ensure_running()  # else it would begin on the first host, and keep the workers of later jobs there
     try:
         for host in hosts:
             _sh(f"ip netns add {host.name}")
@@ -59,7 +61,7 @@ def network(count: int) -> Iterator[tuple[Host, list[Host]]]:
         first.run("ip link add br0 type bridge")
         first.run(f"ip address add {first.address}/24 dev br0")
         first.run("ip link set br0 up")
-        for index, host in enumerate(others):
+        for index, host in enumerate(others):  # the link of others[index] comes to port{index}: see `let_pass`
             first.run(f"ip link add name port{index} type veth peer name eth0 netns {host.name}")
             first.run(f"ip link set port{index} master br0 up")
             host.run(f"ip address add {host.address}/24 dev eth0")
@@ -87,6 +89,11 @@ def _enter(namespace: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+
+
+def let_pass(first: Host, index: int, packets: bool) -> None:
+    """From now on the bridge passes packets from and to the host of this index, or none. Neither side is told."""
+    first.run(f"bridge link set dev port{index} state {3 if packets else 0}")
 
 
 def _sh(command: str) -> None:
@@ -145,4 +152,4 @@ def _work_as(name: str, env: Mapping[str, str], log: Path) -> None:
 def _work_inside(host: Host, env: Mapping[str, str], log: Path) -> None:
     with open(f"/run/netns/{host.name}") as there:
         _enter(there.fileno())
-    work(env, log)
+    _work_as(host.name, env, log)

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -217,6 +218,65 @@ def test_peers_are_chosen_uniformly_and_by_the_seed() -> None:
     assert draws != [random_peer(4, 1)(step, (0, 2, 3)) for step in range(3000)]
     counts = np.array([draws.count(rank) for rank in (0, 2, 3)])
     assert abs(counts - 1000).max() < 4 * np.sqrt(3000 * (1 / 3) * (2 / 3))
+
+
+# -- near and far workers ---------------------------------------------------------------------------------------------
+
+
+def test_near_and_far_workers_are_pulled_from_at_steps_of_their_own(server: SnapshotServer, new_pair: Any) -> None:
+    """Every 2 and every 3 steps. Alone on its host a worker has far ones only, and on one host near ones only."""
+    peers = {rank: server.peer for rank in (1, 2, 3)}
+
+    def asked(elsewhere: set[int]) -> dict[int, list[list[int]]]:
+        found: dict[int, list[list[int]]] = {}
+
+        def choose(step: int, ranks: Any) -> int:
+            found.setdefault(step, []).append(list(ranks))
+            return int(ranks[-1])
+
+        pair, weights = new_pair(filled(0), peers, choose=choose), filled(0)
+        pair.elsewhere = elsewhere
+        for step in range(7):
+            pair.begin_step(step, (2, 3))
+            assert all(inbox.pull is None or inbox.pull.ended.wait(60.0) for inbox in pair._inboxes)
+            pair.mix(weights)
+        far = sum(len(set(ranks) & elsewhere) > 0 for each in found.values() for ranks in each)
+        assert pair.counts == Counter(far_averages=far, near_averages=sum(map(len, found.values())) - far)
+        return found
+
+    near, far = [1], [2, 3]
+    assert asked({2, 3}) == {0: [near, far], 2: [near], 3: [far], 4: [near], 6: [near, far]}
+    assert asked({1, 2, 3}) == {step: [[1, 2, 3]] for step in (0, 3, 6)}
+    assert asked(set()) == {step: [[1, 2, 3]] for step in (0, 2, 4, 6)}
+
+
+def test_a_long_far_pull_hinders_no_near_one_and_takes_back_no_step(
+    server: SnapshotServer, monkeypatch: pytest.MonkeyPatch, new_pair: Any
+) -> None:
+    """It is averaged in by what the other worker (7) was ahead of this one's model as it began (1)."""
+    begun, arrives, fetch = threading.Event(), threading.Event(), pull
+
+    def slowly(peer: Peer, into: Tensor) -> int:
+        if peer.host != LOCAL:
+            begun.set()
+            assert arrives.wait(60.0)
+        return fetch(server.peer, into)
+
+    monkeypatch.setattr(pair_module, "pull", slowly)
+    pair = new_pair(filled(1), {1: server.peer, 2: Peer("elsewhere", 1, b"")})
+    pair.elsewhere = {2}
+    for step in range(3):
+        weights = filled(3 * step + 1)
+        pair.begin_step(step, (1, 1))
+        assert begun.wait(60.0) and pair.pull is not None and pair.pull.ended.wait(60.0)
+        assert pair.mix(weights)
+        assert set(weights[0].tolist()) == {(3 * step + 8) / 2}
+        pair.publish(filled(3 * step + 4), step + 1)
+    arrives.set()
+    far, weights = pair._inboxes[1].pull, filled(10)
+    assert far.ended.wait(60.0) and pair.mix(weights)
+    assert set(weights[0].tolist()) == {10 + (7 - 1) / 2}
+    assert pair.counts == Counter(near_averages=3, far_averages=1)
 
 
 # -- the update: real workers in one process, so that the test sets the order of events ------------------------------

@@ -67,6 +67,7 @@ def test_decisions_are_applied_by_all_and_other_modes_come_and_go(tmp_path: Path
         {"step": 30, "batch_size": 48},
         {"step": 50, "sync": "ssgd"},
         {"step": 70, "sync": "pair"},
+        {"step": 80, "sync": "pair:2,4"},
         {"step": 90, "sync": "local:3"},
     ]
     settings = words("train.epochs=5 comm.sync=ssgd train.clip_norm=0.5 comm.bucket_mb=0.01")
@@ -76,9 +77,10 @@ def test_decisions_are_applied_by_all_and_other_modes_come_and_go(tmp_path: Path
     assert after == pytest.approx(before / 2)
     changes = [event for event in job.of_kind("decision") if "sync" in event]
     modes = [event["sync"] for event in changes]
-    assert modes == [["ssgd", "pair"], ["pair", "ssgd"], ["ssgd", "pair"], ["pair", "local:3"]]
+    there_and_back = [["ssgd", "pair"], ["pair", "ssgd"], ["ssgd", "pair"]]
+    assert modes == [*there_and_back, ["pair", "pair:2,4"], ["pair:2,4", "local:3"]]
     known = [record["step"] for record in job.metrics if record["grad_norm"] is not None]
-    apart, together, apart_again, _ = (event["step"] + 1 for event in changes)
+    apart, together, apart_again, *_ = (event["step"] + 1 for event in changes)
     assert known == [*range(apart), *range(together, apart_again)]
     assert all(record["loss"] is not None and record["workers"] == 3 for record in job.metrics)
     apart_lines = [entry for entry in job.ledger if "worker" in entry]

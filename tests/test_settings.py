@@ -103,6 +103,7 @@ REFUSED: list[dict[str, Any]] = [
     {"job.ranks": 2, "statistics.curvature_every": 5, "optimizer": "AdamW"},
     {"comm.reproducible": True, "comm.sync": "sma"},
     {"comm.sync": "pair", "job": "fixed"},
+    {"comm.sync": "pair:1,8", "job": "fixed"},
     {"comm.state": "sharded", "comm.schedule": "allreduce"},
     {"comm.reproducible": True, "comm.schedule": "my.Transport"},
     {"comm.schedule": "symmetric", "job": "elastic"},

@@ -178,7 +178,9 @@ def test_other_trained_parameters_are_refused_where_their_weights_are_kept(optio
 
 def test_what_is_no_mode_is_refused() -> None:
     assert str(Sync.parse("local:999999")) == "local:999999" and str(Sync.parse("local:07")) == "local:7"
-    for text in ("often", "local:x", "ssgd:2", "8", "local:0", "local:1000000", "local"):
+    assert str(Sync.parse("pair:02,8")) == "pair:2,8" and Sync.parse("pair").far is None
+    pairs = ("pair:3", "pair:0,3", "pair:8,2", "pair:1,8,64", "pair:1,1000000")
+    for text in ("often", "local:x", "ssgd:2", "8", "local:0", "local:1000000", "local", *pairs):
         with pytest.raises(ValueError, match=f"^comm.sync={text}: must be one of ssgd, sma, pair, local:N with N from"):
             Sync.parse(text)
         assert not SETTINGS["comm_sync"].allows(text)  # what is asked for later has the limits of what is configured

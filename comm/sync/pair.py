@@ -15,6 +15,11 @@ than the model that it is subtracted from). Two differences to the paper are Kun
 averages (in the paper both of the pair do, in one atomic exchange), so an exchange keeps the mean of all models in
 expectation only; and a snapshot may be some steps old. KungFu waits for the answer before 3); here no step waits.
 
+With `pair:N,M` a worker has up to two pulls under way: a near one, from a worker of its own host, and a far one, from a
+worker of another host. A far one may take many steps over a slow link. So it is averaged in by what the other worker
+was ahead as it began: with the own model x_i0 of that moment, x_i <- x_i + (y_j - x_i0) / 2. (x_i + y_j) / 2 would take
+back half of the steps made since.
+
 A snapshot travels by plain TCP, one connection for each pull. The puller sends the token of the worker that it pulls
 from. That one answers with a header (step, bytes) and the weights, fp32, in the byte order of x86 and ARM. A connection
 whose first bytes are not the token is closed unanswered. Sockets rather than the group's send and receive: with gloo a
@@ -35,6 +40,7 @@ import struct
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +87,26 @@ class Pull:
         self.ended.set()
 
 
+class Inbox:
+    """Where snapshots of other workers arrive, one at a time. In a far one what they are ahead of this worker's own."""
+
+    pull: Pull | None = None  # under way, or ended and still to be taken; a step never waits for it
+    due = 0  # the step from which on the next one may begin
+
+    def __init__(self, numel: int, device: devices.Device, is_far: bool = False) -> None:
+        self.is_far = is_far
+        self.arrived = device.pinned((numel,), torch.float32)
+        self.weights = self.arrived  # the same, on the device
+        self.copied = device.event()  # they are there, and a GPU has read `arrived`
+        self.copied.record()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a snapshot of use has arrived."""
+        pull = self.pull
+        return pull is not None and pull.ended.is_set() and pull.error is None and pull.wanted
+
+
 class Pair:
     """One worker's side of pair averaging, in one view. `DistributedOptimizer.step` calls `mix` and `publish`."""
 
@@ -92,44 +118,58 @@ class Pair:
         """
         self.rank, self._choose = rank, choose
         self.peers: dict[int, Peer] = {}  # the other workers, by rank
-        self.pull: Pull | None = None  # under way, or ended and still to be taken; a step never waits for it
+        self.elsewhere = set[int]()  # those of `peers` that are on other hosts
+        self.counts = Counter[str]()  # near_averages and far_averages made, of one host and of two; failed_pulls
         self._device = devices.of(weights[0].device if weights else torch.device("cpu"))
         self._snapshots = Snapshots(weights, step, self._device)
         self._server = SnapshotServer(self._snapshots, host)
         self.address = self._server.peer  # what the others need to pull from this worker
-        self._arrived = self._device.pinned((sum(weight.numel() for weight in weights),), torch.float32)
+        self._numel = sum(weight.numel() for weight in weights)
+        self._inboxes = [Inbox(self._numel, self._device)]  # and a far one, once it is needed
         self._stream = self._device.new_stream()  # of the copies to a GPU
-        self._others = self._arrived  # where the weights are
-        self._copied = self._device.event()  # they are there, and a GPU has read `_arrived`
-        self._copied.record()
         self._left_out: dict[int, float] = {}  # ranks that have not answered: until when they are not asked
         self._failures = 0  # pulls that have failed since a snapshot last arrived
         self._is_told = False
 
-    def begin_step(self, step: int) -> None:
-        """Chooses a worker and starts to pull its newest snapshot, unless a pull is still under way. Does not wait.
+    @property
+    def pull(self) -> Pull | None:
+        """Returns the pull of the first kind."""
+        return self._inboxes[0].pull
 
-        One that has not answered is left out for a while; if all are, none is asked. Raises PairError where a worker
-        answered with another model.
+    def begin_step(self, step: int, every: Sequence[int] = (0,)) -> None:
+        """Chooses workers and starts to pull their newest snapshots, unless a pull is still under way. Does not wait.
+
+        every: least steps from one pull to the next: from any worker; or two numbers, for those of this host, and those
+        of others. One that has not answered is left out for a while; if all are, none is asked. Raises PairError where
+        a worker answered with another model.
         """
-        now, ended = time.monotonic(), self.pull
-        if ended is not None and ended.ended.is_set() and (ended.error is not None or not ended.wanted):
-            self.pull = None
-            if ended.error is not None:
-                self._failed(ended.rank, ended.error, now)
-        ranks = [rank for rank in sorted(self.peers) if self._left_out.get(rank, now) <= now]
-        if ranks and self.pull is None:
-            rank = self._choose(step, ranks)
-            self.pull = Pull(rank, partial(self._fetch, self.peers[rank]))
+        now = time.monotonic()
+        for inbox in self._inboxes:
+            ended = inbox.pull
+            if ended is not None and ended.ended.is_set() and not inbox.is_full:
+                inbox.pull = None
+                if ended.error is not None:
+                    self._failed(ended.rank, ended.error, now)
+        all_ranks = [rank for rank in sorted(self.peers) if self._left_out.get(rank, now) <= now]
+        for kind, steps in enumerate(every):
+            ranks = [rank for rank in all_ranks if len(every) == 1 or (rank in self.elsewhere) == kind]
+            if ranks and kind == len(self._inboxes):
+                self._inboxes.append(Inbox(self._numel, self._device, is_far=True))
+            if ranks and (inbox := self._inboxes[kind]).pull is None and inbox.due <= step:
+                rank, inbox.due = self._choose(step, ranks), step + steps
+                inbox.pull = Pull(rank, partial(self._fetch, inbox, self.peers[rank]))
 
-    def _fetch(self, peer: Peer) -> None:
-        """Has the newest snapshot of `peer` on the device; no step waits for the copy."""
-        self._copied.synchronize()
-        pull(peer, self._arrived)
+    def _fetch(self, inbox: Inbox, peer: Peer) -> None:
+        """Has the newest snapshot of `peer` on the device, less the own one if it is far; no step waits for it."""
+        inbox.copied.synchronize()
+        with self._snapshots.newest() if inbox.is_far else contextlib.nullcontext() as own:
+            pull(peer, inbox.arrived)
+            if own is not None:
+                inbox.arrived.sub_(own.flat)
         self._device.make_current()
         with self._device.on(self._stream):
-            self._others = self._arrived.to(self._device.name, non_blocking=True)
-            self._copied.record()
+            inbox.weights = inbox.arrived.to(self._device.name, non_blocking=True)
+            inbox.copied.record()
 
     def _failed(self, rank: int, error: Exception, now: float) -> None:
         """Leaves the worker out for a while. Warns, once, where nobody answers: training goes on, without averaging."""
@@ -137,6 +177,7 @@ class Pair:
             raise error
         self._left_out[rank] = now + _LEFT_OUT_S
         self._failures += 1
+        self.counts["failed_pulls"] += 1
         if not self._is_told and self._failures >= _TOLD_AFTER * len(self.peers):
             self._is_told = True
             peer = self.peers[rank]
@@ -147,15 +188,20 @@ class Pair:
             )
 
     def mix(self, weights: Sequence[Tensor]) -> bool:
-        """Before the update: averages the snapshot that has arrived into the weights; returns whether there was one."""
-        found = self.pull
-        if found is None or not found.ended.is_set() or found.error is not None or not found.wanted:
+        """Before the update: averages what has arrived into the weights; returns whether there was anything."""
+        return any([self._average(inbox, weights) for inbox in self._inboxes])
+
+    def _average(self, inbox: Inbox, weights: Sequence[Tensor]) -> bool:
+        if inbox.pull is None or not inbox.is_full:
             return False
-        self.pull, self._failures = None, 0
-        self._copied.wait()
-        flat, self._others = self._others, self._arrived  # its memory on a GPU is free after this
+        self.counts["far_averages" if inbox.pull.rank in self.elsewhere else "near_averages"] += 1
+        inbox.pull, self._failures = None, 0
+        inbox.copied.wait()
+        flat, inbox.weights = inbox.weights, inbox.arrived  # its memory on a GPU is free after this
         self._device.keep([flat], self._device.current_stream())
         others = views(flat, weights)
+        if inbox.is_far:  # they are what the other one was ahead
+            torch._foreach_add_(others, list(weights))
         torch._foreach_add_(others, list(weights))  # in fp32, also for bf16 weights
         torch._foreach_mul_(others, 0.5)
         torch._foreach_copy_(list(weights), others)
@@ -167,8 +213,9 @@ class Pair:
 
     def restart(self, weights: Sequence[Tensor], step: int) -> None:
         """All workers have the same model again: offers it, and drops a snapshot that is pulled or has arrived."""
-        if self.pull is not None:
-            self.pull.wanted = False
+        for inbox in self._inboxes:
+            if inbox.pull is not None:
+                inbox.pull.wanted = False
         self._snapshots.publish(weights, step)
 
     def close(self) -> None:
@@ -183,6 +230,8 @@ class Pair:
         message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         for rank, each in enumerate(group.all_gather(message.to(group.device), "addresses for pair averaging")):
             if rank != self.rank:
+                if group.hosts[rank] != group.hosts[self.rank]:
+                    self.elsewhere.add(rank)
                 host, port, token = json.loads(bytes(each.tolist()).rstrip(b"\0"))
                 self.peers[rank] = Peer(host, port, bytes.fromhex(token))
 

@@ -57,6 +57,7 @@ _TOOLS = {
 }
 # A home directory at the start of a value: bash expands none after a name with a dot, and Hydra does not read it.
 _HOME = re.compile(r"(?:^|(?<=[=,\['\"]))~(?=/|$)")
+_PAIR = re.compile(r"^(comm\.sync=)(pair:\d+,\d+)$")  # without quotes Hydra takes it for two values of a sweep
 
 
 def main() -> int:
@@ -66,7 +67,7 @@ def main() -> int:
     status of the run, the largest of a sweep's. Under torchrun rank 0 does this; the others wait for its configuration.
     """
     survive_closed_output()
-    words = [_HOME.sub(os.path.expanduser("~"), word) for word in sys.argv[1:]]
+    words = [_PAIR.sub(r"\1'\2'", _HOME.sub(os.path.expanduser("~"), word)) for word in sys.argv[1:]]
     if words and words[0] in _TOOLS:
         return _tool(words[0], words[1:])
     if "WORLD_SIZE" not in os.environ:  # else torchrun has started this process

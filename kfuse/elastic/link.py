@@ -33,6 +33,7 @@ class Link:
     workers_bounds: Sequence[int] | None = None  # the job's least and most workers; None: the number is fixed
     silence_s = 0.0  # without a heartbeat, after which the supervisor kills a worker
     catch_up_s = 0.0  # where the job is to stop: how long workers wait for others that are behind (pair averaging)
+    bears_cuts = False  # whether this worker goes on beside others that it does not reach (comm.sync=pair:N,M)
     stop: str | None = None  # why training is asked to stop; None: it is not
     writes_last: bool | None = None  # of a failed job: whether this worker writes its checkpoint; None: the leader does
     numbers = itertools.count(1)  # of this process's decisions: no session and no training uses one again

@@ -122,7 +122,7 @@ class Decision:
     workers: int | None = None
     """Worker count."""
     sync: str | None = None
-    """How the workers keep together: ssgd, local:N, sma or pair, as `comm.sync`."""
+    """How the workers keep together: ssgd, local:N, sma, pair or pair:N,M, as `comm.sync`."""
     topology: str | None = None
     """How buckets are reduced: allreduce, all_to_all or tree."""
     tree: str | Sequence[int] | None = None

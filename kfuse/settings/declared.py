@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict, get_type_hints
 
-from kfuse.comm.settings import LOCAL, MODES, TRANSPORT_NAMES, TREES, CommOptions
+from kfuse.comm.settings import MODES, TRANSPORT_NAMES, TREES, CommOptions, Sync
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,18 @@ class Setting:
     below: float | None = None
     choices: tuple[str, ...] = ()  # if not empty: the values that are allowed
     pattern: str = ""  # a regular expression that an allowed value matches, if it is not one of `choices`
-    form: str = ""  # the pattern in words
+    parse: Callable[[str], object] | None = None  # raises ValueError for a text that is not allowed
+    form: str = ""  # what the pattern matches, or `parse` takes, in words
     key: str = ""  # its name at the shell, where Python's name does not begin with the section: train.epochs for epochs
 
     def is_in_range(self, value: Any) -> bool:
         """Returns whether a value of the right type is allowed. NaN and infinity never are."""
         if isinstance(value, list):
             return all(map(self.is_in_range, value))
+        if isinstance(value, str) and self.parse is not None:
+            with contextlib.suppress(ValueError):
+                return self.parse(value) is not None
+            return False
         if isinstance(value, str):
             matches = bool(self.pattern) and re.fullmatch(self.pattern, value) is not None
             return value in self.choices or matches or not (self.choices or self.pattern)
@@ -87,10 +94,10 @@ class CommSettings(TypedDict, total=False):
             CommOptions.sync,
             "how the workers keep together: ssgd (gradients are reduced at every step), local:N (models are averaged "
             "every N steps), sma (models are drawn to a central one), pair (each averages with another one, and waits "
-            "for nobody)",
+            "for nobody), pair:N,M (so too: every N steps with one of its host, every M with one of another host)",
             choices=MODES,
-            pattern=LOCAL,
-            form="local:N",
+            parse=Sync.parse,
+            form="local:N, pair:N,M",
         ),
     ]
     comm_outer_lr: Annotated[

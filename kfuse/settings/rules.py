@@ -58,10 +58,10 @@ class AtLeast(Is):
 
 
 class IsNot(Is):
-    """None of these values."""
+    """None of these values, nor such a one with numbers: `pair:1,8` is a `pair`."""
 
     def holds(self, value: Any, facts: Facts) -> bool:
-        return value not in self.values
+        return value not in self.values and str(value).partition(":")[0] not in self.values
 
     def words(self, facts: Facts, shell: bool) -> str:
         return "another than " + ", ".join(show(value, shell) for value in self.values)

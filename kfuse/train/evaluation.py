@@ -97,6 +97,7 @@ class Evaluations:
             "workers": self.session.group.size,
             "params_sha256": params_sha256(model),
             "exit_reason": at.exit_reason(self.given.settings),
+            **at.pulls,
             **({} if saved is None else saved.save_last(model, at.best is not None)),
         }
 

@@ -10,10 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from kfuse.comm.group import CommError, Group
+from kfuse.comm.group import CommError, Group, in_thread
+from kfuse.comm.settings import Sync
 from kfuse.comm.sync.pair import Pair, random_peer
 from kfuse.elastic.protocol import HEARTBEAT_S, ControlError
 from kfuse.elastic.rendezvous import own_address
@@ -35,13 +39,15 @@ class Meeting:
         self._session, self.group = session, session.group
         self._written: list[str] = []  # the keys of this worker in the meeting under way, one a round
         self._stands_since = self._moved_at = 0.0
+        self._telling: Future[int] | None = None  # that it has moved; what fails there is noticed at the meeting
 
     def moved(self) -> None:
-        """This worker has made a step: those that stand still wait on. It tells so once in a heartbeat's time."""
-        if (now := time.monotonic()) - self._moved_at >= HEARTBEAT_S:
-            self._moved_at = now
-            with contextlib.suppress(RuntimeError):  # a store that is lost is noticed at the meeting
-                self.group.store.add("steps", 1)
+        """This worker has made a step: those that stand still wait on. It tells so once in a heartbeat's time.
+
+        In a thread: the store may be beyond a link that is cut.
+        """
+        if (now := time.monotonic()) - self._moved_at >= HEARTBEAT_S and (not self._telling or self._telling.done()):
+            self._moved_at, self._telling = now, in_thread(partial(self.group.store.add, "steps", 1))
 
     def round(self, met_at: int, said: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Stands still until all workers do, and returns by rank what each has said.
@@ -104,6 +110,7 @@ class PairAveraging(SyncMethod):
         self._together = True  # all have the same model and step: since the view, or the last meeting
         self._met_at = self._progress.step  # the step at which all were together, in this mode, for the last time
         self._until = 0  # a meeting is called, and another worker has made so many steps: it is held there
+        self._counts = Counter[str]()  # of all `Pair`s, since the last meeting
         self._pending: list[dict[str, Any]] = []  # the leader's decisions that the next meeting applies, in order
 
     def before_step(self) -> None:
@@ -124,7 +131,9 @@ class PairAveraging(SyncMethod):
         if self._opt.engine.group is not self._alone:
             self._opt.engine.set_group(self._alone)
         self._session.apart = True
-        self._pair.begin_step(step)
+        sync = Sync.parse(self._progress.sync)
+        self._session.link.bears_cuts = sync.far is not None
+        self._pair.begin_step(step, (0,) if sync.far is None else (sync.every, sync.far))
 
     def _open(self, group: Group) -> None:
         """In a new view: serves this worker's model, and learns where the others' are. Raises CommError."""
@@ -139,6 +148,7 @@ class PairAveraging(SyncMethod):
             pair.close()
             raise
         self._pair, self._group, self._until = pair, group, 0
+        pair.counts = self._counts
         self._opt.pair = pair
         pending, self._pending = self._pending, []
         if group.rank == 0:  # the others may have taken the state of a worker that did not know them
@@ -201,13 +211,17 @@ class PairAveraging(SyncMethod):
         session = self._session
         while True:
             knows = {"generation": session.proposed_generation(), "stop": session.link.stop or ""}
-            said = self._of_view().round(self._met_at, {"step": step, "pending": self._pending, **knows})
+            says = {"step": step, "pending": self._pending, "pulls": self._counts, **knows}
+            said = self._of_view().round(self._met_at, says)
             self._until = max(each["step"] for each in said)
             if step < self._until:
                 return
             if min(each["step"] for each in said) == step:
                 break
+        counts = [Counter(each.pop("pulls")) for each in said]
         self._hold(**said[0])
+        self._progress.pulls = dict(sum(counts, Counter(self._progress.pulls)))
+        self._counts.clear()
 
     def _hold(self, step: int, pending: Sequence[Mapping[str, Any]], generation: int, stop: str) -> None:
         """All workers are here, at one step: one model, one state, and what the leader said of all else."""
@@ -228,6 +242,7 @@ class PairAveraging(SyncMethod):
         if self._pair is None:
             return
         self._opt.pair = None
+        self._session.link.bears_cuts = False
         self._pair.close()
         self._pair = self._group = None
         self._session.apart, self._together = False, True

@@ -77,6 +77,8 @@ class Progress:
     began_with: dict[str, Any] = field(default_factory=dict)
     contexts: dict[int, StepContext] = field(default_factory=dict)  # by step, until its statistics are read
     logged: dict[int, dict[str, float]] = field(default_factory=dict)  # by step, until then: figures of `kf.log`
+    # What pair averaging has done on all workers, up to their last meeting: see `kfuse.comm.sync.pair.Pair.counts`.
+    pulls: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_local(self) -> bool:
@@ -86,7 +88,7 @@ class Progress:
     @property
     def is_apart(self) -> bool:
         """Whether each worker of several makes steps of its own (pair averaging), in the coming step."""
-        return self.sync == "pair"
+        return self.sync.startswith("pair")
 
     @property
     def epoch_samples(self) -> int | None:
