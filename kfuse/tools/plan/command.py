@@ -16,6 +16,7 @@ from rich.text import Text
 from kfuse.observe.recorder import table
 from kfuse.settings.instantiate import describe, fits
 from kfuse.settings.tree import ConfigError, did_you_mean, show
+from kfuse.tools.plan import logs
 from kfuse.tools.plan.jobs import Job, LinearStepTime, Option, fit, forecast, plan, service, share
 from kfuse.tools.run_files import read_config, read_metrics, read_yaml
 
@@ -23,7 +24,12 @@ USAGE = """\
 kfuse plan JOBS.yaml workers=N
 
 Prints how many of N workers, and which batch size, each job of the file gets, its time left with low and high ends, and
-worker-hours. docs/planning.md has an example of such a file."""
+worker-hours. docs/planning.md has an example of such a file.
+
+kfuse plan CLUSTER_LOG.csv gpus=CLUSTER_GPU_NUMBER.csv
+
+Replays a cluster's log in the format of the Helios traces: what an order by predicted durations brings, and what
+releasing idle nodes. Nodes have 8 GPUs; node=N: N."""
 
 MIN_STEPS = 5  # a setting (workers, batch size) with fewer steps in a run counts as not measured
 # The keys of a job, and the types of their values.
@@ -46,9 +52,15 @@ _OF_A_RUN = ("batch.size", "batch.min", "batch.max", "batch.micro", "workers.min
 def main(words: Sequence[str]) -> int:
     """Prints the plan. Returns the exit status. Raises ConfigError, one line, for wrong words and wrong files."""
     files = [word for word in words if "=" not in word]
+    settings = " ".join(sorted({*words} - {*files}))
+    if len(files) == 1 and (of_log := re.fullmatch(r"gpus=(.+?)(?: node=([1-9][0-9]?))?", settings)):
+        size = int(of_log[2] or 8)
+        for name, value in logs.compare(logs.read(files[0], of_log[1], size), size).items():
+            print(f"{value:12,.2f}  {name}")
+        return 0
     counts = [match for word in words if (match := re.fullmatch("workers=([1-9][0-9]{0,4})", word))]
     if len(files) != 1 or len(counts) != 1 or len(words) != 2:
-        what = "must be one file of jobs and workers=N, a whole number above 0"
+        what = "must be one file of jobs and workers=N, a whole number above 0, or a log and gpus=FILE"
         raise ConfigError(f"{' '.join(['kfuse plan', *words])}: {what}")
     path, workers = files[0], int(counts[0][1])
     jobs, notes = read(path)
