@@ -17,6 +17,7 @@ from kfuse.comm import devices
 from kfuse.comm.devices import Place, quick
 from kfuse.comm.sum_tree import LeafStep
 from kfuse.kernels import BLOCK, PackArguments, PackTable, pack
+from kfuse.kernels.wire import wire_numel
 
 ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
 JOINED = 4  # configured buckets that are one where a GPU sends no messages
@@ -134,10 +135,8 @@ class Bucket:
     views: Sequence[Tensor | None]
     sumsq: Tensor  # fp32: sums of squares of one micro-batch's own gradient, which `pack` writes. Measurement sets it
     stored: Tensor | None  # fp32: the same of the slot after `pack`. None: the reduced sum is measured instead
-    # int8: the slot as a message of eight bits (`kfuse.kernels.wire`), which the step's last `pack` writes. fp32: what
-    # rounding adds to the sum of its squares. None: messages are of other types.
-    wire: Tensor | None = None
-    added: Tensor | None = None
+    message: Tensor | None = None  # what travels in the sum's place: bf16 [body], or int8 as `kernels.wire` has it
+    added: Tensor | None = None  # fp32, of an int8 message: what rounding adds to the sum of squares. Else None
     places: list[Tensor]  # of each parameter in `mean`, laid out as its gradients are
     grads: list[Tensor | None]  # of the micro-batch; none once they are packed
     missing: int  # how many of these have not come
@@ -226,19 +225,26 @@ class Bucket:
             self.tails.append(quick(self.slots[-1][self.body :]))
         return self.slots[k]
 
-    def send_in(self, wire: Tensor | None) -> None:
-        """Sets the memory of messages of eight bits, zeros; None: there are none. Between steps."""
-        if wire is not None or self.wire is not None:
-            self.wire, self._packings = wire, {}
-            self.added = None if wire is None else torch.zeros_like(self.sumsq)
+    def send_as(self, kind: str) -> None:
+        """Takes memory for messages that are rounded to bf16 or int8; none for fp32. Between steps."""
+        self.message = self.added = None
+        self._packings = {}
+        if kind == "bf16":
+            self.message = flat_zeros(self.body, 0, self.device, torch.bfloat16, self.room)
+        elif kind == "int8":
+            self.message = flat_zeros(wire_numel(self.body), 0, self.device, torch.int8, wire_numel(self.room))
+            self.added = torch.zeros_like(self.sumsq)
 
     def packing(self, k: int, accumulate: bool, sends: bool) -> PackArguments:
         """The arguments of `pack` into slot k, kept: they are given a micro-batch's gradients and scale.
 
-        sends: it writes the bucket's message, where that is of eight bits.
+        sends: it writes the bucket's message, where that is int8.
         """
         if (k, accumulate, sends) not in self._packings:
-            none, message = [None] * len(self.shapes), (self.wire, self.added) if sends else ()
+            none, message = (
+                [None] * len(self.shapes),
+                (self.message, self.added) if sends and self.added is not None else (),
+            )
             given = PackArguments(none, self.slot(k), self.table, 1.0, accumulate, self.sumsq, None, *message)
             self._packings[k, accumulate, sends] = given
         return self._packings[k, accumulate, sends]

@@ -327,9 +327,9 @@ class Engine(EngineParts):
         self.now.phase, self.now.unused = Phase.CLOSED, set(range(len(self.params)))
         if not self.options.reproducible:
             for bucket in self.buckets:
-                for empty in (bucket.slot(0), bucket.wire, bucket.added):
-                    if empty is not None:
-                        empty.zero_()
+                bucket.slot(0).zero_()
+                if bucket.message is not None:
+                    bucket.message.zero_()
         launched = self.gradient_buckets if self._tail_waits else self.buckets
         self.executor.launch(launched, self.step, self.now.is_local)
 

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from kfuse.comm import devices, transports
-from kfuse.comm.buckets import ALIGN, Bucket, flat_zeros
+from kfuse.comm.buckets import ALIGN, Bucket
 from kfuse.comm.group import CommError, Group, Pending
 from kfuse.comm.schedule import FACTOR, GRADIENT, SHARD, Op, Program
 from kfuse.comm.step import StepPlan
 from kfuse.comm.sum_tree import RangePlan, plan_merges, plan_range
 from kfuse.comm.transports import BringsContributions
 from kfuse.kernels import BLOCK, block_sumsq, num_blocks, reduce
-from kfuse.kernels.wire import WIRE, in_wire, wire_numel
+from kfuse.kernels.wire import in_wire
 
 AT_ONCE = 2  # buckets whose contributions may be under way over gloo: they take memory until they are added up
 
@@ -42,7 +42,6 @@ class _Run:
     program: Program
     transport: BringsContributions  # it is one where the program reduces
     sumsq: Tensor  # receives the sums of squares of each block of the bucket's `part`, where that is measured
-    wire: Tensor | None  # bf16: a copy of the sum, which travels in its place
     at: int = 0  # the number of the operation that comes next
     sum: Tensor = field(init=False)  # where the sum goes: the bucket's `sum`, or its tail
     flat: Tensor | None = None  # what travels: the same, its copy, factors or parameters
@@ -96,7 +95,7 @@ class Executor:
             Not a method: the executor, and the messages' memory, go as soon as the group has changed.
             """
             bucket = buckets[key]
-            if bucket.wire is not None and numel == bucket.wire.numel():
+            if bucket.added is not None and numel != bucket.body:
                 return [in_wire(shard) for shard in bucket.shards]
             return bucket.shards if numel == bucket.body else group.shards(numel, unit)
 
@@ -122,19 +121,14 @@ class Executor:
             if program.measures_shards:
                 first = shard.start // BLOCK
                 sumsq = norms[bucket.index][first : first + num_blocks(shard.stop - shard.start)]
-            is_rounded = dtype != "fp32" and bucket is not buckets[-1] and bucket.kind is torch.float32
-            wire = torch.empty(0) if is_rounded and dtype == "bf16" else None
-            bucket.send_in(self._new_message(bucket) if is_rounded and dtype == "int8" and group.size > 1 else None)
+            is_rounded = bucket is not buckets[-1] and bucket.kind is torch.float32 and group.size > 1
+            bucket.send_as(dtype if is_rounded else "fp32")
             brings = cast(BringsContributions, made[program.transport])
-            self._runs.append(_Run(bucket, program, brings, sumsq, wire))
+            self._runs.append(_Run(bucket, program, brings, sumsq))
         for transport in self._transports:
             if (hold := getattr(transport, "hold", None)) is not None:
                 hold([run.bucket for run in self._runs if run.transport is transport])
         self.reset()
-
-    def _new_message(self, bucket: Bucket) -> Tensor:
-        room = WIRE * self._group.size if self._device.asynchronous else 0
-        return flat_zeros(wire_numel(bucket.body), 0, bucket.device, torch.int8, room)
 
     @property
     def program(self) -> Program:
@@ -196,8 +190,8 @@ class Executor:
             case "reduce":
                 run.transport.reduce(bucket.index, run.sum)
             case "reduce+measure":
-                shared = None if run.program.sharded else bucket.wire
-                run.transport.reduce(bucket.index, run.sum, run.sumsq, shared)
+                shared = () if run.program.sharded or bucket.added is None else (bucket.message,)
+                run.transport.reduce(bucket.index, run.sum, run.sumsq, *shared)
                 run.measured = True
             case "measure" if op.place == SHARD:  # of a sum that the library has added up
                 self._device.keep([run.sum, run.sumsq], self._device.current_stream())
@@ -210,7 +204,7 @@ class Executor:
             case "share":
                 flat = run.flat
                 assert flat is not None
-                if op.what == GRADIENT and flat is run.wire:
+                if op.what == GRADIENT and flat is not run.sum and bucket.added is None:
                     self._device.keep([flat], self._device.current_stream())  # the sum is kept by `reduce`
                     flat[bucket.part].copy_(run.sum[bucket.part])
                 cuts = bucket.owned if op.what == FACTOR else self._cuts(bucket.index, flat.numel())
@@ -227,19 +221,15 @@ class Executor:
         slots = [bucket.slot(k) for k in self._slots] or [bucket.slot(0)]
         if run.sum is not bucket.sum:
             slots = [slot[bucket.body :] for slot in slots]
-        if run.wire is not None:
-            if run.wire.shape != run.sum.shape:
-                run.wire = flat_zeros(run.sum.numel(), 0, bucket.device, torch.bfloat16, bucket.room)
-            slots = [run.wire.copy_(slots[0])]
-        elif bucket.wire is not None:
-            slots = [bucket.wire]
+        if bucket.message is not None:
+            slots = [bucket.message if bucket.added is not None else bucket.message.copy_(slots[0])]
         stream = self._device.current_stream()
         if run.next.place == SHARD:
             self._side.wait_stream(stream)
             stream = self._side
         with self._device.on(stream):
             run.transport.launch(bucket.index, slots, self._name(bucket))
-        run.flat = run.sum if slots[0].dtype == run.sum.dtype else slots[0]
+        run.flat = run.sum if bucket.message is None else bucket.message
 
     def _name(self, bucket: Bucket) -> str:
         return f"step {self._step}, {bucket.name}"
@@ -323,10 +313,10 @@ class Executor:
             self._run(run, run.program.index("barrier"))
             self._pass(run, "barrier")
             if run.flat is not None and run.flat is not run.sum and not run.program.sharded:
-                if run.flat is run.bucket.wire:
-                    reduce([run.flat], (), run.sum)
-                else:
+                if run.bucket.added is None:
                     run.sum.copy_(run.flat)
+                else:
+                    reduce(run.flat[None], (), run.sum)
         self._device.current_stream().wait_stream(self._side)
         if not (self.program.sharded or self.measured):  # else `share_sums` follows
             self._group.settle()
@@ -401,8 +391,5 @@ class Executor:
             self.failed = "a step was aborted after its reduction began: this worker cannot go on with the others"
         if not reduced:
             for run in self._runs:
-                run.wire = None if run.wire is None else torch.empty(0)
                 run.bucket.renew()
-                if run.bucket.wire is not None:
-                    run.bucket.send_in(self._new_message(run.bucket))
         return True

@@ -33,7 +33,8 @@ MICRO_BATCHES = 3
 STEP_TIME = 4  # seconds that the step before took on the leader; 0.0: unknown
 DATA_WAIT = 5  # the part of it that the leader waited for data
 DECISION = 6  # number of the leader's decision that this step announces; 0.0: none
-TAIL_SLOTS = 7
+ADDED = 7  # what rounding int8 messages has added to their sums of squares, in units of the reduced sum; else 0.0
+TAIL_SLOTS = 8
 
 GRAD_SQ = TAIL_SLOTS  # in a step's record, after the slots: |gbar|^2
 SKIPPED = TAIL_SLOTS + 1  # 1 if the update was left out
@@ -62,12 +63,12 @@ class Measurement:
         self._quick_totals = quick(self._totals)
         self.stopwatch = Stopwatch(device)
 
-    def set_group(self, rank: int, size: int, figures: int, in_pack: bool) -> None:
+    def set_group(self, rank: int, size: int, figures: int, in_pack: bool, rounds: bool) -> None:
         """Goes on with other workers. Between steps. figures: slots of the tail for a step function's figures.
 
-        in_pack: `pack` measures the mean too.
+        in_pack: `pack` measures the mean too. rounds: it makes int8 messages, and measures what rounding adds.
         """
-        self._in_pack = in_pack
+        self._in_pack, self._rounds = in_pack, rounds
         self.renew()
         self._rank, self._figures, self.tail = rank, figures, self._params + TAIL_SLOTS + size + figures  # elements
         self._usual = np.zeros(self.tail, np.float32)  # what every micro-batch's tail begins from
@@ -93,6 +94,9 @@ class Measurement:
         if now.parts > 1:
             squares *= now.parts**2  # the loss was divided
         weighted = zip(self._weighted, (squares, current.loss, *current.figures), strict=False)
+        added: Tensor | float = 0.0
+        if self._rounds and current.last and not now.is_local:
+            added = torch.stack([bucket.added.sum() for bucket in self._buckets if bucket.added is not None]).sum()
         with np.errstate(all="ignore"):
             values[slots + SAMPLES] = samples
             if not now.done:  # what this rank alone writes, once a step
@@ -104,6 +108,7 @@ class Measurement:
                 for index, scalar in weighted:
                     if scalar is not None:
                         values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
+                values[slots + ADDED] = float(added)
                 place[:] = place + values if current.leaf.accumulate else values
                 return
         host_values = devices.of(place.device).pinned((self.tail,), torch.float32)
@@ -112,6 +117,7 @@ class Measurement:
         for index, scalar in weighted:
             if scalar is not None:
                 tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
+        tail[slots + ADDED] = added
         place.add_(tail) if current.leaf.accumulate else place.copy_(tail)
 
     def total_weight(self, now: Step) -> Tensor | None:
@@ -168,11 +174,6 @@ class Measurement:
                 block_sumsq.run(kept)
         if scaled and share is not None:
             torch._foreach_mul_(scaled, share * share)
-        for bucket, norms in zip(self._buckets, self.norms_of, strict=True):
-            if bucket.added is not None and bucket.index in measured:
-                # A rounding error is nearly uncorrelated with the other workers' messages: so the mean's squares have
-                # come to more by as much as each message's have.
-                norms[:1].sub_(bucket.added.sum() * (1.0 if share is None else share * share))
 
     def record(self, tail: Place, now: Step) -> Tensor:
         """The step's record from the reduced tail, once `norms` has the sums of squares of all shards.
@@ -184,8 +185,6 @@ class Measurement:
         the step's samples, w_j becomes w_j B / W. S is then unbiased where a micro-batch's variance goes as 1 / w_j.
         """
         sum_partials.run(self._norm)
-        if any(bucket.added is not None for bucket in self._buckets):
-            self._totals.clamp_(min=0.0)  # what rounding added was taken off
         slots, of_ranks = self._params, self._params + TAIL_SLOTS
         parts: Any = (tail[slots:of_ranks], self._quick_totals, tail[of_ranks:])
         if isinstance(tail, Tensor):
@@ -195,6 +194,8 @@ class Measurement:
             if now.alone:
                 values[SUM_SQUARES] = values[SAMPLES] * values[GRAD_SQ]
             record = torch.from_numpy(values)
+        if self._rounds and not now.weights_are_known:
+            record[ADDED] /= record[SAMPLES] ** 2  # of the mean
         if now.plan is not None and now.plan.by_weight:
             ratio = now.plan.samples / record[SAMPLES]
             record[SUM_SQUARES] *= ratio

@@ -148,7 +148,8 @@ class EngineParts:
         self.group.costs = group.costs  # a lane of its own
         if self.choice is not None and group.rank == 0:
             _LOG.info("comm.schedule=%s: %s: %s", options.schedule, self.choice.schedule, self.choice.reason)
-        self.measurement.set_group(group.rank, group.size, self.figures, in_pack=self.joins)
+        rounds = options.dtype == "int8" and group.size > 1
+        self.measurement.set_group(group.rank, group.size, self.figures, in_pack=self.joins, rounds=rounds)
         room = BLOCK * group.size if self.on_gpu and group.size > 1 else 0
         for bucket in self.buckets:
             tail = self.measurement.tail if bucket is self.buckets[-1] else 0

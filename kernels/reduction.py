@@ -181,7 +181,6 @@ def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
     one_pass = additions <= 1 and dtype == out.dtype == kind
     piece = max(1, out.numel()) if one_pass else REDUCE_PIECE
     scratch = torch.empty(depth, 0 if one_pass else min(piece, out.numel()), dtype=kind, device=out.device)
-    widen = read_by_torch if dtype == torch.int8 else _copy
     of_rows = wire_numel(piece) if dtype == torch.int8 else piece
     for target, *parts in zip(torch.split(out, piece), *(torch.split(row, of_rows) for row in rows), strict=True):
         slots = list(scratch[:, : target.numel()].unbind(0))  # for the sum at each place of the stack
@@ -195,16 +194,13 @@ def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
                 stack[-1] = torch.add(stack[-1], right, out=sum_at)
             else:
                 part = parts[item]
-                if part.dtype != kind:
-                    widen(part, slots[len(stack)])
-                    part = slots[len(stack)]
-                stack.append(part)
+                stack.append(part if dtype == kind else slots[len(stack)])
+                if dtype == torch.int8:
+                    read_by_torch(part, stack[-1])
+                elif dtype != kind:
+                    stack[-1].copy_(part)
         if stack[0] is not target:
             target.copy_(stack[0])
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)
 
 
 def block_sumsq_by_torch(given: BlockSumsqArguments) -> None:
@@ -272,7 +268,8 @@ class PackArguments:
         flat: 1-D, contiguous, fp32, bf16 or fp16, at least `table.end` elements.
         scale: factor on every gradient, applied in fp32 (of float64 in float64); 1 is a plain copy or addition.
         sumsq: fp32 [table.num_chunks]; receives the sum of squares of each chunk of the raw, unscaled gradients.
-            Its bits do not depend on `accumulate` or `scale`. None: not measured.
+            Its bits do not depend on `accumulate` or `scale`; on a GPU with `wire` they may be others. None: not
+            measured.
         stored: the same of what lies in the flat buffer afterwards, or None.
         wire: int8 [wire_numel(flat.numel())]; receives the fp32 flat buffer as a message of eight bits (see
             `kfuse.kernels.wire`). Offsets are multiples of GROUP then. Elements of no tensor are left as they are
@@ -309,12 +306,11 @@ class PackArguments:
         require("pack: flat", flat, (flat.numel(),), *kinds)
         require("pack: sumsq", self.sumsq, (table.num_chunks,), torch.float32)
         require("pack: stored", self.stored, (table.num_chunks,), torch.float32)
-        if self.wire is not None:
-            require("pack: flat, with wire", flat, (flat.numel() // GROUP * GROUP,), torch.float32)
-            require("pack: wire", self.wire, (wire_numel(flat.numel()),), torch.int8)
-            require("pack: added", self.added, (table.num_chunks,), torch.float32)
-            if any(offset % GROUP for offset in table.offsets):
-                raise ValueError(f"pack: with wire offsets must be multiples of {GROUP}, got {table.offsets}")
+        require("pack: wire", self.wire, (wire_numel(flat.numel()),), torch.int8)
+        require("pack: added", self.added, (table.num_chunks,), torch.float32)
+        in_groups = flat.dtype == torch.float32 and not any(each % GROUP for each in (flat.numel(), *table.offsets))
+        if (self.wire is None) != (self.added is None) or (self.wire is not None and not in_groups):
+            raise ValueError(f"pack: wire needs added, flat in fp32, and its length and offsets multiples of {GROUP}")
 
     @cached_property
     def segments(self) -> tuple[Tensor, ...]:

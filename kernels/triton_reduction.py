@@ -307,9 +307,9 @@ def pack_kernel(
     index = tl.arange(0, CHUNK)
     read = index < readable // 16 * 16
     values, total, total_stored = _pack_span(source, target, index, read, index < whole, scale, ACCUMULATE)
-    rest, last = whole + tl.arange(0, 16), tl.zeros((16,), tl.float32)
+    rest, ragged = whole + tl.arange(0, 16), tl.zeros((16,), tl.float32)
     if whole < length:
-        last, squares, of_stored = _pack_span(source, target, rest, rest < readable, rest < length, scale, ACCUMULATE)
+        ragged, squares, of_stored = _pack_span(source, target, rest, rest < readable, rest < length, scale, ACCUMULATE)
         total, total_stored = total + squares, total_stored + of_stored
     if sumsq is not None:  # else nothing uses the sums, and the compiler leaves them out
         tl.store(sumsq + chunk, total)
@@ -317,16 +317,18 @@ def pack_kernel(
         tl.store(stored + chunk, total_stored)
     if wire is not None:
         groups, group = in_groups(values), tl.arange(0, CHUNK // GROUP)
-        is_last = group == whole // GROUP
+        is_ragged = group == whole // GROUP
         most = tl.max(magnitude(groups), axis=1)
-        most = tl.where(is_last, tl.maximum(most, tl.max(magnitude(last), axis=0)), most)
+        most = tl.where(is_ragged, tl.maximum(most, tl.max(magnitude(ragged), axis=0)), most)
         factor, inverse = scale_of(most)
         tl.store(wire_scales + scale_place(offset + group * GROUP), factor, mask=group * GROUP < length)
         more = _send_span(wire, offset, index, groups, factor[:, None], inverse[:, None], index < whole)
         total_added = tl.sum(tl.sum(more, axis=1), axis=0)
         if whole < length:
-            of_last = scale_of(tl.max(tl.where(is_last, most, 0), axis=0))
-            total_added += tl.sum(_send_span(wire, offset, rest, last, of_last[0], of_last[1], rest < length), axis=0)
+            of_ragged = scale_of(tl.max(tl.where(is_ragged, most, 0), axis=0))
+            total_added += tl.sum(
+                _send_span(wire, offset, rest, ragged, of_ragged[0], of_ragged[1], rest < length), axis=0
+            )
         tl.store(added + chunk, total_added)
 
 

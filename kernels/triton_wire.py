@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
-"""Triton: messages of eight bits, written and read in registers by the kernels of `triton_reduction`.
+"""Triton: quantised messages, written and read in registers by the kernels of `triton_reduction`.
 
-The layout, and what is rounded how, are those of `kfuse.kernels.wire`, bit for bit.
+The layout and the rounding are those of `kfuse.kernels.wire`.
 """
 
 import triton
@@ -13,7 +13,7 @@ from kfuse.kernels.table import BLOCK as BLOCK_SIZE
 GROUP = tl.constexpr(layout.GROUP)
 WIRE = tl.constexpr(layout.WIRE)
 BLOCK = tl.constexpr(BLOCK_SIZE)
-_TINY, _MOST = tl.constexpr(layout.TINY), tl.constexpr(layout.MOST)
+_TINY, _MOST = tl.constexpr(layout.TINY), tl.constexpr(layout.FP32_MAX)
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)  # added to a small number it leaves the nearest integer in the last bits
 _ROUNDER_BITS, _INFINITY_BITS = tl.constexpr(0x4B400000), tl.constexpr(0x7F800000)
 
@@ -40,10 +40,9 @@ def magnitude(values):
 def scale_of(bits):
     """(scale, 1 / scale) of groups whose largest magnitude has these bits; of tiny ones 0."""
     most = tl.minimum(bits, _INFINITY_BITS).to(tl.float32, bitcast=True)
-    most = tl.where(most < _TINY, 0.0, most)
-    is_zero = most == 0.0
-    inverse = tl.where(is_zero, 0.0, tl.div_rn(127.0, tl.where(is_zero, 1.0, most)))
-    return tl.minimum(most * (1 / 127), _MOST), inverse
+    is_tiny = most < _TINY
+    inverse = tl.div_rn(127.0, tl.where(is_tiny, 1.0, most))
+    return tl.where(is_tiny, 0.0, tl.minimum(most * (1 / 127), _MOST)), tl.where(is_tiny, 0.0, inverse)
 
 
 @triton.jit

@@ -1,13 +1,13 @@
-"""How messages of eight bits hold gradients: int8 values, and one fp32 scale for each group of 64 of them.
+"""Quantised gradients: int8 values, and one fp32 scale for each group of 64 of them (block-wise quantisation).
 
 For a group v with the largest magnitude m
 
     scale = m / 127,  q = round(v / scale),  and the receiver has q * scale
 
-so that no element is off by more than m / 254. With a scale for so few elements that is less than e4m3 loses: a half
-to a quarter of it for normal, Laplace and Student-t values, and e4m3's conversions take many times as long on a CPU.
-What is not finite is 127 with the scale MOST, which reads as infinity. The others of its group are 0 then: so is what
-lies behind the end of a parameter, which must stay 0.
+so no element is off by more than about m / 254. That is a quarter to a half of e4m3's error for normal, Laplace and
+Student-t values, and a CPU reads e4m3 twenty times as slowly.
+A value that is not finite is 127 with the scale FP32_MAX, which reads as infinity. The others of its group are 0 then,
+and so the padding behind a parameter, which is in its last group, stays 0.
 
 Each BLOCK of a flat buffer is WIRE bytes of its message: the values, then the scales. So shards, which start at blocks,
 are contiguous there too. The last block is whole, and holds zeros behind the end.
@@ -25,7 +25,7 @@ from kfuse.kernels.table import BLOCK, num_blocks
 GROUP = 64  # elements that share a scale: parameters' places in a bucket start at multiples of it
 WIRE = BLOCK + 4 * (BLOCK // GROUP)  # bytes of a block
 TINY = 2.0**-100  # a group whose largest magnitude is below this is sent as zeros: its scale might be rounded to 0
-MOST = torch.finfo(torch.float32).max
+FP32_MAX = torch.finfo(torch.float32).max
 
 _PIECE = 16 * BLOCK  # elements that are rounded at a time: intermediate values stay in the cache
 
@@ -38,11 +38,6 @@ def wire_numel(numel: int) -> int:
 def in_wire(part: slice) -> slice:
     """Where the elements of a part, which starts at a block or at the end, lie in the message."""
     return slice(wire_numel(part.start), wire_numel(part.stop))
-
-
-def of_wire(part: slice, numel: int) -> slice:
-    """The elements of a flat buffer of `numel` that lie in this part of its message, which is of whole blocks."""
-    return slice(min(part.start // WIRE * BLOCK, numel), min(part.stop // WIRE * BLOCK, numel))
 
 
 def _parts(wire: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,8 +56,10 @@ def round_by_torch(values: Tensor, wire: Tensor, added: Tensor | None = None) ->
     pieces = zip(torch.split(values, _PIECE), torch.split(wire, wire_numel(_PIECE)), strict=True)
     for index, (piece, sent) in enumerate(pieces):
         groups = piece.view(-1, GROUP)
-        rounded = torch.zeros(num_blocks(piece.numel()) * BLOCK, dtype=torch.float32).view(-1, GROUP)
-        scales = torch.zeros(len(rounded), 1, dtype=torch.float32)
+        rounded = torch.zeros(num_blocks(piece.numel()) * BLOCK, dtype=torch.float32, device=wire.device).view(
+            -1, GROUP
+        )
+        scales = rounded.new_zeros(len(rounded), 1)
         mine, scale = rounded[: len(groups)], scales[: len(groups)]
         torch.amax(torch.abs(groups, out=mine), 1, keepdim=True, out=scale)
         scale.nan_to_num_(math.inf, math.inf).masked_fill_(scale < TINY, 0.0)
@@ -70,7 +67,7 @@ def round_by_torch(values: Tensor, wire: Tensor, added: Tensor | None = None) ->
         torch.mul(groups, inverse, out=mine).round_()
         if scale.isinf().any():
             mine.nan_to_num_(127.0)
-        scale.mul_(1 / 127).clamp_(max=MOST)
+        scale.mul_(1 / 127).clamp_(max=FP32_MAX)
         to_values, to_scales = _parts(sent)
         to_values.copy_(rounded.view(to_values.shape))
         to_scales.copy_(scales.view(to_scales.shape))

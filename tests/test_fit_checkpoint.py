@@ -300,5 +300,8 @@ def test_a_transport_that_was_decided_is_not_taken_where_other_settings_rule_it_
         kf.init(**settings)
         net = network()
         opt = kf.FusedAdamW(net.parameters(), lr=0.05)
-        with pytest.raises(ValueError, match=r"comm_schedule=tree: must be one of auto, all_to_all.* with comm_"):
+        with pytest.raises(
+            ValueError,
+            match=r"has decided a topology: comm_schedule=tree: must be one of auto, all_to_all.* with comm_",
+        ):
             with_fit(net, opt, OverATree(), **ARGUMENTS, checkpoint_dir=tmp_path, steps=12, checkpoint_resume="auto")

@@ -78,7 +78,7 @@ def test_pack_writes_the_message_of_what_it_stores(device: str, numels: list[int
             more, abs=1e-6 * float(np.abs(changes) @ np.abs(values)) + 1e-30
         )
         largest = np.abs(values.reshape(-1, GROUP)).max(axis=1, keepdims=True).astype(np.float64)
-        assert (np.abs(changes.reshape(-1, GROUP)) <= largest / 254 * (1 + 1e-6) + 2.0**-100).all()
+        assert (np.abs(changes.reshape(-1, GROUP)) <= largest / 254 * (1 + 1e-4) + 2.0**-100).all()
 
 
 @settings(max_examples=EXAMPLES)

@@ -60,7 +60,8 @@ def _one_step(session: Session, name: str, dtype: str, state: str, bucket_mb: fl
         assert opt.engine.wire == "bf16 sums", "the library's"
     opt.engine.close()
     flat = torch.cat([p.detach().reshape(-1) for p in bag.tensors])
-    return {"mean": flat.numpy(), "norm": opt.stats.grad_norm, "transport": transport}
+    found = {"norm": opt.stats.grad_norm, "variance": opt.stats.grad_variance}
+    return {"mean": flat.numpy(), "transport": transport, **found}
 
 
 def as_sent(flat: Tensor, dtype: str) -> Tensor:
@@ -101,10 +102,13 @@ def test_contributions_are_added_in_fp32(name: str, workers: int, dtype: str) ->
         total, added = exact_mean(workers, planned, dtype)
         share = torch.tensor(1.0) if planned else (1 / torch.tensor(float(workers), dtype=torch.float64)).float()
         expected = total * share if state == "sharded" else as_sent(total, dtype) * share
-        norm = math.sqrt(float(total.double().square().sum()) - added) * float(share)
+        applied = float(total.double().square().sum()) * float(share) ** 2
+        squares = sum(float(g.double().square().sum()) for rank in range(workers) for g in gradients(rank))
+        variance = (squares - workers * (applied - added * float(share) ** 2)) / (workers - 1)
         for of_rank in results:
             assert np.array_equal(of_rank[k]["mean"], expected.numpy()), WAYS[k]
-            assert of_rank[k]["norm"] == pytest.approx(norm, rel=1e-5), WAYS[k]
+            assert of_rank[k]["norm"] == pytest.approx(math.sqrt(applied), rel=1e-5), WAYS[k]
+            assert of_rank[k]["variance"] == pytest.approx(variance, rel=1e-5), WAYS[k]
             assert of_rank[k]["transport"] == ("all_to_all", dtype), "sums are formed in fp32"
 
 

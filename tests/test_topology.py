@@ -161,7 +161,7 @@ def test_all_workers_measure_the_same_links(workers: int) -> None:
 def test_what_one_rank_writes_arrives_in_the_tail_as_it_was_sent(ranks: int, decision: int) -> None:
     tail, place = Measurement([], 3, torch.device("cpu")), np.zeros(3 + TAIL_SLOTS + ranks + 2, np.float32)
     for rank in range(ranks):
-        tail.set_group(rank, ranks, 2, in_pack=False)
+        tail.set_group(rank, ranks, 2, in_pack=False, rounds=False)
         tail.stopwatch.seconds_before, of_rank, now = 0.5 + rank, np.zeros_like(place), Step()
         now.plan = StepPlan(1, (), decision=decision)
         for now.done in range(2):  # micro-batches

@@ -23,7 +23,7 @@ from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
 from kfuse.comm.transports import Cuts
 from kfuse.kernels import BLOCK, num_blocks, reduce
-from kfuse.kernels.wire import WIRE, of_wire
+from kfuse.kernels.wire import WIRE
 
 
 @dataclass
@@ -84,7 +84,8 @@ class AllToAll:
         width = message.shard.stop - message.shard.start
         rows = message.received[: self._count * width].view(self._count, width)
         sent = None if wire is None else wire[message.shard]
-        reduce(rows, self._merges, flat[_elements(message.shard, rows, flat)], sumsq=sumsq, wire=sent)
+        elements = self._cuts(key, flat.numel())[self._group.rank]  # in int8 messages they lie elsewhere
+        reduce(rows, self._merges, flat[elements], sumsq=sumsq, wire=sent)
         self._free.append(message.received)  # a later exchange writes there: `launch` is called behind this reduction
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -99,11 +100,6 @@ class AllToAll:
         if free:
             del self._free[free[-1][1]]  # too small: the new one takes its place
         return torch.empty(numel, dtype=dtype, device=self._group.device)
-
-
-def _elements(part: slice, rows: Sequence[Tensor] | Tensor, flat: Tensor) -> slice:
-    """The elements of `flat` that a part of the contributions has."""
-    return of_wire(part, flat.numel()) if rows[0].dtype == torch.int8 else part
 
 
 PART = 2**20  # elements, whole blocks of the sums of squares: 4 MiB of fp32
@@ -161,13 +157,14 @@ class TwoWorkers:
     def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None, wire: Tensor | None = None) -> None:
         """Adds up this rank's shard, while later parts are under way."""
         parts = self._messages.pop(key)[::-1]
-        last = 0
+        shard, last = self._cuts(key, flat.numel())[self._group.rank], 0
+        start = shard.start
         while parts:
             part = parts.pop()  # the memory of the one before goes
             for exchange in part.exchanges:
                 exchange.wait()
             rows = [*part.own, *part.brought] if self._group.rank == 0 else [*part.brought, *part.own]
-            elements = _elements(part.place, rows, flat)
+            elements = slice(start, start := min(start + PART, shard.stop))
             first, last = last, last + num_blocks(elements.stop - elements.start)
             squares = None if sumsq is None else sumsq[first:last]
             sent = None if wire is None else wire[part.place]

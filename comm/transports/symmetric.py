@@ -113,7 +113,7 @@ class Symmetric:
     def wait(self, key: int) -> None:
         self._barriers.pop(key).wait_on_stream()
 
-    def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None, wire: Tensor | None = None) -> None:
+    def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None) -> None:
         part = self._parts.pop(key)
         shard = self._cuts(key, part.stop - part.start)[self._group.rank]
         here = slice(part.start + shard.start, part.start + shard.stop)

@@ -45,6 +45,7 @@ def scaling(
         record = record.clone()
         record[t.SUM_SQUARES] /= squared
         record[t.GRAD_SQ] /= squared
+        record[t.ADDED] /= squared
         assert squared_norm is not None
         squared_norm = squared_norm / squared
         if clip_norm is not None and loss_scale is not None:

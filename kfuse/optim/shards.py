@@ -110,7 +110,7 @@ class Shards:
             return torch.cat([record, record.new_tensor([numbers, any(change.any() for change in now.changes)])])
 
         averaged = [t.LOSS, *range(length - engine.figures, length + 1)]
-        record = self.replica.commit(with_more, length + 2, (t.SUM_SQUARES, t.GRAD_SQ, length + 1), averaged)
+        record = self.replica.commit(with_more, length + 2, (t.SUM_SQUARES, t.ADDED, t.GRAD_SQ, length + 1), averaged)
         if record[-2] != numbers:
             raise ConsistencyError(
                 f"step {engine.step}: the ranks of a worker have other options of the optimizer, as a learning rate"

@@ -160,7 +160,12 @@ RULES = (
     Rule("comm.schedule", IsNot("symmetric"), {"job.gpus": Is(None)}, "it needs GPUs"),
     Rule("comm.dtype", Is("fp32"), {"comm.reproducible": Is(True)}, "what is rounded depends on the workers' number"),
     Rule("comm.dtype", Is("fp32"), {"comm.schedule": Is("symmetric")}, "GPUs read each other's fp32 sums"),
-    Rule("comm.schedule", _ADDED_HERE, {"comm.dtype": Is("int8")}, "others would add up the messages as they are"),
+    Rule(
+        "comm.schedule",
+        _ADDED_HERE,
+        {"comm.dtype": Is("int8")},
+        "other schedules would add int8 bytes without their scales",
+    ),
     Rule("comm.reproducible", Is(True), {"comm.audit_every": _GIVEN}, "gradients are compared bit for bit"),
     Rule("comm.audit_on_corruption", Is("report"), {"comm.audit_every": Is(None)}, "without audits nothing is found"),
     Rule("comm.audit_on_corruption", IsNot("replace"), {"job": Is("fixed")}, "it needs a supervisor: kfuse, kfuse-run"),

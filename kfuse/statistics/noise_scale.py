@@ -77,11 +77,11 @@ def rounding_error(
     bf16 on the wire between n workers: eps = 2^-9 (n + 3). n contributions that are nearly equal are each rounded
     once, and so is each of the n - 1 partial sums, in proportion to its size; a square has twice its root's error.
     With sums in fp32 the contributions' roundings alone are left: eps = 2^-9 * 2.
-    int8 on the wire (`kfuse.kernels.wire`): eps = 2 * 8 / 254. A group of 64 elements has at least the square of its
-    largest one, m, and each is off by m / 254 at most. That is where all are off in the gradient's direction; what is
-    usual is the step's own error, which is measured and taken off, and leaves about 1e-5.
+    int8 on the wire (`kfuse.kernels.wire`), of contributions that are nearly equal: eps = 2 * 8 / 254. In a group of 64
+    elements with the largest magnitude m each is off by m / 254 at most, so the group by 8 m / 254, and its norm is at
+    least m. That is if all errors point in the gradient's direction. Usual errors are far smaller: docs/noise.md.
 
-    workers: n; one alone sends nothing. wire: fp32, int8, or bf16: added up in fp32, or in bf16 as "bf16 sums".
+    workers: n; one alone sends nothing. wire: fp32, int8, bf16 (added up in fp32), or "bf16 sums" (added up in bf16).
     micro_batches: at least 2.
     """
     relative = 2**-24 * (128 + micro_batches)

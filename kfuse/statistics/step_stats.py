@@ -226,7 +226,8 @@ class Statistics:
         if unit != item.unit:
             self.noise_scale = NoiseScale()  # what was averaged was in other units
         samples, micro_batches, grad_total = values[t.SAMPLES], round(values[t.MICRO_BATCHES]), values[t.GRAD_SQ]
-        variance, grad_sq = moments(values[t.SUM_SQUARES], grad_total, samples, micro_batches)
+        # A rounding error is nearly uncorrelated with the other workers' gradients, so |gbar|^2 has grown by as much.
+        variance, grad_sq = moments(values[t.SUM_SQUARES], grad_total - values[t.ADDED], samples, micro_batches)
         item.variance, item.grad_sq = variance, grad_sq
         if variance is None:
             self.noise_scale.update(None, None)

@@ -22,7 +22,7 @@ from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies.signals import BasePolicy, Bounds, Decision, Signals, checked_decision
 from kfuse.settings import rules
-from kfuse.settings.tree import TrainSettings
+from kfuse.settings.tree import ConfigError, TrainSettings
 from kfuse.statistics.figures import Measured, StepContext, StepSettings
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train.input_bound import reads, without_growth
@@ -235,8 +235,12 @@ class Decisions:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for made in (state, state["requested"], *state["under_way"].values()):
-            if (topology := made.get("topology")) is not None:
-                self._transport(topology)  # raises where the settings are others than as it was decided
+            for name, check in (("topology", self._transport), ("sync", self._mode)):
+                if made.get(name) is not None:
+                    try:
+                        check(made[name])
+                    except ValueError as error:  # the settings are others than as it was decided
+                        raise ConfigError(f"another training's state, which has decided a {name}: {error}") from error
         self.topology, self.tree = state["topology"], state["tree"]
         if isinstance(self.tree, list) and len(self.tree) != len(self.session.workers):  # of a job of other workers
             self.tree = None

@@ -124,9 +124,15 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, capsys: Capsys, mon
     for log, gpus, where, must in WRONG:
         status, out, err = kfuse(capsys, monkeypatch, *files(tmp_path, log, gpus))
         assert (status, out, err.count("\n")) == (2, "", 1) and where in err and must in err, err
-    for words in [("nowhere.csv", "gpus=b"), (*files(tmp_path), "node=0")]:
-        status, _, err = kfuse(capsys, monkeypatch, *words)
-        assert status == 2 and err.count("\n") == 1
+    given = files(tmp_path)
+    for more, said in [
+        ("node=0", "node=0: must be a whole number from 1"),
+        ("workers=4", "workers=4: must be one file"),
+    ]:
+        status, _, err = kfuse(capsys, monkeypatch, *given, more)
+        assert status == 2 and said in err and err.count("\n") == 1
+    status, _, err = kfuse(capsys, monkeypatch, "nowhere.csv", given[1])
+    assert status == 2 and "nowhere.csv" in err and err.count("\n") == 1
 
 
 def test_a_drawn_log_is_read(tmp_path: Path, monkeypatch: Patch) -> None:

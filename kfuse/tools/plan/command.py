@@ -52,15 +52,16 @@ _OF_A_RUN = ("batch.size", "batch.min", "batch.max", "batch.micro", "workers.min
 def main(words: Sequence[str]) -> int:
     """Prints the plan. Returns the exit status. Raises ConfigError, one line, for wrong words and wrong files."""
     files = [word for word in words if "=" not in word]
-    settings = " ".join(sorted({*words} - {*files}))
-    if len(files) == 1 and (of_log := re.fullmatch(r"gpus=(.+?)(?: node=([1-9][0-9]?))?", settings)):
-        size = int(of_log[2] or 8)
-        for name, value in logs.compare(logs.read(files[0], of_log[1], size), size).items():
+    settings = dict(word.split("=", 1) for word in words if "=" in word)
+    if len(files) == 1 and "gpus" in settings and settings.keys() <= {"gpus", "node"}:
+        if not re.fullmatch("[1-9][0-9]?", node := settings.get("node", "8")):
+            raise ConfigError(f"node={node}: must be a whole number from 1 to 99")
+        for name, value in logs.compare(logs.read(files[0], settings["gpus"], int(node)), int(node)).items():
             print(f"{value:12,.2f}  {name}")
         return 0
     counts = [match for word in words if (match := re.fullmatch("workers=([1-9][0-9]{0,4})", word))]
     if len(files) != 1 or len(counts) != 1 or len(words) != 2:
-        what = "must be one file of jobs and workers=N, a whole number above 0, or a log and gpus=FILE"
+        what = "must be one file of jobs and workers=N, a whole number above 0, or a log, gpus=FILE and perhaps node=N"
         raise ConfigError(f"{' '.join(['kfuse plan', *words])}: {what}")
     path, workers = files[0], int(counts[0][1])
     jobs, notes = read(path)

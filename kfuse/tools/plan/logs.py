@@ -33,7 +33,10 @@ Ended = Counter[object]  # number and total seconds of ended jobs: of all, of a 
 
 
 def predicted(job: LoggedJob, ended: Ended) -> float:
-    """Returns GPU-seconds by the mean duration of the smallest group, drawn to those of the larger ones, as 4 jobs."""
+    """Returns GPU-seconds by a mean duration: of all jobs, of the user's, and of the user's with as many GPUs.
+
+    Each mean counts the one before as 4 jobs more; the first one counts an hour so.
+    """
     mean = 3600.0
     for group in (job[:0], job[:1], job[:2]):
         mean = (ended["seconds", group] + 4 * mean) / (ended["jobs", group] + 4)
@@ -49,9 +52,11 @@ ORDERS: dict[str, Callable[[LoggedJob, Ended], float]] = {
 
 
 def needed(peaks: Sequence[int], nodes: int) -> int:
-    """Returns how many nodes are to be awake: the last peak, and COVERED of the rises within AHEAD ticks of a WEEK.
+    """Returns how many nodes are to be awake: those of the last tick, and a rise that is larger than COVERED of the
+    rises within AHEAD ticks, in the last WEEK.
 
-    All where jobs wanted all within CALM ticks: one late start moves others in a queue. peaks: nodes wanted by tick.
+    All nodes before 2 * CALM ticks, and where jobs have wanted all within CALM ticks: one late start moves others in a
+    queue. peaks: the most nodes in use and wanted by the queue, tick by tick.
     """
     if len(peaks) < 2 * CALM or max(peaks[-CALM:]) >= nodes:
         return nodes
@@ -141,7 +146,7 @@ def read(log: str, gpus: str, size: int) -> list[Cluster]:
         job = LoggedJob(row["user"], int(np.uint32(row["gpu_num"])), submit, int(np.uint32(row["duration"])))
         if row["vc"] not in nodes:
             raise ValueError(f"{gpus} lacks vc {row['vc']}")
-        if 0 < job.gpus <= nodes[row["vc"]] * size and row["start_time"]:
+        if 0 < job.gpus <= nodes[row["vc"]] * size and row["start_time"][:1].isdigit():  # else empty, or "None"
             jobs[row["vc"]].append(job)
 
     _for_rows(gpus, add_day, "date as 2020-06-09, and whole numbers for each vc")
