@@ -285,18 +285,10 @@ class LambRule(Rule):
     def apply(self, piece: Piece, bucket: Bucket, options: Options, given: Update) -> None:
         self._lamb(piece, self._tables[_key(bucket, piece.extent)], options, given)
 
-    def _lamb(
-        self,
-        piece: Piece,
-        table: PackTable,
-        options: Options,
-        given: Update,
-        partials: Tensor | None = None,
-        trust: Tensor | None = None,
-    ) -> None:
-        m, v = piece.moments.values()
-        adam, scalars = adam_options(options, given), _scalars(piece, given) | {"partials": partials, "trust": trust}
-        lamb(piece.param, piece.grad, m, v, table, adam, step=piece.step, **scalars)
+    def _lamb(self, piece: Piece, table: PackTable, options: Options, given: Update, **half: Tensor) -> None:
+        """half: `partials` or `trust`, in one half of an update."""
+        (m, v), adam = piece.moments.values(), adam_options(options, given)
+        lamb(piece.param, piece.grad, m, v, table, adam, step=piece.step, **_scalars(piece, given), **half)
 
 
 def _key(bucket: Bucket, extent: Extent) -> tuple[int, int, tuple[int, ...]]:
