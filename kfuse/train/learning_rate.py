@@ -208,11 +208,9 @@ class LRSchedule:
         warmup = (progress + 1) / self.warmup_steps if progress + 1 < self.warmup_steps else 1.0
         return min(warmup, self._decay(done))
 
-    def gain(
-        self, batch_size: int, mean_grad_sq: float | None = None, mean_grad_variance: float | None = None
-    ) -> float:
-        """As `gain`, for this schedule's scaling and base batch size."""
-        return gain(self.scaling, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
+    def gain(self, batch_size: int, *means: float | None) -> float:
+        """As `gain`, for this schedule's scaling and base batch size. means: the running means of G2 and S."""
+        return gain(self.scaling, batch_size, self.base_batch_size, *means)
 
     def _decay(self, done: float) -> float:
         """In [0, 1]."""
