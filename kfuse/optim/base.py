@@ -283,8 +283,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 where = where_workers_differ(self.updates, self.numbers(), self.reducer.tracked)
                 taken.phase = Phase.REDUCED  # it is not made
                 raise ConsistencyError(f"step {taken.number}: the workers no longer have the same model: {where}")
-            skips = self.clip_norm, self.skip_nonfinite, found_inf, loss_scale
-            begun = scaling(taken, self.engine, *skips, self.lr_factor, self.batch_factor)
+            scaled = scaling(taken, self.engine, self.clip_norm, self.skip_nonfinite, found_inf, loss_scale)
+            begun = Update(taken, *scaled, self.lr_factor, self.batch_factor)
             self.last_lr = self.base_lr * self.lr_factor
             if self.pair is not None and self.pair.mix(self.updates.weights()):
                 self.updates.weights_changed()

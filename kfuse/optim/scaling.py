@@ -12,7 +12,6 @@ from kfuse.comm import measurement as t
 from kfuse.comm.engine import Engine
 from kfuse.comm.step import Step
 from kfuse.kernels import BLOCK, num_blocks, sum_partials
-from kfuse.optim.updates import Update
 
 
 def scaling(
@@ -22,10 +21,8 @@ def scaling(
     skip_nonfinite: bool,
     found_inf: Tensor | None,
     loss_scale: Tensor | None,
-    lr_factor: float,
-    batch_factor: float,
-) -> Update:
-    """How the reduced gradients are used. Nothing waits for a CUDA device.
+) -> tuple[Tensor | None, Tensor | None, Tensor | bool]:
+    """Returns `factor`, `skip` and `finite` of the step's `Update`. Nothing waits for a CUDA device.
 
     The step's `record` is then in units of the true gradient, and has the slots that only the optimizer knows.
 
@@ -64,7 +61,7 @@ def scaling(
     if skip is not None:
         record[t.SKIPPED] = skip
     step.record = record
-    return Update(step, factor, skip, finite, lr_factor, batch_factor)
+    return factor, skip, finite
 
 
 def squared_norm_of(record: Tensor, is_local: bool, engine: Engine) -> tuple[Tensor | None, Tensor | bool]:
