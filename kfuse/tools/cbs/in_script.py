@@ -75,9 +75,8 @@ def critical_batch(
     given = training_data(data, collate_fn, worker_init_fn)
     values = resolved("kf.critical_batch", TrainSettings, {**given.of_loader, **settings})
     plan = Plan(values["batch_size"], factors, repetitions, samples, tolerance, window)
-    of_branch, objective = _settings(plan, given, values), Objective(loss_fn, step_fn, weight_fn)
-    init = given.worker_init_fn
-    with branches(model, given.data, opt, plan, of_branch, objective, worker_init_fn=init) as branch:
+    how: dict[str, Any] = {"objective": Objective(loss_fn, step_fn, weight_fn), "worker_init_fn": given.worker_init_fn}
+    with branches(model, given.data, opt, plan, _settings(plan, given, values), **how) as branch:
         return measure(branch, plan)
 
 
@@ -88,14 +87,13 @@ def branches(
     opt: DistributedOptimizer,
     plan: Plan,
     settings: Callable[[float, int], Any],
-    objective: Objective | None = None,
     position: Progress | None = None,
-    worker_init_fn: Callable[[int], object] | None = None,
+    **more: Any,
 ) -> Iterator[Branch]:
     """Context: its value trains branch k of a repetition from the present state, and returns what it measured.
 
     settings: returns those of a branch. position: how far the training is whose branches these are; None: at its
-    beginning. On exit, also by an error, model and optimizer are as they were.
+    beginning. more: fields of `TrainArguments`. On exit, also by an error, model and optimizer are as they were.
     """
     first = {name: getattr(position, name) for name in ("step", "epoch", "cursor", "samples")} if position else {}
     with _kept(model, opt) as restore:
@@ -107,8 +105,7 @@ def branches(
 
             restore()
             recording, own = _Recording(begin), settings(k, repetition)
-            more: dict[str, Any] = {"policy": recording, "objective": objective or Objective()}
-            trainer = assemble(TrainArguments(model, data, (opt,), own, worker_init_fn=worker_init_fn, **more))
+            trainer = assemble(TrainArguments(model, data, (opt,), own, policy=recording, **more))
             trainer.run()
             before = first.get("samples", 0)
             return [(samples - before, *figures) for samples, *figures in recording.trace]
