@@ -312,11 +312,10 @@ def check_whole(key: str, value: object, least: int) -> None:
         raise ValueError(f"{key}={value!r}: must be a whole number, at least {least}")
 
 
-def check_number(key: str, value: object, above: float = 0.0, below: float = math.inf) -> None:
-    """Raises ValueError, which names `key`, unless the value is a finite number between these two."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < below:
-        end = "" if below == math.inf else f" and below {below:g}"
-        raise ValueError(f"{key}={value!r}: must be a finite number above {above:g}{end}")
+def check_number(key: str, value: object, above: float = 0.0) -> None:
+    """Raises ValueError, which names `key`, unless the value is a finite number above this one."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < math.inf:
+        raise ValueError(f"{key}={value!r}: must be a finite number above {above:g}")
 
 
 def _plain(value: Any) -> Any:
