@@ -34,13 +34,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError, Event
@@ -111,25 +111,13 @@ class Communicator(Group):
     raises.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        store: Store,
-        device: torch.device,
-        timeout_s: float = 60.0,
-        check: Callable[[], None] | None = None,
-        hosts: Sequence[str] | None = None,
-    ) -> None:
-        """check: given where the group may change.
-
-        Raises CommError if the others do not connect, DeviceError where torch is too old.
-        """
+    def __init__(self, *place: Any, **more: Any) -> None:
+        """Arguments as of `Group`. Raises CommError if others do not connect, DeviceError where torch is too old."""
         if problem := devices.problem():
             raise DeviceError(problem)
-        super().__init__(rank, size, store, device, timeout_s, check, hosts)
-        self.waits_each_step = check is not None
-        self._device = devices.of(device)
+        super().__init__(*place, **more)
+        self.waits_each_step = not self.fixed
+        self._device = devices.of(self.device)
         self._follower = self._device.new_stream()  # waits for each work, and records that it is over
         self._launching = threading.Lock()  # while a thread calls NCCL for this communicator
         self._lock = threading.RLock()  # of the following, and of `under_way`: the group's thread changes them too

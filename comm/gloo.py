@@ -85,26 +85,16 @@ class GlooPending(Pending):
 class GlooGroup(Group):
     """Workers that gloo connects. A lane has process groups for `share` and `pass_on`, and others for all others."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        store: Store,
-        device: torch.device | None = None,
-        timeout_s: float = 60.0,
-        hostname: str | None = None,
-        check: Callable[[], None] | None = None,
-        hosts: Sequence[str] | None = None,
-    ) -> None:
-        """hostname: the address gloo listens on. Raises CommError if the others do not connect."""
-        super().__init__(rank, size, store, device, timeout_s, check, hosts)
-        self._hostname = hostname
+    def __init__(self, *place: Any, hostname: str | None = None, **more: Any) -> None:
+        """Arguments as of `Group`, and the address gloo listens on. Raises CommError if the others do not connect."""
+        super().__init__(*place, **more)
+        self._hostname, size = hostname, self.size
         self._number, self._further = 0, list[GlooGroup]()
         self._parts: dict[tuple[int, ...], GlooGroup] = {}
         names = ["main", "share"] + ["main, from rank 1", "share, from rank 1"] * (size == 2)
+        about = self.rank, size, self.timeout_s, hostname
         made: list[Any] = self.connect(
-            lambda: [process_group(PrefixStore(name, store), rank, size, timeout_s, hostname) for name in names],
-            lambda made: None,
+            lambda: [process_group(PrefixStore(name, self.store), *about) for name in names], lambda made: None
         )
         # Of two workers each sends large messages over connections of its own. gloo may begin to send before it tells
         # the other that it can receive, and on one connection that word waits behind the data: half of a link's speed.
@@ -125,7 +115,8 @@ class GlooGroup(Group):
     def _among(self, ranks: Sequence[int], name: str) -> GlooGroup:
         """These ranks, in ascending order, with further connections. Each of them calls it at the same point."""
         place = ranks.index(self.rank), len(ranks), PrefixStore(name, self.store), self.device
-        made = GlooGroup(*place, self.limit_s, self._hostname, self.check, [self.hosts[r] for r in ranks])
+        hosts = [self.hosts[r] for r in ranks]
+        made = GlooGroup(*place, self.limit_s, self.check, hosts, hostname=self._hostname)
         made.timeout_s, made.first_steps = self.timeout_s, self.first_steps
         return made
 

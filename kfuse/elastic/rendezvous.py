@@ -161,7 +161,7 @@ def _new_group(
         return NcclGroup(rank, size, store, device, timeout_s, check, hosts)
     from kfuse.comm.gloo import GlooGroup
 
-    return GlooGroup(rank, size, store, device, timeout_s, address, check, hosts)
+    return GlooGroup(rank, size, store, device, timeout_s, check, hosts, hostname=address)
 
 
 def form_group(
