@@ -19,7 +19,6 @@ from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker, send_to_all
 from kfuse.elastic.roster import Roster
 from kfuse.elastic.server import Server
-from kfuse.settings.tree import JobSettings
 
 _log = logging.getLogger("kfuse")
 
@@ -35,17 +34,9 @@ _BROKEN_GRACE_S = 0.1  # a lost connection mostly means a process that has ended
 class Supervisor:
     """Runs one job until it ends."""
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        told: dict[str, Any],
-        recorder: Recorder,
-        settings: JobSettings,
-        restart: bool = False,
-        script: bool = False,
-    ) -> None:
+    def __init__(self, launcher: Launcher, told: dict[str, Any], recorder: Recorder, *of_job: Any, **more: Any) -> None:
         """told: sent to every worker as it connects (plain JSON values). The rest: as of `Job`."""
-        self._launcher, self._told, self.job = launcher, told, Job(settings, restart, script)
+        self._launcher, self._told, self.job = launcher, told, Job(*of_job, **more)
         self.records = Records(recorder, self.job)
         if hasattr(launcher, "event"):
             launcher.event = self.records.event
