@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
@@ -17,12 +16,12 @@ from kfuse.comm.digest import digest
 
 
 class AuditedGradient:
-    """Digests of the gradients of an engine's parameters, which are in these buckets: its `audited`."""
+    """Digests of the gradients of these buckets' parameters, all of an engine's: its `audited`."""
 
     repeats = False  # the backward under way is that of `again`: the engine leaves its gradients alone
 
-    def __init__(self, buckets: Sequence[Bucket], params: Sequence[Parameter], device: torch.device) -> None:
-        self._buckets, self._params, self._device = buckets, params, devices.of(device)
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
+        self._buckets, self._device = buckets, devices.of(device)
         self._digests: dict[int, Tensor] = {}  # by bucket
 
     def take(self, bucket: Bucket) -> None:
@@ -49,11 +48,7 @@ class AuditedGradient:
         finally:
             self.repeats = False
         grads = [
-            [
-                bucket.laid_out(k, grad)
-                for k, i in enumerate(bucket.layout.params)
-                if (grad := self._params[i].grad) is not None
-            ]
+            [bucket.laid_out(k, p.grad) for k, p in enumerate(bucket.tensors) if p.grad is not None]
             for bucket in self._buckets
         ]
         self._keep_here([grad for each in grads for grad in each])

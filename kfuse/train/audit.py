@@ -112,7 +112,7 @@ class Audit:
             return None
         self._before = buffers_of(self.given.model)
         engine = self._opt.engine
-        engine.audited = self._audited = AuditedGradient(engine.gradient_buckets, engine.params, engine.device)
+        engine.audited = self._audited = AuditedGradient(engine.gradient_buckets, engine.device)
         return self._chosen.micro_batch
 
     def compare(self, step: Step) -> None:

@@ -113,7 +113,7 @@ def test_digests_of_an_audit_are_taken_without_a_wait() -> None:
         params = list(it.model.parameters())
         for audited in (0, 4, 1):
             engine = it.opt.engine
-            digests = engine.audited = AuditedGradient(engine.gradient_buckets, engine.params, engine.device)
+            digests = engine.audited = AuditedGradient(engine.gradient_buckets, engine.device)
             it.run(StepPlan(40, ranges, audited=audited))
             assert audited not in ranges[0] or digests.digest().shape == ()
             kept = [p.grad for p in params]
