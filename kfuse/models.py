@@ -27,7 +27,6 @@ class Attention(nn.Module):
         self.project = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, width] to [B, T, width]. Position t sees positions 0 to t."""
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
@@ -36,7 +35,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each on a normalised copy added to the residual stream."""
+    """Attention, then a feed-forward layer, each on a normalised copy added to the residual stream, `[B, T, width]`."""
 
     def __init__(self, width: int, heads: int, dropout: float, norm: type[nn.LayerNorm]) -> None:
         super().__init__()
@@ -48,7 +47,6 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, width] to [B, T, width]."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         hidden = F.gelu(self.expand(self.norm2(x)))
         return x + cast(Tensor, self.dropout(self.contract(hidden)))
@@ -100,7 +98,6 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [B, T] to a score per next token, [B, T, vocab_size]. Raises ValueError for T above block_size."""
         length = tokens.shape[1]
         if length > self.block_size:
             raise ValueError(f"a sequence of {length} tokens is longer than block_size={self.block_size}")
@@ -134,7 +131,6 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """fp32 [B, *input_shape] to a score per class, [B, num_classes]."""
         return cast(Tensor, self.layers(x))
 
 
@@ -193,7 +189,6 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(channels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images, fp32 [B, channels, H, W], to a score per class, [B, num_classes]."""
         features = self.stages(self.stem(x))
         return cast(Tensor, self.head(features.mean(dim=(2, 3))))
 
