@@ -13,6 +13,7 @@ from kfuse.checkpoint.manager import load_weights
 from kfuse.data import DataSplit
 from kfuse.data.sources import number_of_samples
 from kfuse.elastic.launchers import TorchrunLauncher
+from kfuse.optim.updates import without_compiler
 from kfuse.policies import BasePolicy
 from kfuse.settings import instantiate, rules
 from kfuse.settings.instantiate import class_arguments
@@ -179,9 +180,7 @@ def _check_optimizer(node: Any, lr: float) -> type[torch.optim.Optimizer]:
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)) or issubclass(factory, unfit):
         needed = "the class of a torch.optim.Optimizer that steps once, on dense gradients"
         raise ConfigError(f"optimizer._target_={node['_target_']}: must be {needed}")
-    # Not torch's own add_param_group: its decorator imports torch's compiler, which takes seconds.
-    decorated = torch.optim.Optimizer.add_param_group
-    quick = {"add_param_group": getattr(decorated, "__wrapped__", decorated)}
+    quick = {"add_param_group": without_compiler(torch.optim.Optimizer.add_param_group)}
     base = next(base for base in factory.__mro__ if base.__module__.startswith("torch.optim."))
     try:
         if base is not torch.optim.Optimizer:
