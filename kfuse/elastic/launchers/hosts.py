@@ -155,10 +155,9 @@ class HostsLauncher:
             return
         host = _Host(str(hello["host"]), writer, int(hello["slots"]) // self._ranks, hello.get("only"))
         set_acknowledgement_timeout(writer.get_extra_info("socket"), SILENCE_S)
-        limits = {"grace_s": self._grace_s, "notice_signals": [*self._notice_signals]}
-        share = min(host.slots, self._most)
-        limits |= {"share": share * self._ranks, "ranks": self._ranks}
-        send(writer, "welcome", command=self._command, folder=os.getcwd(), **limits)
+        limits = {"grace_s": self._grace_s, "notice_signals": [*self._notice_signals], "ranks": self._ranks}
+        share = min(host.slots, self._most) * self._ranks
+        send(writer, "welcome", command=self._command, folder=os.getcwd(), share=share, **limits)
         beating = asyncio.create_task(send_heartbeats(writer))
         self._hosts.append(host)
         if host.only is None:
