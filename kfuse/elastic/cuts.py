@@ -7,6 +7,7 @@ it reaches, by a connection that carries nothing (`reach.unreached`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -88,11 +89,9 @@ class Cuts:
         for worker, others in asked.items():
             addresses = {other.number: other.address for other in others if other is not worker and other.address}
             worker.send("reach", inquiry=number, addresses=[*addresses.items()], timeout_s=_REACH_S)
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_S), self._answered:
                 await self._answered.wait_for(lambda: len(answers) == len(asked))
-        except TimeoutError:
-            pass
         del self._answers[number]
         return sorted({(min(one, other), max(one, other)) for one, missing in answers.items() for other in missing})
 
