@@ -355,9 +355,8 @@ class Recovery:
         """Begins from a checkpoint, or the state given, if there is one, and returns whether there is; else applies the
         policy's initial settings.
         """
-        saved: Mapping[str, Any] | None = (
-            None if self.given.checkpoints is None else self.given.checkpoints.load(restarted)
-        )
+        checkpoints = self.given.checkpoints
+        saved: Mapping[str, Any] | None = None if checkpoints is None else checkpoints.load(restarted)
         if saved is None and self._lost is not None:
             why = f"{self._lost[1]}, and there is no checkpoint to go on from"
             self.session.link.give_up(why)
@@ -373,7 +372,7 @@ class Recovery:
         # The first step whose statistics are not read yet; without one the coming step. Reported before the others have
         # the state: a view after a loss until then counts as no beginning.
         unreported = min(self.progress.contexts, default=self.progress.step)
-        self.reporter.start(unreported, self.given.checkpoints is not None and self.given.checkpoints.restarts)
+        self.reporter.start(unreported, checkpoints is not None and checkpoints.restarts)
         if saved is None:
             self.calls.begin()
         self._has_state, self._torn = True, False
