@@ -64,7 +64,6 @@ class _Loader:
             self.connection.send(task)
 
     def how_it_ended(self) -> str:
-        self.process.join(_END_S)
         status = self.process.exitcode
         if status is None or status >= 0:
             return f"ended with exit status {status}"
