@@ -91,7 +91,6 @@ class Board(Sink):
                     value.ClearField("metadata")
 
     def write(self) -> None:
-        """Writes the waiting events. Raises OSError."""
         if self._waiting:
             self._file.write(b"".join(self._waiting))
             self._waiting.clear()
