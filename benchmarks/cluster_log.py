@@ -110,7 +110,7 @@ def main() -> None:
         for seed in range(FIRST, FIRST + args.seeds):
             with TemporaryDirectory() as folder:
                 log, gpus = draw(Path(folder), KINDS[name], seed)
-                each.append(compare(read(str(log), str(gpus), HOST), HOST))
+                each.append(compare(read(str(log), str(gpus))))
         found[name] = {key: " ".join(f"{figures[key]:.4g}" for figures in each) for key in each[0]}
         rows = [(key, *values.split()) for key, values in found[name].items()]
         table(f"synthetic: {name}", ("seed", *map(str, range(FIRST, FIRST + args.seeds))), rows)

@@ -29,7 +29,7 @@ worker-hours. docs/planning.md has an example of such a file.
 kfuse plan CLUSTER_LOG.csv gpus=CLUSTER_GPU_NUMBER.csv
 
 Replays a cluster's log in the format of the Helios traces: what an order by predicted durations brings, and what
-releasing idle nodes. Nodes have 8 GPUs; node=N: N."""
+releasing idle nodes. Nodes have 8 GPUs."""
 
 MIN_STEPS = 5  # a setting (workers, batch size) with fewer steps in a run counts as not measured
 # The keys of a job, and the types of their values.
@@ -52,16 +52,14 @@ _OF_A_RUN = ("batch.size", "batch.min", "batch.max", "batch.micro", "workers.min
 def main(words: Sequence[str]) -> int:
     """Prints the plan. Returns the exit status. Raises ConfigError, one line, for wrong words and wrong files."""
     files = [word for word in words if "=" not in word]
-    settings = dict(word.split("=", 1) for word in words if "=" in word)
-    if len(files) == 1 and "gpus" in settings and settings.keys() <= {"gpus", "node"}:
-        if not re.fullmatch("[1-9][0-9]?", node := settings.get("node", "8")):
-            raise ConfigError(f"node={node}: must be a whole number from 1 to 99")
-        for name, value in logs.compare(logs.read(files[0], settings["gpus"], int(node)), int(node)).items():
+    gpus = [word.removeprefix("gpus=") for word in words if word.startswith("gpus=")]
+    if len(files) == len(gpus) == 1 and len(words) == 2:
+        for name, value in logs.compare(logs.read(files[0], gpus[0])).items():
             print(f"{value:12,.2f}  {name}")
         return 0
     counts = [match for word in words if (match := re.fullmatch("workers=([1-9][0-9]{0,4})", word))]
     if len(files) != 1 or len(counts) != 1 or len(words) != 2:
-        what = "must be one file of jobs and workers=N, a whole number above 0, or a log, gpus=FILE and perhaps node=N"
+        what = "must be one file of jobs and workers=N, a whole number above 0, or a log and gpus=FILE"
         raise ConfigError(f"{' '.join(['kfuse plan', *words])}: {what}")
     path, workers = files[0], int(counts[0][1])
     jobs, notes = read(path)

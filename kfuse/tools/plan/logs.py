@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kfuse.settings.instantiate import one_line
 from kfuse.settings.tree import ConfigError
 
+HOST = 8  # GPUs of a node
 TICK_S, BOOT_S, LATER_S = 600, 300, 60  # between forecasts; of a boot; a start that differs by no more is the same
 CALM, AHEAD, WEEK, COVERED = 72, 6, 1008, 0.95  # see `needed`; the first three are ticks
 _END, _BOOT, _SUBMIT, _TICK = range(4)  # events of one time happen in this order, then jobs start
@@ -64,12 +65,11 @@ def needed(peaks: Sequence[int], nodes: int) -> int:
     return min(nodes, peaks[-1] + int(np.ceil(np.quantile(spans.max(axis=1) - spans[:, 0], COVERED))))
 
 
-def replay(cluster: Cluster, size: int, order: str, release: bool) -> tuple[NDArray[np.float64], int]:
+def replay(cluster: Cluster, order: str, release: bool, size: int = HOST) -> tuple[NDArray[np.float64], int]:
     """Returns when each job starts, and node-seconds awake or booting without a job, up to the last submission.
 
     A job starts where so many GPUs are free, on whichever nodes; the first of the queue holds up the others, and none
-    is stopped. size: GPUs of a node. release: idle nodes sleep, but for those that are `needed`; a job that wants more
-    waits for their boot.
+    is stopped. release: idle nodes sleep, but for those that are `needed`; a job that wants more waits for their boot.
     """
     jobs, nodes = cluster
     events = [(job.submit, _SUBMIT, j) for j, job in enumerate(jobs)]
@@ -110,10 +110,10 @@ def replay(cluster: Cluster, size: int, order: str, release: bool) -> tuple[NDAr
     return starts, idle_s
 
 
-def compare(clusters: Sequence[Cluster], size: int) -> dict[str, float]:
+def compare(clusters: Sequence[Cluster]) -> dict[str, float]:
     """Returns figures of all virtual clusters together; those of ORDERS are mean hours from submission to end."""
     cases = [*((order, False) for order in ORDERS), ("QSSF", True)]
-    runs = [[replay(cluster, size, *case) for cluster in clusters] for case in cases]
+    runs = [[replay(cluster, *case) for cluster in clusters] for case in cases]
     starts = np.array([np.concatenate([each for each, _ in run]) for run in runs])
     took = [job.duration - job.submit for jobs, _ in clusters for job in jobs]
     fifo, alone, qssf, oracle, _ = hours = (starts + took).mean(axis=1) / 3600
@@ -129,7 +129,7 @@ def compare(clusters: Sequence[Cluster], size: int) -> dict[str, float]:
     }
 
 
-def read(log: str, gpus: str, size: int) -> list[Cluster]:
+def read(log: str, gpus: str) -> list[Cluster]:
     """Returns the virtual clusters, each with the most nodes that it had. Raises ConfigError.
 
     Without the jobs that never started, and those that are larger than their virtual cluster.
@@ -139,14 +139,14 @@ def read(log: str, gpus: str, size: int) -> list[Cluster]:
     def add_day(row: dict[str, str]) -> None:
         datetime.fromisoformat(row.pop("date"))
         for vc, count in row.items():
-            nodes[vc] = max(nodes[vc], int(np.uint32(count)) // size)
+            nodes[vc] = max(nodes[vc], int(np.uint32(count)) // HOST)
 
     def add_job(row: dict[str, str]) -> None:
         submit = int(datetime.fromisoformat(row["submit_time"] + "Z").timestamp())
         job = LoggedJob(row["user"], int(np.uint32(row["gpu_num"])), submit, int(np.uint32(row["duration"])))
         if row["vc"] not in nodes:
             raise ValueError(f"{gpus} lacks vc {row['vc']}")
-        if 0 < job.gpus <= nodes[row["vc"]] * size and row["start_time"][:1].isdigit():  # else empty, or "None"
+        if 0 < job.gpus <= nodes[row["vc"]] * HOST and row["start_time"][:1].isdigit():  # else empty, or "None"
             jobs[row["vc"]].append(job)
 
     _for_rows(gpus, add_day, "date as 2020-06-09, and whole numbers for each vc")
