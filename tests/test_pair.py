@@ -99,7 +99,7 @@ def new_pair() -> Iterator[Callable[..., Pair]]:
 def pulled(pair: Pair, step: int = 0) -> None:
     """Begins a step, and waits for the pull, which a step never does."""
     pair.begin_step(step)
-    assert pair.pull is not None and pair.pull.ended.wait(60.0)
+    assert pair.inboxes[0].pull is not None and pair.inboxes[0].pull.ended.wait(60.0)
 
 
 def test_who_knows_the_token_is_served_and_a_stranger_gets_no_byte(server: SnapshotServer) -> None:
@@ -238,7 +238,7 @@ def test_near_and_far_workers_are_pulled_from_at_steps_of_their_own(server: Snap
         pair.elsewhere = elsewhere
         for step in range(7):
             pair.begin_step(step, (2, 3))
-            assert all(inbox.pull is None or inbox.pull.ended.wait(60.0) for inbox in pair._inboxes)
+            assert all(inbox.pull is None or inbox.pull.ended.wait(60.0) for inbox in pair.inboxes)
             pair.mix(weights)
         far = sum(len(set(ranks) & elsewhere) > 0 for each in found.values() for ranks in each)
         assert pair.counts == Counter(far_averages=far, near_averages=sum(map(len, found.values())) - far)
@@ -268,12 +268,12 @@ def test_a_long_far_pull_hinders_no_near_one_and_takes_back_no_step(
     for step in range(3):
         weights = filled(3 * step + 1)
         pair.begin_step(step, (1, 1))
-        assert begun.wait(60.0) and pair.pull is not None and pair.pull.ended.wait(60.0)
+        assert begun.wait(60.0) and pair.inboxes[0].pull is not None and pair.inboxes[0].pull.ended.wait(60.0)
         assert pair.mix(weights)
         assert set(weights[0].tolist()) == {(3 * step + 8) / 2}
         pair.publish(filled(3 * step + 4), step + 1)
     arrives.set()
-    far, weights = pair._inboxes[1].pull, filled(10)
+    far, weights = pair.inboxes[1].pull, filled(10)
     assert far.ended.wait(60.0) and pair.mix(weights)
     assert set(weights[0].tolist()) == {10 + (7 - 1) / 2}
     assert pair.counts == Counter(near_averages=3, far_averages=1)

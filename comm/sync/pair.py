@@ -125,16 +125,11 @@ class Pair:
         self._server = SnapshotServer(self._snapshots, host)
         self.address = self._server.peer  # what the others need to pull from this worker
         self._numel = sum(weight.numel() for weight in weights)
-        self._inboxes = [Inbox(self._numel, self._device)]  # and a far one, once it is needed
+        self.inboxes = [Inbox(self._numel, self._device)]  # and a far one, once it is needed
         self._stream = self._device.new_stream()  # of the copies to a GPU
         self._left_out: dict[int, float] = {}  # ranks that have not answered: until when they are not asked
         self._failures = 0  # pulls that have failed since a snapshot last arrived
         self._is_told = False
-
-    @property
-    def pull(self) -> Pull | None:
-        """Returns the pull of the first kind."""
-        return self._inboxes[0].pull
 
     def begin_step(self, step: int, every: Sequence[int] = (0,)) -> None:
         """Chooses workers and starts to pull their newest snapshots, unless a pull is still under way. Does not wait.
@@ -144,7 +139,7 @@ class Pair:
         a worker answered with another model.
         """
         now = time.monotonic()
-        for inbox in self._inboxes:
+        for inbox in self.inboxes:
             ended = inbox.pull
             if ended is not None and ended.ended.is_set() and not inbox.is_full:
                 inbox.pull = None
@@ -153,9 +148,9 @@ class Pair:
         all_ranks = [rank for rank in sorted(self.peers) if self._left_out.get(rank, now) <= now]
         for kind, steps in enumerate(every):
             ranks = [rank for rank in all_ranks if len(every) == 1 or (rank in self.elsewhere) == kind]
-            if ranks and kind == len(self._inboxes):
-                self._inboxes.append(Inbox(self._numel, self._device, is_far=True))
-            if ranks and (inbox := self._inboxes[kind]).pull is None and inbox.due <= step:
+            if ranks and kind == len(self.inboxes):
+                self.inboxes.append(Inbox(self._numel, self._device, is_far=True))
+            if ranks and (inbox := self.inboxes[kind]).pull is None and inbox.due <= step:
                 rank, inbox.due = self._choose(step, ranks), step + steps
                 inbox.pull = Pull(rank, partial(self._fetch, inbox, self.peers[rank]))
 
@@ -189,7 +184,7 @@ class Pair:
 
     def mix(self, weights: Sequence[Tensor]) -> bool:
         """Before the update: averages what has arrived into the weights; returns whether there was anything."""
-        return any([self._average(inbox, weights) for inbox in self._inboxes])
+        return any([self._average(inbox, weights) for inbox in self.inboxes])
 
     def _average(self, inbox: Inbox, weights: Sequence[Tensor]) -> bool:
         if inbox.pull is None or not inbox.is_full:
@@ -213,7 +208,7 @@ class Pair:
 
     def restart(self, weights: Sequence[Tensor], step: int) -> None:
         """All workers have the same model again: offers it, and drops a snapshot that is pulled or has arrived."""
-        for inbox in self._inboxes:
+        for inbox in self.inboxes:
             if inbox.pull is not None:
                 inbox.pull.wanted = False
         self._snapshots.publish(weights, step)

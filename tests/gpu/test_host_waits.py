@@ -126,11 +126,11 @@ def test_pair_averaging_waits_in_the_thread_that_serves_a_snapshot_alone(monkeyp
         for _ in range(5):
             pull = Pull(1, lambda: None)
             assert pull.ended.wait(60)
-            pair._fetch(Peer("", 0, b""))
+            pair._fetch(pair.inboxes[0], Peer("", 0, b""))
             it.recorder.host_waits.clear()  # of the puller's own thread
-            pair.pull = pull
+            pair.inboxes[0].pull = pull
             it.bare_step()
-            assert pair.pull is None, "it is averaged in"
+            assert pair.inboxes[0].pull is None, "it is averaged in"
         assert it.recorder.host_waits == []
         assert len(streams) == 11 and main not in streams
 
