@@ -16,7 +16,7 @@ TO_SHARDS = ("all_to_all", "reduce_scatter", "symmetric")  # leave each worker i
 CONTRIBUTIONS = ("all_to_all", "symmetric")  # bring all contributions, to be added up in one order: reproducible sums
 TREES = ("binary", "star", "host", "latency")  # the shapes that the transport `tree` knows by name
 MODES = ("ssgd", "sma", "pair")  # of comm.sync, those that a word names
-_FORMS = r"local:0*([1-9]\d{0,5})|pair:0*([1-9]\d{0,5}),0*([1-9]\d{0,5})"  # the patterns of `local:N`, `pair:N,M`
+_FORMS = "local:{0}|pair:{0},{0}".format("0*([1-9][0-9]{0,5})")  # the patterns of `local:N`, `pair:N,M`
 
 
 @dataclass(frozen=True)

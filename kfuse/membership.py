@@ -187,6 +187,7 @@ class Session:
         """
         generation = self._generation
         if self.link.view(generation, recovers=True) is None:
+            self.link.bears_cuts = False  # until the next step: the others cannot do without this worker's answer
             self.link.send("broken", generation=generation, why=str(error))
         return self._enter(self._await_recovery())
 

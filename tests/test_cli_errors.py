@@ -72,7 +72,7 @@ WRONG = [
     ("--lr=1", ["--lr=1", "lr.base?"]),
     ("statistics.curvature_every=9 optimizer=lamb", ["statistics.curvature_every=9: must be null", "FusedLAMB"]),
     ("batch.size=8,16", ["batch.size=8,16", "-m"]),
-    ("comm.sync=pair:8,2", ["comm.sync=pair:8,2: must be one of ssgd, sma, pair, local:N, pair:N,M"]),
+    ("comm.sync=pair:8,2", ["comm.sync=pair:8,2: must be one of ssgd, sma, pair, local:N, pair:N,M with N at most M"]),
     # Sweeps: no run starts where one of them is wrong.
     ("-m batch.size=8,abc", ["batch.size=abc", "a whole number"]),
 ]

@@ -92,9 +92,12 @@ class Inbox:
 
     pull: Pull | None = None  # under way, or ended and still to be taken; a step never waits for it
     due = 0  # the step from which on the next one may begin
+    failures = 0  # pulls that have failed since a snapshot last arrived
+    step = -1  # after which the snapshot was made
 
     def __init__(self, numel: int, device: devices.Device, is_far: bool = False) -> None:
         self.is_far = is_far
+        self.averaged: dict[int, int] = {}  # by rank: the step of the newest snapshot that was averaged in
         self.arrived = device.pinned((numel,), torch.float32)
         self.weights = self.arrived  # the same, on the device
         self.copied = device.event()  # they are there, and a GPU has read `arrived`
@@ -102,9 +105,15 @@ class Inbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether a snapshot of use has arrived."""
+        """Whether a snapshot of use has arrived.
+
+        A far worker that stands at a meeting is averaged in once: each time more would halve again what this one is
+        ahead.
+        """
         pull = self.pull
-        return pull is not None and pull.ended.is_set() and pull.error is None and pull.wanted
+        if pull is None or not pull.ended.is_set() or pull.error is not None:
+            return False
+        return pull.wanted and not (self.is_far and self.averaged.get(pull.rank) == self.step)
 
 
 class Pair:
@@ -128,7 +137,6 @@ class Pair:
         self.inboxes = [Inbox(self._numel, self._device)]  # and a far one, once it is needed
         self._stream = self._device.new_stream()  # of the copies to a GPU
         self._left_out: dict[int, float] = {}  # ranks that have not answered: until when they are not asked
-        self._failures = 0  # pulls that have failed since a snapshot last arrived
         self._is_told = False
 
     def begin_step(self, step: int, every: Sequence[int] = (0,)) -> None:
@@ -144,7 +152,7 @@ class Pair:
             if ended is not None and ended.ended.is_set() and not inbox.is_full:
                 inbox.pull = None
                 if ended.error is not None:
-                    self._failed(ended.rank, ended.error, now)
+                    self._failed(inbox, ended.rank, ended.error, now)
         all_ranks = [rank for rank in sorted(self.peers) if self._left_out.get(rank, now) <= now]
         for kind, steps in enumerate(every):
             ranks = [rank for rank in all_ranks if len(every) == 1 or (rank in self.elsewhere) == kind]
@@ -158,7 +166,7 @@ class Pair:
         """Has the newest snapshot of `peer` on the device, less the own one if it is far; no step waits for it."""
         inbox.copied.synchronize()
         with self._snapshots.newest() if inbox.is_far else contextlib.nullcontext() as own:
-            pull(peer, inbox.arrived)
+            inbox.step = pull(peer, inbox.arrived)
             if own is not None:
                 inbox.arrived.sub_(own.flat)
         self._device.make_current()
@@ -166,31 +174,32 @@ class Pair:
             inbox.weights = inbox.arrived.to(self._device.name, non_blocking=True)
             inbox.copied.record()
 
-    def _failed(self, rank: int, error: Exception, now: float) -> None:
+    def _failed(self, inbox: Inbox, rank: int, error: Exception, now: float) -> None:
         """Leaves the worker out for a while. Warns, once, where nobody answers: training goes on, without averaging."""
         if not isinstance(error, OSError):
             raise error
         self._left_out[rank] = now + _LEFT_OUT_S
-        self._failures += 1
+        inbox.failures += 1
         self.counts["failed_pulls"] += 1
-        if not self._is_told and self._failures >= _TOLD_AFTER * len(self.peers):
+        if not self._is_told and inbox.failures >= _TOLD_AFTER * len(self.peers):
             self._is_told = True
             peer = self.peers[rank]
             _LOG.warning(
-                "comm.sync=pair: rank %d averages with nobody: none of the other workers answers (rank %d at %s:%d: "
-                "%s). It trains alone until one does. Is there a firewall between them?",
-                *(self.rank, rank, peer.host, peer.port, error),
+                "comm.sync=pair: rank %d averages with nobody%s: none of these workers answers (rank %d at %s:%d: %s). "
+                "It trains without them until one does. Is there a firewall between them?",
+                *(self.rank, " of another host" * inbox.is_far, rank, peer.host, peer.port, error),
             )
 
     def mix(self, weights: Sequence[Tensor]) -> bool:
         """Before the update: averages what has arrived into the weights; returns whether there was anything."""
-        return any([self._average(inbox, weights) for inbox in self.inboxes])
+        return any([self._average(inbox, weights) for inbox in self.inboxes])  # a list: all of them
 
     def _average(self, inbox: Inbox, weights: Sequence[Tensor]) -> bool:
         if inbox.pull is None or not inbox.is_full:
             return False
         self.counts["far_averages" if inbox.pull.rank in self.elsewhere else "near_averages"] += 1
-        inbox.pull, self._failures = None, 0
+        inbox.averaged[inbox.pull.rank] = inbox.step
+        inbox.pull, inbox.failures = None, 0
         inbox.copied.wait()
         flat, inbox.weights = inbox.weights, inbox.arrived  # its memory on a GPU is free after this
         self._device.keep([flat], self._device.current_stream())

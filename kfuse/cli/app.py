@@ -57,7 +57,7 @@ _TOOLS = {
 }
 # A home directory at the start of a value: bash expands none after a name with a dot, and Hydra does not read it.
 _HOME = re.compile(r"(?:^|(?<=[=,\['\"]))~(?=/|$)")
-_PAIR = re.compile(r"^(comm\.sync=)(pair:\d+,\d+)$")  # without quotes Hydra takes it for two values of a sweep
+_PAIR = re.compile(r"^(\+{0,2}comm\.sync=)(pair:\d+,\d+)$")  # without quotes Hydra takes it for two values of a sweep
 
 
 def main() -> int:

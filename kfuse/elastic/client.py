@@ -269,7 +269,7 @@ class ControlClient(Link):
                 self._reached.accept()[0].close()
 
     def _tell_unreached(self, inquiry: int, addresses: list[tuple[int, Any]], timeout_s: float) -> None:
-        """Tells the supervisor which of these workers this one does not reach, unless it can do without them."""
+        """Tells the supervisor which of these workers this one does not reach; none while it goes on without them."""
         from kfuse.elastic.reach import unreached  # only where workers have lost contact
 
         missing = [] if self.bears_cuts else unreached(dict(addresses), timeout_s)

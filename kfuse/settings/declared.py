@@ -97,7 +97,7 @@ class CommSettings(TypedDict, total=False):
             "for nobody), pair:N,M (so too: every N steps with one of its host, every M with one of another host)",
             choices=MODES,
             parse=Sync.parse,
-            form="local:N, pair:N,M",
+            form="local:N, pair:N,M with N at most M",
         ),
     ]
     comm_outer_lr: Annotated[

@@ -219,9 +219,9 @@ class PairAveraging(SyncMethod):
             if min(each["step"] for each in said) == step:
                 break
         counts = [Counter(each.pop("pulls")) for each in said]
+        self._counts.clear()
         self._hold(**said[0])
         self._progress.pulls = dict(sum(counts, Counter(self._progress.pulls)))
-        self._counts.clear()
 
     def _hold(self, step: int, pending: Sequence[Mapping[str, Any]], generation: int, stop: str) -> None:
         """All workers are here, at one step: one model, one state, and what the leader said of all else."""
