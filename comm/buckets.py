@@ -241,10 +241,8 @@ class Bucket:
         sends: it writes the bucket's message, where that is int8.
         """
         if (k, accumulate, sends) not in self._packings:
-            none, message = (
-                [None] * len(self.shapes),
-                (self.message, self.added) if sends and self.added is not None else (),
-            )
+            none = [None] * len(self.shapes)
+            message = (self.message, self.added) if sends and self.added is not None else ()
             given = PackArguments(none, self.slot(k), self.table, 1.0, accumulate, self.sumsq, None, *message)
             self._packings[k, accumulate, sends] = given
         return self._packings[k, accumulate, sends]

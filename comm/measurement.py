@@ -96,7 +96,7 @@ class Measurement:
         weighted = zip(self._weighted, (squares, current.loss, *current.figures), strict=False)
         added: Tensor | float = 0.0
         if self._rounds and current.last and not now.is_local:
-            added = torch.stack([bucket.added.sum() for bucket in self._buckets if bucket.added is not None]).sum()
+            added = sum((each.added.sum() for each in self._buckets if each.added is not None), added)
         with np.errstate(all="ignore"):
             values[slots + SAMPLES] = samples
             if not now.done:  # what this rank alone writes, once a step

@@ -56,9 +56,7 @@ def round_by_torch(values: Tensor, wire: Tensor, added: Tensor | None = None) ->
     pieces = zip(torch.split(values, _PIECE), torch.split(wire, wire_numel(_PIECE)), strict=True)
     for index, (piece, sent) in enumerate(pieces):
         groups = piece.view(-1, GROUP)
-        rounded = torch.zeros(num_blocks(piece.numel()) * BLOCK, dtype=torch.float32, device=wire.device).view(
-            -1, GROUP
-        )
+        rounded = wire.new_zeros(num_blocks(piece.numel()) * BLOCK, dtype=torch.float32).view(-1, GROUP)
         scales = rounded.new_zeros(len(rounded), 1)
         mine, scale = rounded[: len(groups)], scales[: len(groups)]
         torch.amax(torch.abs(groups, out=mine), 1, keepdim=True, out=scale)

@@ -125,3 +125,31 @@ def test_workers_are_lost_while_messages_of_eight_bits_are_under_way(tmp_path: P
     )
     job = run_job(tmp_path / "run", [*training, *chaos(tmp_path, events=lost)])
     assert len(job.of_kind("failure")) == 2 and job.summary["heldout_accuracy"] > 0.7
+
+
+def uneven_steps() -> tuple[list[float | None], list[float]]:
+    """Gradient norms and parameters: of a step with an infinite gradient, one of both workers, one of rank 0 alone."""
+    session = kf.init()
+    session.comm = CommOptions(dtype="int8")
+    bag = Bag([(100,)])  # which leaves room in its last group
+    opt = kf.FusedSGD(bag.parameters(), lr=1.0, maximize=True)
+    norms: list[float | None] = []
+    for step, ranges in enumerate([(range(1), range(1, 2))] * 2 + [(range(1), range(1, 1))]):
+        opt.begin(StepPlan(ranges[1].stop, ranges))
+        for _ in ranges[kf.rank()]:
+            gradient = torch.full((100,), 1.0 + kf.rank())
+            gradient[-1] *= math.inf if step == kf.rank() == 0 else 1.0
+            with opt.micro_batch(samples=1, last=True):
+                bag.backward([gradient])
+        opt.step()
+        opt.zero_grad()
+        stats = opt.statistics.wait()
+        assert stats is not None
+        norms.append(stats.grad_norm)
+    return norms, bag.tensors[0].tolist()
+
+
+def test_a_gradient_that_is_not_finite_and_a_worker_without_one_leave_nothing_behind() -> None:
+    for norms, parameters in run_workers(2, uneven_steps):
+        assert norms[0] is None and norms[1:] == pytest.approx([15.0, 10.0])
+        assert parameters == pytest.approx([2.5] * 100)
