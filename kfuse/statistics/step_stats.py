@@ -128,12 +128,11 @@ class Statistics:
             copied.record()
         self._in_flight.append(_Record(step, unit, host, copied, figures, local, self.wire, of_sums))
         self.arrived = []
-        while len(self._in_flight) > 1 and self._is_due(self._in_flight[0]):
+        while len(self._in_flight) > 1:
+            oldest, too_many = self._in_flight[0].copied, len(self._in_flight) > _MOST_IN_FLIGHT
+            if not (self.at_fixed_lag or too_many or oldest is None or oldest.query()):
+                break
             self._receive(len(self._in_flight) - 1)
-
-    def _is_due(self, oldest: _Record) -> bool:
-        too_many = len(self._in_flight) > _MOST_IN_FLIGHT
-        return self.at_fixed_lag or too_many or oldest.copied is None or oldest.copied.query()
 
     @property
     def latest(self) -> StepStats | None:
@@ -240,7 +239,7 @@ class Statistics:
 
     def _stats(self, newest: _Record, running: Estimate) -> StepStats:
         values, sums = newest.split()
-        samples, grad_total = values[t.SAMPLES], values[t.GRAD_SQ]
+        samples, grad_total, step_time = values[t.SAMPLES], values[t.GRAD_SQ], values[t.STEP_TIME]
         loss = values[t.LOSS] / samples if samples else math.nan
         named = zip(self.figure_names or (), sums, strict=False)
         return StepStats(
@@ -259,13 +258,8 @@ class Statistics:
             mean_grad_variance=running.mean_grad_variance,
             skipped=bool(values[t.SKIPPED]),
             decision=int(values[t.DECISION]),
-            previous_step_time_s=_known(values[t.STEP_TIME]),
-            previous_data_wait_s=values[t.DATA_WAIT] if values[t.STEP_TIME] else None,
+            previous_step_time_s=step_time if 0 < step_time < math.inf else None,
+            previous_data_wait_s=values[t.DATA_WAIT] if step_time else None,
             seconds=tuple(values[t.RECORD_SLOTS :]),
             figures={name: mean for name, total in named if math.isfinite(mean := total / samples)},
         )
-
-
-def _known(value: float) -> float | None:
-    """A positive figure of the tail; None where none was sent, or it is not finite."""
-    return value if 0 < value < math.inf else None
