@@ -212,8 +212,7 @@ class NoiseScale:
             self._append(*pair)
         self._batch = None if state["batch"] is None else tuple(state["batch"])
         self._other_run = state["other_run"]
-        variance, grad_sq, rounding = state["sums"]
-        self._sums, self._weight = (variance, grad_sq, rounding), state["weight"]
+        self._sums, self._weight = tuple(state["sums"]), state["weight"]
         self._unknown_run = state["unknown_run"]
         self._estimate = None
 
