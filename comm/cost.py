@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from kfuse.comm import transports
-from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Costs, Group
 from kfuse.comm.sum_tree import plan_merges
 from kfuse.comm.transports import BringsContributions
@@ -136,11 +135,8 @@ def probe(group: Group, elements: int) -> Costs:
 
 def _sums(group: Group) -> dict[str, Callable[[Tensor], None]]:
     """Of each schedule, what adds up a flat buffer over the workers, as in a step."""
-
-    def cuts(_: int, numel: int) -> Sequence[slice]:
-        return group.shards(numel, ALIGN)
-
-    brings = cast(BringsContributions, transports.make("all_to_all", group, "", cuts))
+    made = transports.make("all_to_all", group, "", lambda _, numel: group.shards(numel))
+    brings = cast(BringsContributions, made)
     brings.plan([1] * group.size, plan_merges([(0, r) for r in range(group.size)], group.size))
 
     def all_reduce(flat: Tensor) -> None:
@@ -150,7 +146,7 @@ def _sums(group: Group) -> dict[str, Callable[[Tensor], None]]:
         brings.launch(0, [flat], "probe")
         brings.wait(0)
         brings.reduce(0, flat)
-        group.share(flat, "probe (share)", cuts(0, flat.numel())).wait()
+        group.share(flat, "probe (share)", group.shards(flat.numel())).wait()
 
     return dict(zip(SCHEDULES, (all_reduce, all_to_all), strict=True))
 
