@@ -79,10 +79,7 @@ class ModelAveraging(SyncMethod):
     """
 
     keeps_weights = True
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._centre: CentralModel | None = None
+    _centre: CentralModel | None = None
 
     def before_step(self) -> None:
         if self._session.group.size == 1:

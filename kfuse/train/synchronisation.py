@@ -7,7 +7,7 @@ gradients, and a `SyncMethod` brings the models together. docs/synchronisation.m
 from __future__ import annotations
 
 import contextlib
-import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,12 +71,12 @@ class SyncMethod:
         """Takes over another worker's, or a checkpoint's, once the model and the optimizer have."""
 
 
-# Module and class of each mode. They are imported when a mode begins: most trainings have ssgd alone.
+# The class of each mode. They are imported when a mode begins: most trainings have ssgd alone.
 _METHODS = {
-    "ssgd": ("kfuse.train.synchronisation", "SyncMethod"),
-    "local": ("kfuse.train.averaging", "LocalSGD"),
-    "sma": ("kfuse.train.averaging", "ModelAveraging"),
-    "pair": ("kfuse.train.pair", "PairAveraging"),
+    "ssgd": "kfuse.train.synchronisation:SyncMethod",
+    "local": "kfuse.train.averaging:LocalSGD",
+    "sma": "kfuse.train.averaging:ModelAveraging",
+    "pair": "kfuse.train.pair:PairAveraging",
 }
 
 
@@ -140,8 +140,7 @@ class Synchronisation:
     def _begin(self, mode: str) -> None:
         self.method.close()
         self._sync, self._params = Sync(mode), list(self._opt.engine.params)
-        module, name = _METHODS[mode]
-        self.method = getattr(importlib.import_module(module), name)(*self._given)
+        self.method = pkgutil.resolve_name(_METHODS[mode])(*self._given)
 
     def state_dict(self) -> dict[str, Any]:
         return {"mode": self._sync.mode, "every": self._sync.every, "method": self.method.state_dict()}
