@@ -22,13 +22,7 @@ _FORMS = "local:{0}|pair:{0},{0}".format("0*([1-9][0-9]{0,5})")  # the patterns 
 @dataclass(frozen=True)
 class Sync:
     """How the workers keep together, and how many steps lie between synchronisations: with `local:N` and `pair:N,M` N,
-    else 1.
-
-    ssgd       every step's gradients are reduced: all workers have one model (synchronous SGD)
-    local:N    each worker updates with its own gradients; their models are averaged every N steps (local SGD)
-    sma        each worker has a model of its own, which is drawn to a central one (synchronous model averaging)
-    pair       each worker averages its model with that of another one, and waits for nobody
-    pair:N,M   so too: every N steps with one of its own host, every M steps with one of another host
+    else 1. `kfuse.settings.declared.CommSettings` says what each mode does.
     """
 
     mode: str = "ssgd"  # "local", or one of `MODES`
