@@ -147,11 +147,8 @@ def _launches() -> Iterator[tuple[str, bool, Iterable[Launch]]]:
                 deeper = launch.constants | {"DEPTH": triton_reduction.DEEPER}
                 yield f"of many rows {label}", False, [replace(launch, constants=deeper)]
         if of_rows == F32:
-            yield (
-                f"by address {label}",
-                everywhere,
-                triton_reduction.reduce(ReduceArguments(rows.unbind(), order, out, sumsq)),
-            )
+            apart = ReduceArguments(rows.unbind(), order, out, sumsq)
+            yield f"by address {label}", everywhere, triton_reduction.reduce(apart)
 
     messages = like(ahead, WIRE, dtype=torch.int8)
     for label, sumsq, sent in ((" norm and a message", few, wire), (" norm", few, None), ("", None, None)):
