@@ -183,8 +183,7 @@ def reduce(given: ReduceArguments) -> Launches:
     values = vars(given) | {"matrix": matrix, "program": program, "count": len(program), "numel": numel}
     values |= {"stride": 0 if matrix is None else matrix.stride(0), "scales": scales}
     values["wire_scales"] = None if given.wire is None else given.wire.view(torch.float32)
-    constants = {"AHEAD": AHEAD, "DEPTH": depth}
-    constants |= {"LANE": tile // THREADS, "TILE": tile, "BLOCK": block}
+    constants = {"AHEAD": AHEAD, "DEPTH": depth, "LANE": tile // THREADS, "TILE": tile, "BLOCK": block}
     yield Launch(sum_rows_kernel, (triton.cdiv(numel, block),), values, constants, later=tuple(later))
 
 
@@ -326,9 +325,8 @@ def pack_kernel(
         total_added = tl.sum(tl.sum(more, axis=1), axis=0)
         if whole < length:
             of_ragged = scale_of(tl.max(tl.where(is_ragged, most, 0), axis=0))
-            total_added += tl.sum(
-                _send_span(wire, offset, rest, ragged, of_ragged[0], of_ragged[1], rest < length), axis=0
-            )
+            of_rest = _send_span(wire, offset, rest, ragged, of_ragged[0], of_ragged[1], rest < length)
+            total_added += tl.sum(of_rest, axis=0)
         tl.store(added + chunk, total_added)
 
 

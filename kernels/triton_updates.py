@@ -330,6 +330,5 @@ def lamb(given: LAMBArguments) -> Launches:
 
 def lamb_trust(given: TrustArguments) -> Launches:
     table = given.table
-    values: dict[str, Any] = {"partials": given.partials, "trust": given.out, "first_chunks": table.first_chunks}
-    values["num_chunks"] = table.num_chunks
+    values = vars(given) | {"trust": given.out, "first_chunks": table.first_chunks, "num_chunks": table.num_chunks}
     yield Launch(lamb_trust_kernel, (len(table.numels),), values, {"WIDTH": WIDTH})
