@@ -138,12 +138,7 @@ class CommSettings(TypedDict, total=False):
         ),
     ]
     comm_bucket_mb: Annotated[
-        float,
-        Setting(
-            CommOptions.bucket_mb,
-            "MiB of fp32 gradients reduced together; the default is DDP's",
-            above=0,
-        ),
+        float, Setting(CommOptions.bucket_mb, "MiB of fp32 gradients reduced together; the default is DDP's", above=0)
     ]
     comm_reproducible: Annotated[bool, Setting(CommOptions.reproducible, "the same bits for any number of workers")]
     comm_check_every: Annotated[
