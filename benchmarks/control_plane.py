@@ -37,6 +37,7 @@ from driven import Recorder
 from report import parser_of, progress_bar, table, warn_if_busy, write
 
 from kfuse.elastic import protocol
+from kfuse.elastic.job import Job
 from kfuse.elastic.processes import Worker
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.settings.tree import SETTINGS, JobSettings, resolved
@@ -125,7 +126,7 @@ class Measured:
         self._count, self._clients, self._recorder = workers, Clients(), Recorder(directory)
         limits = {"workers_count": workers, "workers_max": 2 * workers, "elastic_replace": False}
         settings: Any = resolved("the benchmark", JobSettings, limits)
-        self._supervisor = Supervisor(self._clients, {}, self._recorder, settings)
+        self._supervisor = Supervisor(self._clients, {}, self._recorder, Job(settings))
         self._receive, self._supervisor._receive = self._supervisor._receive, self._count_joined  # type: ignore[method-assign]
         self._generation = self._number = 0
         self._agreed = asyncio.Event()

@@ -43,6 +43,7 @@ from joining import Agents  # noqa: E402
 from soak_job import GRACE_S, MARKS  # noqa: E402
 from warm import WarmLauncher  # noqa: E402
 
+from kfuse.elastic import job as control  # noqa: E402
 from kfuse.elastic.launchers import RayLauncher  # noqa: E402
 from kfuse.elastic.processes import State, Worker  # noqa: E402
 from kfuse.elastic.supervisor import Supervisor  # noqa: E402
@@ -203,7 +204,7 @@ class Notices(Driver):
 async def run(directory: Path, overrides: list[str], places: Places, **given: Any) -> list[Change]:
     """One job. given: arguments of `Notices`; none: nothing happens to it. Raises JobFailed, AssertionError."""
     config, recorder = compose([*TRAINING, *overrides]), Recorder(directory)
-    supervisor = Supervisor(places.launcher, {**config, "run_dir": str(directory)}, recorder, flat(config))
+    supervisor = Supervisor(places.launcher, {**config, "run_dir": str(directory)}, recorder, control.Job(flat(config)))
     notices = Notices(supervisor, recorder, places=places, **given) if given else None
     try:
         await run_beside(supervisor, None if notices is None else notices.run())

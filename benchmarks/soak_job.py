@@ -26,6 +26,7 @@ from hosts import Host
 from joining import Agents
 from warm import CONTEXT, WarmLauncher
 
+from kfuse.elastic.job import Job
 from kfuse.elastic.processes import State, Worker
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.settings.tree import JobSettings, resolved
@@ -282,7 +283,7 @@ async def run(plan: Plan, directory: Path, workers: int = START, disturb: bool =
     limits |= {"elastic_max_failures": 12, "elastic_grace_s": GRACE_S}
     settings: Any = resolved("the soak", JobSettings, limits)
     job = {"run_dir": str(directory / "disk" / "run"), "observe": {"log_level": "warning", "ledger": True}}
-    supervisor = Supervisor(launcher, job, recorder, settings, script=True)
+    supervisor = Supervisor(launcher, job, recorder, Job(settings, script=True))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, supervisor.stop, "terminated")
     soak = Soak(plan, directory, supervisor, recorder, agents) if disturb else None

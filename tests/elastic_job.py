@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from warm import WarmLauncher, WarmProcess
 
 from kfuse.cli.check import prepare, validate
+from kfuse.elastic import job as control
 from kfuse.elastic.job import JobFailed
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.launchers.replica import ReplicaLauncher
@@ -241,7 +242,7 @@ def _run(
     job, warm = Job(directory), WarmLauncher(directory.with_suffix(".log"), script=script)
     settings = {**config, "run_dir": str(directory)}
     job.processes, forks = warm.started, ReplicaLauncher(warm, ranks) if ranks > 1 else warm
-    supervisor = Supervisor(launcher or forks, settings, FileRecorder(job), **elasticity)
+    supervisor = Supervisor(launcher or forks, settings, FileRecorder(job), control.Job(**elasticity))
 
     async def go() -> None:
         loop = asyncio.get_running_loop()

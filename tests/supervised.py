@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any
 
 from kfuse.elastic import protocol
-from kfuse.elastic.job import JobFailed
+from kfuse.elastic.job import Job, JobFailed
 from kfuse.elastic.supervisor import Supervisor
 
 
@@ -110,7 +110,7 @@ class Stage:
         """The GPU that each worker was given."""
         self.workers: list[StandIn] = []
         self.records: list[tuple[str, dict[str, Any]]] = []
-        self.supervisor = Supervisor(self, {}, self, **elasticity)
+        self.supervisor = Supervisor(self, {}, self, Job(**elasticity))
         self.supervisor.records._waiting = _AtOnce(self.keep)
         self.job: asyncio.Task[str | None]
         self.starts_fail, self.has_room = starts_fail, True

@@ -34,6 +34,7 @@ import kfuse as kf
 from kfuse.comm.gloo import GlooPending
 from kfuse.comm.group import Group
 from kfuse.elastic import protocol
+from kfuse.elastic.job import Job
 from kfuse.elastic.processes import Worker
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.kernels.dispatch import Kernel
@@ -311,7 +312,7 @@ def test_the_supervisors_calls_for_a_steps_metrics(tmp_path: Path) -> None:
 
     async def keep(steps: int) -> None:
         recorder = Recorder(RunDirectory(tmp_path / str(steps)), Display(False, Console(quiet=True)))
-        supervisor = Supervisor(Mock(gpus=0), {}, recorder, **limits(1, 1, 1))
+        supervisor = Supervisor(Mock(gpus=0), {}, recorder, Job(**limits(1, 1, 1)))
         supervisor.processes.workers[0] = Worker(0, Mock(), connections=[Mock()])
         reader = asyncio.StreamReader()
         reader.feed_data(b"".join(sent[:steps]))

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from kfuse.cli.output import leave, survive_closed_output
 from kfuse.cli.run import supervise
 from kfuse.cores import cores
+from kfuse.elastic.job import Job
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher, local
 from kfuse.elastic.launchers.agent import AgentError, join
 from kfuse.elastic.launchers.replica import ReplicaLauncher
@@ -95,7 +96,7 @@ def _run(args: argparse.Namespace, directory: RunDirectory, has_steps: bool | No
         launcher = HostsLauncher(command, host, port, args.token, args.slots, most, grace_s, signals, args.ranks)
     told = {"log_level": settings["observe_log_level"], "ledger": settings["observe_ledger"]}
     job = {"run_dir": str(directory.path.absolute()), "has_steps": has_steps, "observe": told}
-    return supervise(Supervisor(launcher, job, recorder, settings, script=True), recorder)
+    return supervise(Supervisor(launcher, job, recorder, Job(settings, script=True)), recorder)
 
 
 def _refuse(message: str, status: int = 2) -> int:

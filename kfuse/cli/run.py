@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kfuse.cli.first import FirstWorker
 from kfuse.cli.output import to_its_end
-from kfuse.elastic.job import JobFailed
+from kfuse.elastic.job import Job, JobFailed
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.logs import set_up_logging
@@ -44,7 +44,7 @@ def run(cfg: DictConfig, run_dir: Path, first: FirstWorker) -> int:
     set_up_logging(observe["log_level"], "supervisor", recorder.line)
     settings: Any = flat(config)
     restart = settings["checkpoint_every_steps"] is not None
-    supervisor = Supervisor(launcher, job, recorder, settings, restart)
+    supervisor = Supervisor(launcher, job, recorder, Job(settings, restart))
     return supervise(supervisor, recorder, first.run if early else asyncio.run)
 
 

@@ -34,9 +34,9 @@ _BROKEN_GRACE_S = 0.1  # a lost connection mostly means a process that has ended
 class Supervisor:
     """Runs one job until it ends."""
 
-    def __init__(self, launcher: Launcher, told: dict[str, Any], recorder: Recorder, *of_job: Any, **more: Any) -> None:
-        """told: sent to every worker as it connects (plain JSON values). The rest: as of `Job`."""
-        self._launcher, self._told, self.job = launcher, told, Job(*of_job, **more)
+    def __init__(self, launcher: Launcher, told: dict[str, Any], recorder: Recorder, job: Job) -> None:
+        """told: sent to every worker as it connects (plain JSON values)."""
+        self._launcher, self._told, self.job = launcher, told, job
         self.records = Records(recorder, self.job)
         if hasattr(launcher, "event"):
             launcher.event = self.records.event
