@@ -43,6 +43,7 @@ def call_by_address(count: int = 2, merges: Merges = ((0, 1),), numel: int = 64)
 LAUNCHED = {
     "pack": ["pack_kernel"] * 2,
     "reduce": ["sum_rows_kernel"] * 2,
+    "message": ["pack_kernel", "sum_rows_kernel", "sum_rows_kernel"],
     "block_sumsq": ["block_sumsq_kernel", "sum_partials_kernel"],
     "reduce by address": ["sum_rows_kernel"],
     "adamw": ["adamw_kernel"] * 2,
