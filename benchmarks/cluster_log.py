@@ -9,7 +9,8 @@ cluster at most), CPUs, and a median duration (log-normal, median 400 s, sigma 2
 et al., SC 2021, has it). Jobs come in bursts of one template (geometric, 3 on average), by day more than by night and
 at weekends, until they fill a part of the GPUs, uniform within `load`. A job's duration is log-normal about its
 template's median, sigma uniform within `sigma`; a part `once` of the jobs has a template of its own; 30 % fail or are
-cancelled after a uniform part of it. 5 days at most. Start times are those of submission: they are not read.
+cancelled after a uniform part of it. 5 days at most. Start times are those of submission: of them only whether there is
+one is read.
 """
 
 from __future__ import annotations

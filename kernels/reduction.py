@@ -157,13 +157,12 @@ def reduce_by_torch(given: ReduceArguments) -> None:
         return
     for at in range(0, out.numel(), REDUCE_PIECE):  # what has just been added is measured while it is in the cache
         elements = slice(at, min(at + REDUCE_PIECE, out.numel()))
-        bytes_of = in_wire(elements)
-        read = bytes_of if given.of_messages else elements
+        read = in_wire(elements) if given.of_messages else elements
         _add_rows([row[read] for row in rows], merges, out[elements])
         if sumsq is not None:
             block_sumsq(out[elements], sumsq[at // BLOCK : num_blocks(elements.stop)])
         if wire is not None:
-            round_by_torch(out[elements], wire[bytes_of])
+            round_by_torch(out[elements], wire[in_wire(elements)])
 
 
 def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from distributed import run_workers
 from elastic_job import chaos, run_job, words
 from problems import Bag
+from test_kernels_wire import message
 from torch import Tensor
 
 import kfuse as kf
@@ -68,14 +69,8 @@ def as_sent(flat: Tensor, dtype: str) -> Tensor:
     """The parameters' gradients as they travel. int8: each parameter's groups of 64 by their largest magnitude."""
     if dtype == "bf16":
         return flat.bfloat16().float()
-    sent = []
-    for part in flat.split([math.prod(shape) for shape in SHAPES]):
-        groups = np.zeros((-(-len(part) // 64), 64), np.float32)
-        groups.reshape(-1)[: len(part)] = part.numpy()
-        largest = np.abs(groups).max(axis=1, keepdims=True)
-        values = np.rint(groups * (np.float32(127) / largest)) * (largest * np.float32(1 / 127))
-        sent.append(torch.from_numpy(values.reshape(-1)[: len(part)].copy()))
-    return torch.cat(sent)
+    parts = flat.split([math.prod(shape) for shape in SHAPES])
+    return torch.cat([torch.from_numpy(message(part.numpy())[1]) for part in parts])
 
 
 def exact_mean(size: int, planned: bool, dtype: str) -> tuple[Tensor, float]:

@@ -22,8 +22,8 @@ from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
 from kfuse.comm.transports import Cuts
-from kfuse.kernels import BLOCK, num_blocks, reduce
-from kfuse.kernels.wire import WIRE
+from kfuse.kernels import num_blocks, reduce
+from kfuse.kernels.wire import wire_numel
 
 
 @dataclass
@@ -130,7 +130,7 @@ class TwoWorkers:
         rank, parts = self._group.rank, list[_Part]()
         shards = self._cuts(key, slots[0].numel())
         mine, theirs = shards[rank], shards[1 - rank]
-        length = PART // BLOCK * WIRE if slots[0].dtype == torch.int8 else PART
+        length = wire_numel(PART) if slots[0].dtype == torch.int8 else PART
         for at in range(0, max(shard.stop - shard.start for shard in shards), length):
             here, there = (slice(min(s.start + at, s.stop), min(s.start + at + length, s.stop)) for s in (mine, theirs))
             part = _Part(here, [slot[here] for slot in slots[: self._pieces[rank]]], [], [])

@@ -79,8 +79,8 @@ def replay(cluster: Cluster, order: str, release: bool, size: int = HOST) -> tup
     used, asked, awake, booting, forecast, idle_s, until = 0, 0, nodes, 0, nodes, 0, jobs[0].submit
     while events:
         now, kind, number = heappop(events)
-        idle_s += (awake + booting - math.ceil(used / size)) * (min(now, jobs[-1].submit) - until)
-        until = min(now, jobs[-1].submit)
+        since, until = until, min(now, jobs[-1].submit)
+        idle_s += (awake + booting - math.ceil(used / size)) * (until - since)
         if kind == _END:
             job = jobs[number]
             used -= job.gpus
